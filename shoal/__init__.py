@@ -1,0 +1,1 @@
+"""shoal: train one transformer language model on many devices, moving as one."""

@@ -1,0 +1,264 @@
+"""The typed description of one run: what the TOML file and the command line set, and nothing else.
+
+Every field has its meaning below it; ``shoal train --help`` prints them. Unknown keys are refused with the nearest name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from shoal.catalog import ModelShape, model_shape
+from shoal.errors import UsageError, did_you_mean
+from shoal.layout import Layout
+
+
+class Section(BaseModel):
+    """Frozen, and closed: a key that does not exist is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """A shape from the catalog, any part of which can be overridden."""
+
+    name: str = "tiny"
+    """A model of the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
+
+    layers: PositiveInt | None = None
+    """Override: number of transformer layers."""
+
+    hidden: PositiveInt | None = None
+    """Override: width of the residual stream."""
+
+    heads: PositiveInt | None = None
+    """Override: query heads."""
+
+    kv_heads: PositiveInt | None = None
+    """Override: key and value heads."""
+
+    head_dim: PositiveInt | None = None
+    """Override: width of one head (default: hidden / heads)."""
+
+    ffn: PositiveInt | None = None
+    """Override: width inside the feed-forward block."""
+
+    vocab: PositiveInt | None = None
+    """Override: token ids (default: the tokenizer's)."""
+
+    tied: bool | None = None
+    """Override: share the embedding with the output head."""
+
+    def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
+        """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
+
+        Raises:
+            UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
+        """
+        base = model_shape(self.name)
+        changed = {k: v for k, v in self.model_dump(exclude={"name"}).items() if v is not None}
+        changed.setdefault("vocab", vocab)
+        if "heads" in changed and "kv_heads" not in changed:
+            changed["kv_heads"] = changed["heads"]
+        hidden, heads = changed.get("hidden", base.hidden), changed.get("heads", base.heads)
+        if "head_dim" not in changed and ("hidden" in changed or "heads" in changed):
+            if hidden % heads:
+                raise UsageError(f"model.hidden = {hidden} is not a multiple of model.heads = {heads}.\n"
+                                 f"  Change one of them, or set model.head_dim.")
+            changed["head_dim"] = hidden // heads
+        if base.family == "gpt":
+            changed["max_sequence"] = max(base.max_sequence, sequence_length)
+        shape = base.model_copy(update=changed)
+        if shape.heads % shape.kv_heads:
+            raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
+                             "each key/value head serves heads / kv_heads query heads.")
+        if shape.head_dim % 2 and shape.family == "llama":
+            raise UsageError(f"model.head_dim = {shape.head_dim} is odd: rotary positions turn pairs of numbers.")
+        if shape.vocab < vocab:
+            raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
+                             "  Leave model.vocab out, or make it larger.")
+        return shape
+
+
+class DataConfig(Section):
+    """Where text comes from and how it becomes batches."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "stdlib"
+    """stdlib: the text of Python's own standard library. text, jsonl, parquet: files named by paths.
+    hub: a Hugging Face dataset. synthetic: random tokens with uneven masks (for verification)."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs (text, jsonl, parquet)."""
+
+    field: str = "text"
+    """The field that holds the text (jsonl, parquet, hub)."""
+
+    dataset: str = ""
+    """The data set's name on the hub (hub)."""
+
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
+
+    sequence_length: PositiveInt = 256
+    """s, tokens per sequence."""
+
+    document_mask: bool = False
+    """Keep attention and loss inside each document of a packed sequence."""
+
+    validation_fraction: float = Field(0.02, gt=0, lt=0.5)
+    """Part of the documents held out for validation."""
+
+    cache: Path = Path("~/.cache/shoal")
+    """Where tokenised shards are kept, keyed by content."""
+
+
+class OptimizerConfig(Section):
+    """The update rule and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw (Loshchilov & Hutter 2019) or plain sgd."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the minimum; wsd (warm-up, stable, linear decay: Hu et al. 2024); or constant."""
+
+    warmup_steps: NonNegativeInt = 20
+    """Steps of linear warm-up."""
+
+    decay_fraction: float = Field(0.2, ge=0, le=1)
+    """wsd: the last part of the run, in which the rate falls."""
+
+    minimum: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a part of the peak."""
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    steps: PositiveInt = 200
+    """Optimizer steps."""
+
+    global_batch: PositiveInt = 16
+    """Sequences per step over all replicas: dp x micro_batch x micro-batches."""
+
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """fp32; bf16 compute with fp32 master weights, gradient sums and moments; or fp64 (verification)."""
+
+    seed: NonNegativeInt = 0
+    """Of the initial weights and of the order of the data."""
+
+    attention: Literal["auto", "sdpa", "explicit"] = "auto"
+    """The attention kernel; auto takes what was measured fastest for the device and dtype."""
+
+    compile: bool = False
+    """torch.compile each layer."""
+
+    validate_every: NonNegativeInt = 100
+    """Steps between validations; 0 validates only at the end."""
+
+    validation_sequences: PositiveInt = 64
+    """Sequences in one validation (rounded up to whole passes)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is one."""
+
+    threads: NonNegativeInt = 0
+    """CPU threads per rank; 0 shares the cores between the local ranks."""
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk, and when."""
+
+    every: NonNegativeInt = 100
+    """Steps between checkpoints; 0 saves only at the end and on a stop."""
+
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+
+
+class MetricsConfig(Section):
+    """What is recorded while training. JSONL is always written."""
+
+    log_every: PositiveInt = 10
+    """Steps between logged lines."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run folder."""
+
+    wandb: str = ""
+    """Weights & Biases project (needs the extra shoal[wandb])."""
+
+    mlflow: str = ""
+    """MLflow experiment (needs the extra shoal[mlflow])."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: Layout = Layout()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def load(path: str | Path) -> RunConfig:
+    """Read a run's TOML.
+
+    Raises:
+        UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    return build(values, where=str(path))
+
+
+def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """A `RunConfig` from plain nested values, with errors in the words of the file."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UsageError("\n".join(f"{where}: {_explain(e)}" for e in error.errors())) from None
+
+
+def _explain(error: dict) -> str:
+    keys = [k for k in error["loc"] if isinstance(k, str)]
+    dotted = ".".join(keys)
+    if error["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for key in keys[:-1]:
+            section = section.model_fields[key].annotation
+        return f"there is no key '{dotted}'; {did_you_mean(keys[-1], section.model_fields)}"
+    return f"{dotted} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def plain(config: BaseModel) -> dict[str, Any]:
+    """Nested plain values without what is unset, fit for TOML and JSON."""
+    return config.model_dump(mode="json", exclude_none=True)

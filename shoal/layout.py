@@ -1,0 +1,193 @@
+"""How one training step is split over ranks: the `Layout`, its arithmetic and its rules.
+
+A layout is plain data. The runtime executes it, the verifier compares it, and every error about it is raised here,
+before any process starts. Axes, outer to inner: ``pp, dp_replicate, dp_shard, tp``; neighbours in rank are neighbours
+in ``tp``, the axis that talks most.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from shoal.catalog import ModelShape
+from shoal.errors import UsageError, nearest_divisors
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+Schedule = Literal["gpipe", "1f1b"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Layout(BaseModel):
+    """How many ways each axis of a training step is split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    dp: PositiveInt = 1
+    """Data-parallel replicas: each works on its own part of the global batch."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
+    2 also gradients, 3 also parameters (FSDP)."""
+
+    zero_shard: PositiveInt | None = None
+    """Ranks over which ZeRO shards; the rest of dp replicates the shards (hybrid sharding). Default: all of dp."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks: matrices are split inside each layer (Shoeybi et al. 2019)."""
+
+    sequence_parallel: bool = False
+    """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages: consecutive layers on different ranks."""
+
+    schedule: Schedule = "1f1b"
+    """The order of forwards and backwards in the pipeline."""
+
+    micro_batch: PositiveInt = 1
+    """Sequences in one forward pass of one replica. The rest of the global batch is accumulated."""
+
+    recompute: Recompute = "none"
+    """Activations recomputed in backward: none, selective (the attention core), full (whole layers)."""
+
+    bucket_mb: float = 25.0
+    """Gradients are reduced over the data-parallel ranks in buckets of at least this many MiB (ZeRO-3: per layer)."""
+
+    # ---- sizes -------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: pp x dp x tp."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks that hold different shards of one replica's state (1 for DDP)."""
+        return 1 if self.zero == 0 else (self.zero_shard or self.dp)
+
+    @property
+    def dp_replicate(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.dp // self.dp_shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each of `AXES`, outer to inner."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+
+    def microbatches(self, global_batch: int) -> int:
+        """Micro-batches that each replica runs in one step (gradient accumulation steps, or pipeline micro-batches)."""
+        return global_batch // (self.dp * self.micro_batch)
+
+    def equation(self) -> str:
+        """The whole product, for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp} = {self.world_size} ranks"
+
+    def describe(self) -> str:
+        """One line for banners and tables: only what differs from a plain single device.
+
+        >>> Layout(dp=2, zero=1, tp=2).describe()
+        'dp 2 (ZeRO-1) x tp 2'
+        """
+        parts = []
+        if self.dp > 1:
+            shard = f", shard {self.dp_shard}" if self.zero and self.dp_shard != self.dp else ""
+            parts.append(f"dp {self.dp} ({f'ZeRO-{self.zero}{shard}' if self.zero else 'DDP'})")
+        if self.tp > 1:
+            parts.append(f"tp {self.tp}" + (" + sequence parallel" if self.sequence_parallel else ""))
+        if self.pp > 1:
+            parts.append(f"pp {self.pp} ({self.schedule})")
+        return " x ".join(parts) or "one device"
+
+    # ---- rules -------------------------------------------------------------------------------------------------
+
+    def check(
+        self, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
+    ) -> Layout:
+        """Return the layout if it can run this model and batch, else raise.
+
+        Args:
+            shape: the model that is split.
+            global_batch: sequences per optimizer step over all replicas.
+            sequence_length: tokens per sequence.
+            ranks: the number of processes there are, where that is already decided (torchrun, SLURM, ``--ranks``).
+
+        Raises:
+            UsageError: naming the field, its value, the equation that fails and the nearest values that work.
+        """
+        if ranks is not None and ranks != self.world_size:
+            raise UsageError(self._wrong_world_size(ranks))
+        self._check_data_parallel(global_batch)
+        self._check_tensor_parallel(shape, sequence_length)
+        if self.pp > shape.layers:
+            raise UsageError(
+                f"parallel.pp = {self.pp}: {shape.layers} layers cannot fill {self.pp} stages, each needs at least one."
+                f"\n  Use pp <= {shape.layers}."
+            )
+        return self
+
+    def _check_data_parallel(self, global_batch: int) -> None:
+        if self.zero_shard is not None:
+            if self.zero == 0:
+                raise UsageError(
+                    f"parallel.zero_shard = {self.zero_shard}, but parallel.zero = 0 shards nothing."
+                    "\n  Set parallel.zero to 1, 2 or 3, or leave zero_shard out."
+                )
+            if self.dp % self.zero_shard:
+                near = " or ".join(map(str, nearest_divisors(self.zero_shard, of=self.dp)))
+                raise UsageError(
+                    f"parallel.zero_shard = {self.zero_shard} does not divide dp {self.dp}: "
+                    f"dp = dp_replicate x zero_shard.\n  Nearest that do: {near}."
+                )
+        per_pass = self.dp * self.micro_batch
+        if global_batch % per_pass:
+            below, above = global_batch // per_pass * per_pass, (global_batch // per_pass + 1) * per_pass
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise UsageError(
+                f"train.global_batch = {global_batch} is not a multiple of dp {self.dp} x micro_batch "
+                f"{self.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
+                f"\n  Nearest global_batch that fits: {nearest}."
+            )
+
+    def _check_tensor_parallel(self, shape: ModelShape, sequence_length: int) -> None:
+        if self.tp == 1:
+            if self.sequence_parallel:
+                raise UsageError(
+                    "parallel.sequence_parallel = true needs parallel.tp > 1: it splits the sequence over the "
+                    "tensor-parallel ranks.\n  Set parallel.tp to 2 or more, or leave sequence_parallel out."
+                )
+            return
+        for what, size in (("heads", shape.heads), ("ffn", shape.ffn)):
+            if size % self.tp:
+                near = " or ".join(map(str, nearest_divisors(self.tp, of=size)))
+                raise UsageError(
+                    f"parallel.tp = {self.tp} does not divide model.{what} = {size}: each rank takes "
+                    f"{what} / tp of them.\n  Nearest tp that does: {near}."
+                )
+        if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
+            near = [t for t in range(1, shape.heads + 1)
+                    if shape.heads % t == 0 and shape.ffn % t == 0 and (shape.kv_heads % t == 0 or t % shape.kv_heads == 0)]
+            near = sorted(near, key=lambda t: abs(t - self.tp))[:2]
+            raise UsageError(
+                f"parallel.tp = {self.tp} fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads "
+                f"(each rank takes some) or be a multiple of it (each head is replicated)."
+                f"\n  Nearest tp that does: {' or '.join(map(str, near))}."
+            )
+        if self.sequence_parallel and sequence_length % self.tp:
+            below = sequence_length // self.tp * self.tp
+            raise UsageError(
+                f"data.sequence_length = {sequence_length} is not a multiple of tp {self.tp}, as sequence parallelism "
+                f"needs.\n  Nearest lengths that are: {below} or {below + self.tp}."
+            )
+
+    def _wrong_world_size(self, ranks: int) -> str:
+        fits = [
+            f"{name} {value}"
+            for name, others in (("dp", self.pp * self.tp), ("tp", self.pp * self.dp), ("pp", self.dp * self.tp))
+            if ranks % others == 0 and (value := ranks // others) != getattr(self, name)
+        ]
+        mend = f"  Fits {ranks} ranks: " + ", or ".join(fits) + "." if fits else "  No single degree can be changed to fit."
+        return f"parallel: {self.equation()}, but there are {ranks}.\n{mend} Or start {self.world_size} ranks."
