@@ -1,0 +1,104 @@
+"""Pieces of tensors: which part of a whole tensor a rank holds, as plain boxes.
+
+A layout may cut a parameter twice: tensor parallelism takes a box of the whole tensor, and ZeRO takes a flat range of
+that box (the buckets are cut in equal parts, wherever that falls). A flat range of a box is a few smaller boxes, so
+every shard of every layout is a list of `Piece`. Checkpoints store pieces and the verifier gathers them, and neither
+knows what cut them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: index ranges ``offset[d] : offset[d] + shape[d]`` in every dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements inside."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes a whole tensor to give this box."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def inside(self, outer: Box) -> Box:
+        """The same box in the coordinates of ``outer``, which contains it."""
+        return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def within(self, outer: Box) -> Box:
+        """This box, given in the coordinates of ``outer``, in those of the whole tensor."""
+        return Box(tuple(o + p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None where there is none."""
+        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stop = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
+        return None if any(n <= 0 for n in shape) else Box(start, shape)
+
+
+@dataclass
+class Piece:
+    """One box of a named tensor and the local memory that holds it.
+
+    Attributes:
+        whole: shape of the whole (unsharded, unpadded) tensor.
+        box: which part of it this is.
+        tensor: the local values, of shape ``box.shape`` (a view where the memory allows: loading writes into it).
+        primary: whether this rank is the one that saves it; other ranks may hold equal copies.
+    """
+
+    whole: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    primary: bool = True
+
+
+def flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Cut elements ``start:stop`` of a row-major tensor into boxes: ``(offset from start, box)``, in memory order.
+
+    At most ``2 x dims - 1`` boxes: a partial first row, whole rows, a partial last row, and so in each dim.
+
+    >>> [(o, b.offset, b.shape) for o, b in flat_range((4, 3), 2, 11)]
+    [(0, (0, 2), (1, 1)), (1, (1, 0), (2, 3)), (7, (3, 0), (1, 2))]
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield 0, Box((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows are first:last
+    if first > last:  # inside one row
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, stop - (first - 1) * row, 0)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, row - (first * row - start), row, 0)
+    if first < last:
+        yield first * row - start, Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from _in_row(shape, last, 0, stop - last * row, last * row - start)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int, base: int) -> Iterator[tuple[int, Box]]:
+    for offset, box in flat_range(shape[1:], start, stop):
+        yield base + offset, Box((row, *box.offset), (1, *box.shape))
