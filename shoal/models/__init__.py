@@ -1,0 +1,1 @@
+"""Plain single-device transformers: nothing here knows that training is distributed."""

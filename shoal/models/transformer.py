@@ -1,0 +1,191 @@
+"""A decoder-only transformer, in the two families that published models come in.
+
+- ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023).
+- ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
+
+Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, f ffn, v vocabulary.
+The model is plain PyTorch. It can be built on the meta device, and any of ``embed``, ``layers.*`` and ``norm, head`` can
+be taken out of it: what remains runs as one pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+from shoal.models.attention import AttentionCore, document_mask, rotary_table, rotate
+from shoal.models.initial import Initial
+
+IGNORE = -100  # a target that does not count, F.cross_entropy's own convention
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2]
+    mask: Tensor | None  # [b, 1, s, s] bool, True where attention is allowed; None is causal
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads.
+
+    The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        bias = shape.family == "gpt"
+        self.head_dim = shape.head_dim
+        self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.core = AttentionCore()
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        b, s = x.shape[:2]
+        q = self.q(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, a, s, d]
+        k = self.k(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, k, s, d]
+        v = self.v(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, k, s, d]
+        if context.rotary is not None:
+            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        o = self.core(q, k, v, context.mask)  # [b, a, s, d]
+        return self.out(o.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MLP(nn.Module):
+    """The feed-forward block of GPT-2: down(gelu(up x))."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn)
+        self.down = nn.Linear(shape.ffn, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def norm(shape: ModelShape) -> nn.Module:
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm, by family."""
+    kind = nn.RMSNorm if shape.family == "llama" else nn.LayerNorm
+    return kind(shape.hidden, eps=shape.norm_eps)
+
+
+class Block(nn.Module):
+    """One transformer layer, norms before (Xiong et al. 2020)."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.attention_norm = norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = norm(shape)
+        self.mlp = SwiGLU(shape) if shape.family == "llama" else MLP(shape)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Embedding(nn.Module):
+    """Token embeddings, plus learned positions in the gpt family."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.token = nn.Embedding(shape.vocab, shape.hidden)
+        self.position = nn.Embedding(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)  # [b, s, h]
+        if self.position is not None:
+            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return x
+
+
+class CrossEntropy(nn.Module):
+    """Sum of the negative log-likelihoods [nats] of the targets that count, in float32 at least."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Transformer(nn.Module):
+    """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``)."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.embed: Embedding | None = Embedding(shape)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
+        self.norm: nn.Module | None = norm(shape)
+        self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss = CrossEntropy()
+        if shape.tied:
+            self.head.weight = self.embed.token.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Run the parts that are here.
+
+        Args:
+            tokens: [b, s] int64 ids.
+            targets: [b, s] int64, `IGNORE` where the loss does not count.
+            documents: [b, s] numbers of the documents packed in each sequence; attention stays inside each.
+            hidden: [b, s, h], the output of the layers before, where ``embed`` is absent.
+
+        Returns:
+            The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
+        """
+        x = hidden if self.embed is None else self.embed(tokens)
+        context = self._context(tokens, documents, x.dtype)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        if self.head is None:
+            return x
+        logits = self.head(self.norm(x))
+        return logits if targets is None else self.loss(logits, targets)
+
+    def _context(self, tokens: Tensor, documents: Tensor | None, dtype: torch.dtype) -> Context:
+        s, shape = tokens.shape[1], self.shape
+        rotary = None
+        if shape.family == "llama":
+            rotary = rotary_table(s, shape.head_dim, shape.rope_theta, tokens.device, dtype)
+        return Context(rotary, None if documents is None else document_mask(documents))
+
+
+def initial(name: str, shape: ModelShape) -> Initial:
+    """How a parameter of `Transformer` starts, by name: ones for norms, zeros for biases, else normal(0, 0.02).
+
+    Projections back into the residual stream start smaller by sqrt(2 L) (Radford et al. 2019, section 2.3).
+    """
+    if name.endswith("bias"):
+        return Initial(mean=0.0, std=0.0)
+    if "norm" in name:
+        return Initial(mean=1.0, std=0.0)
+    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        return Initial(mean=0.0, std=0.02 / math.sqrt(2 * shape.layers))
+    return Initial(mean=0.0, std=0.02)
