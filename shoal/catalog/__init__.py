@@ -1,6 +1,16 @@
 """Facts as data: model shapes and accelerators, each with its source, read from TOML."""
 
-from shoal.catalog.accelerators import Accelerator, accelerator
-from shoal.catalog.models import ModelShape, model_names, model_shape
+from shoal.catalog.accelerators import Accelerator, accelerator, accelerator_names, match
+from shoal.catalog.models import ModelShape, Published, model_names, model_shape, published
 
-__all__ = ["Accelerator", "ModelShape", "accelerator", "model_names", "model_shape"]
+__all__ = [
+    "Accelerator",
+    "ModelShape",
+    "Published",
+    "accelerator",
+    "accelerator_names",
+    "match",
+    "model_names",
+    "model_shape",
+    "published",
+]

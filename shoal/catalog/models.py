@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -77,9 +78,36 @@ class ModelShape(BaseModel):
         return 6 * matrices + 12 * self.layers * q * sequence_length
 
 
+@dataclass(frozen=True)
+class Published:
+    """What the authors say about the size of their model."""
+
+    parameters: int | None
+    """The count that they print; None for shapes of our own."""
+
+    to: int
+    """The unit in which they print it: 1 exactly, 100_000_000 for "6.7B"."""
+
+    off_because: str
+    """Why the shape's exact count is not the printed one, where rounding is not the reason; else empty."""
+
+    source: str
+    """Paper or released weights."""
+
+
+_ABOUT = {"published_parameters", "published_to", "off_because", "source"}
+
+
 @cache
 def _catalog() -> dict[str, dict]:
-    return tomllib.loads(files("shoal.catalog").joinpath("models.toml").read_text())
+    entries = tomllib.loads(files("shoal.catalog").joinpath("models.toml").read_text())
+    return {name: entries[entry.get("same_as", name)] for name, entry in entries.items()}
+
+
+def _entry(name: str) -> dict:
+    if name not in _catalog():
+        raise UsageError(f"model.name = '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
+    return _catalog()[name]
 
 
 def model_names() -> list[str]:
@@ -88,14 +116,27 @@ def model_names() -> list[str]:
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a published model.
+    """The shape of a published model, or one of ours.
 
     Raises:
         UsageError: the name is not in the catalog.
     """
-    if name not in _catalog():
-        raise UsageError(f"model.name = '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
-    entry = {k: v for k, v in _catalog()[name].items() if k not in ("published_parameters", "source")}
-    entry.setdefault("kv_heads", entry["heads"])
-    entry.setdefault("head_dim", entry["hidden"] // entry["heads"])
-    return ModelShape(**entry)
+    shape = {key: value for key, value in _entry(name).items() if key not in _ABOUT}
+    shape.setdefault("kv_heads", shape["heads"])
+    shape.setdefault("head_dim", shape["hidden"] // shape["heads"])
+    return ModelShape(**shape)
+
+
+def published(name: str) -> Published:
+    """The parameter count that a model's authors print.
+
+    Raises:
+        UsageError: the name is not in the catalog.
+    """
+    entry = _entry(name)
+    return Published(
+        parameters=entry.get("published_parameters"),
+        to=entry.get("published_to", 1),
+        off_because=entry.get("off_because", ""),
+        source=entry["source"],
+    )
