@@ -1,0 +1,108 @@
+"""The world of ranks and the device under each: the lines that differ between CPU and CUDA, and between systems."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import UsageError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries what lives in host memory
+
+
+def init_world(
+    rank: int,
+    world_size: int,
+    store: dist.Store | None = None,
+    device: torch.device | str = "cpu",
+    timeout: timedelta | float = 600.0,
+) -> None:
+    """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
+
+    Args:
+        rank: this process, in ``0 .. world_size - 1``.
+        world_size: processes that join.
+        store: where the ranks find each other; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
+        device: the device of this rank, as `pick_device` gives it; a CUDA device becomes the current one.
+        timeout: of every collective, a timedelta or seconds.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+    )
+
+
+def destroy_world() -> None:
+    """Leave the default process group and every group made from it; nothing to do where there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pick_device(choice: str, local_rank: int = 0) -> torch.device:
+    """The device of one rank: ``auto`` takes CUDA where there is one, else the CPU.
+
+    Raises:
+        UsageError: ``cuda`` where there is none, or more local ranks than CUDA devices.
+    """
+    if choice not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"train.device = {choice!r}; allowed: auto, cpu, cuda")
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    if devices == 0:
+        raise UsageError("train.device = 'cuda', but torch sees no CUDA device here.\n  Use train.device cpu or auto.")
+    if local_rank >= devices:
+        raise UsageError(
+            f"local rank {local_rank} has no CUDA device: there are {devices} on this machine, one for each rank."
+            f"\n  Start at most {devices} ranks per machine, or use train.device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on the device is done (the CPU queues none)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by tensors on a CUDA device, by the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would also count the parent's memory at the time of the fork
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux; elsewhere nothing).
+
+    The kernel watches the parent's *thread* that started this process, so start ranks from a thread that lives on.
+
+    Args:
+        parent: the process id of the parent, to notice one that was gone before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1  # from <sys/prctl.h>
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)
