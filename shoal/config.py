@@ -1,25 +1,41 @@
 """The typed description of one run: what the TOML file and the command line set, and nothing else.
 
-Every field has its meaning below it; ``shoal train --help`` prints them. Unknown keys are refused with the nearest name.
+Every field has its meaning below it; ``shoal train --help`` prints them. Keys that do not exist are refused
+with the nearest that does.
 """
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+import tomli_w
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from shoal.catalog import ModelShape, model_shape
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 
+RUN_FILE = "run.toml"
+"""The name under which a run folder keeps its config."""
+
+T = TypeVar("T", bound=BaseModel)
+
 
 class Section(BaseModel):
     """Frozen, and closed: a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -38,7 +54,7 @@ class ModelConfig(Section):
     """Override: query heads."""
 
     kv_heads: PositiveInt | None = None
-    """Override: key and value heads."""
+    """Override: key and value heads (default: as many as heads, where those are overridden)."""
 
     head_dim: PositiveInt | None = None
     """Override: width of one head (default: hidden / heads)."""
@@ -54,6 +70,9 @@ class ModelConfig(Section):
 
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
+
+        A gpt model gets a learned position for every token of the sequence, so a longer one than the catalog's adds
+        parameters; it never gets fewer positions, so that a shorter sequence does not change the model.
 
         Raises:
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
@@ -115,6 +134,9 @@ class DataConfig(Section):
     """Where tokenised shards are kept, keyed by content."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """The update rule and its learning-rate schedule."""
 
@@ -124,7 +146,7 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Adam's decay rates of the first and second moment."""
 
     eps: PositiveFloat = 1e-8
@@ -242,17 +264,29 @@ def load(path: str | Path) -> RunConfig:
 
 def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:
     """A `RunConfig` from plain nested values, with errors in the words of the file."""
+    return validate(RunConfig, values, where=where)
+
+
+def validate(section: type[T], values: dict[str, Any], *, where: str) -> T:
+    """A section from plain values.
+
+    Raises:
+        UsageError: one line for each key that does not exist (with the nearest that does) and each bad value.
+    """
     try:
-        return RunConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
-        raise UsageError("\n".join(f"{where}: {_explain(e)}" for e in error.errors())) from None
+        raise UsageError("\n".join(f"{where}: {_explain(section, e)}" for e in error.errors())) from None
 
 
-def _explain(error: dict) -> str:
+def _explain(section: Any, error: Any) -> str:
     keys = [k for k in error["loc"] if isinstance(k, str)]
     dotted = ".".join(keys)
     if error["type"] == "extra_forbidden":
-        section: Any = RunConfig
+        elsewhere = [f"{name}.{keys[-1]}" for name, field in section.model_fields.items()
+                     if keys[-1] in getattr(field.annotation, "model_fields", {})]
+        if elsewhere:
+            return f"there is no key '{dotted}'; did you mean '{' or '.join(elsewhere)}'?"
         for key in keys[:-1]:
             section = section.model_fields[key].annotation
         return f"there is no key '{dotted}'; {did_you_mean(keys[-1], section.model_fields)}"
@@ -262,3 +296,8 @@ def _explain(error: dict) -> str:
 def plain(config: BaseModel) -> dict[str, Any]:
     """Nested plain values without what is unset, fit for TOML and JSON."""
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write a config as TOML that `load` reads back to the same."""
+    path.write_text(tomli_w.dumps(plain(config)))

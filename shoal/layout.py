@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from shoal.catalog import ModelShape
 from shoal.errors import UsageError, nearest_divisors
@@ -23,7 +23,7 @@ Recompute = Literal["none", "selective", "full"]
 class Layout(BaseModel):
     """How many ways each axis of a training step is split."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     dp: PositiveInt = 1
     """Data-parallel replicas: each works on its own part of the global batch."""
@@ -53,7 +53,7 @@ class Layout(BaseModel):
     recompute: Recompute = "none"
     """Activations recomputed in backward: none, selective (the attention core), full (whole layers)."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: PositiveFloat = 25.0
     """Gradients are reduced over the data-parallel ranks in buckets of at least this many MiB (ZeRO-3: per layer)."""
 
     # ---- sizes -------------------------------------------------------------------------------------------------
@@ -144,12 +144,10 @@ class Layout(BaseModel):
                 )
         per_pass = self.dp * self.micro_batch
         if global_batch % per_pass:
-            below, above = global_batch // per_pass * per_pass, (global_batch // per_pass + 1) * per_pass
-            nearest = f"{below} or {above}" if below else f"{above}"
             raise UsageError(
                 f"train.global_batch = {global_batch} is not a multiple of dp {self.dp} x micro_batch "
                 f"{self.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
-                f"\n  Nearest global_batch that fits: {nearest}."
+                f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
             )
 
     def _check_tensor_parallel(self, shape: ModelShape, sequence_length: int) -> None:
@@ -162,32 +160,41 @@ class Layout(BaseModel):
             return
         for what, size in (("heads", shape.heads), ("ffn", shape.ffn)):
             if size % self.tp:
-                near = " or ".join(map(str, nearest_divisors(self.tp, of=size)))
                 raise UsageError(
-                    f"parallel.tp = {self.tp} does not divide model.{what} = {size}: each rank takes "
-                    f"{what} / tp of them.\n  Nearest tp that does: {near}."
+                    f"parallel.tp = {self.tp} does not divide model.{what} = {size}: each rank takes {what} / tp of "
+                    f"them.\n  Nearest tp that fits the model: {self._nearest_tp(shape)}."
                 )
         if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
-            near = [t for t in range(1, shape.heads + 1)
-                    if shape.heads % t == 0 and shape.ffn % t == 0 and (shape.kv_heads % t == 0 or t % shape.kv_heads == 0)]
-            near = sorted(near, key=lambda t: abs(t - self.tp))[:2]
             raise UsageError(
                 f"parallel.tp = {self.tp} fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads "
                 f"(each rank takes some) or be a multiple of it (each head is replicated)."
-                f"\n  Nearest tp that does: {' or '.join(map(str, near))}."
+                f"\n  Nearest tp that fits the model: {self._nearest_tp(shape)}."
             )
         if self.sequence_parallel and sequence_length % self.tp:
-            below = sequence_length // self.tp * self.tp
             raise UsageError(
                 f"data.sequence_length = {sequence_length} is not a multiple of tp {self.tp}, as sequence parallelism "
-                f"needs.\n  Nearest lengths that are: {below} or {below + self.tp}."
+                f"needs: each rank takes sequence_length / tp tokens."
+                f"\n  Nearest lengths that are: {_nearest_multiples(sequence_length, self.tp)}."
             )
+
+    def _nearest_tp(self, shape: ModelShape) -> str:
+        fits = [
+            tp
+            for tp in range(1, shape.heads + 1)
+            if shape.heads % tp == shape.ffn % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+        ]
+        return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - self.tp))[:2]))
 
     def _wrong_world_size(self, ranks: int) -> str:
         fits = [
-            f"{name} {value}"
+            f"{name} {ranks // others}"
             for name, others in (("dp", self.pp * self.tp), ("tp", self.pp * self.dp), ("pp", self.dp * self.tp))
-            if ranks % others == 0 and (value := ranks // others) != getattr(self, name)
+            if ranks % others == 0
         ]
-        mend = f"  Fits {ranks} ranks: " + ", or ".join(fits) + "." if fits else "  No single degree can be changed to fit."
-        return f"parallel: {self.equation()}, but there are {ranks}.\n{mend} Or start {self.world_size} ranks."
+        mend = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else "No single degree fits that. Start"
+        return f"parallel: {self.equation()}, but {ranks} were given.\n  {mend} {self.world_size} ranks."
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"

@@ -1,0 +1,277 @@
+"""The command line: `shoal COMMAND`, one function each. What a command does lives in its own room, imported on use.
+
+Commands that take a run show every field of `RunConfig` as an option; the values of its TOML file are the defaults.
+The same validation as for the file refuses what cannot be, in the same words.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
+
+import tyro
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from shoal.config import RUN_FILE, RunConfig, Section, load, validate
+from shoal.errors import UsageError, did_you_mean
+
+RUNS = Path("runs")
+"""Where runs are kept unless told otherwise."""
+
+T = TypeVar("T", bound=Section)
+
+
+class TrainOptions(Section):
+    ranks: PositiveInt | None = None
+    """Processes to start here (default: as many as the layout has); must equal pp x dp x tp."""
+
+    run_folder: Path | None = None
+    """Where checkpoints and metrics go (default: a new folder under runs/)."""
+
+    resume: Path | None = None
+    """Go on from the newest checkpoint of this run folder, on any layout. Without a value: --run-folder, or the newest
+    run under runs/. The run's own config is the default for every option."""
+
+
+class VerifyOptions(Section):
+    random: PositiveInt | None = None
+    """Verify this many randomly drawn layouts instead of the given one."""
+
+    steps: PositiveInt = 3
+    """Training steps to compare."""
+
+    precision: Literal["fp64", "own"] = "fp64"
+    """fp64 compares to 1e-9; own takes the run's precision and compares to its rounding."""
+
+    plant: str | None = None
+    """Plant this fault, to see it found; a wrong name lists them."""
+
+
+class SampleOptions(Section):
+    run_folder: Annotated[Path, tyro.conf.Positional]
+    """A run folder that holds a checkpoint."""
+
+    prompt: Annotated[str, tyro.conf.Positional]
+    """The text to go on from."""
+
+    tokens: PositiveInt = 200
+    """Tokens to write."""
+
+    temperature: NonNegativeFloat = 0.8
+    """Of the distribution that tokens are drawn from; 0 takes the likeliest."""
+
+    seed: NonNegativeInt = 0
+    """Of the draws."""
+
+
+class TokenizerOptions(Section):
+    vocab_size: PositiveInt = 8192
+    """Token ids, the 256 bytes and the special tokens included."""
+
+    out: Path = Path("tokenizer.json")
+    """The file to write; name it in data.tokenizer."""
+
+
+class CheckpointOptions(Section):
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint's folder."""
+
+
+def train(args: list[str]) -> int:
+    """Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"""
+    options, config = parse("train", TrainOptions, _resume_value(args), sections=tuple(RunConfig.model_fields))
+    from shoal.train.command import train
+
+    return train(config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume)
+
+
+def verify(args: list[str]) -> int:
+    """Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]"""
+    options, config = parse("verify", VerifyOptions, args, sections=tuple(RunConfig.model_fields))
+    from shoal.verify.command import verify
+
+    own = options.precision == "own"
+    return verify(config, random=options.random, steps=options.steps, own_precision=own, plant=options.plant)
+
+
+def sample(args: list[str]) -> int:
+    """Let a trained model write: shoal sample RUN_FOLDER "def main(" """
+    options, _ = parse("sample", SampleOptions, args)
+    from shoal.train.sample import sample_run
+
+    return sample_run(
+        options.run_folder,
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+
+
+def data_train_tokenizer(args: list[str]) -> int:
+    """Train a byte-pair tokenizer on the run's text: shoal data train-tokenizer [RUN.toml] --vocab-size N"""
+    options, config = parse("data train-tokenizer", TokenizerOptions, args, sections=("data",))
+    from shoal.data.commands import train_tokenizer
+
+    train_tokenizer(config.data, options.vocab_size, options.out)
+    return 0
+
+
+def data_inspect(args: list[str]) -> int:
+    """Show what a run's data holds: shoal data inspect [RUN.toml]"""
+    _, config = parse("data inspect", Section, args, sections=("data",))
+    from shoal.data.commands import inspect
+
+    inspect(config.data)
+    return 0
+
+
+def bench(args: list[str]) -> int:
+    """Measure shoal against torch's own implementations: shoal bench step"""
+    from shoal.bench.command import main
+
+    return main(args)
+
+
+def checkpoint_verify(args: list[str]) -> int:
+    """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
+    options, _ = parse("checkpoint verify", CheckpointOptions, args)
+    from shoal.checkpoint import verify
+
+    verify(options.path)
+    print(f"{options.path}: complete and undamaged")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "verify": verify,
+    "sample": sample,
+    "data train-tokenizer": data_train_tokenizer,
+    "data inspect": data_inspect,
+    "bench": bench,
+    "checkpoint verify": checkpoint_verify,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 refuted or failed, 2 bad input, 130 interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not args or args[0] in ("-h", "--help"):
+            print(_usage())
+            return 0
+        command, rest = _command(args)
+        return command(rest)
+    except UsageError as error:
+        print(f"shoal: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage() -> str:
+    lines = ["shoal: train one transformer language model on many devices, moving as one", ""]
+    for name, command in COMMANDS.items():
+        what, usage = (command.__doc__ or "").strip().split(": ", 1)
+        lines += [f"  {name:<22}{what}", f"  {'':<22}  {usage.strip()}"]
+    return "\n".join([*lines, "", "shoal COMMAND --help shows a command's options, with the default of each."])
+
+
+def _command(args: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """The command that the first word or two name, and the arguments left to it."""
+    for words in (2, 1):
+        if (name := " ".join(args[:words])) in COMMANDS:
+            return COMMANDS[name], args[words:]
+    group = [name for name in COMMANDS if name.startswith(f"{args[0]} ")]
+    if group and (len(args) == 1 or args[1] in ("-h", "--help")):
+        raise UsageError(f"'{args[0]}' needs one of: {', '.join(name.split()[1] for name in group)}")
+    given = " ".join(args[:2]) if group else args[0]
+    raise UsageError(f"there is no command '{given}'; {did_you_mean(given, group or COMMANDS)}")
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def parse(command: str, options: type[T], args: list[str], sections: tuple[str, ...] = ()) -> tuple[T, RunConfig]:
+    """A command's own options and the run's config: defaults, then the TOML file, then the command line.
+
+    Args:
+        command: its name, for the help.
+        options: what it takes besides the config.
+        args: the command line behind the name. A run's TOML file is its first word, or the first that ends in .toml.
+        sections: those of the config that can be set.
+
+    Raises:
+        UsageError: the file is missing or wrong, or a value is out of its range.
+        SystemExit: 0 after ``--help``; 2 after an option that does not exist (the nearest is shown) or cannot be read.
+    """
+    file, args = _run_file(args) if sections else (None, args)
+    base = (load(file) if file else RunConfig()).model_dump()
+    fields: dict[str, Any] = {"": Annotated[_values(options), tyro.conf.arg(name="")]}
+    for name in sections:
+        fields[name] = _values(RunConfig.model_fields[name].annotation)
+    given = tyro.cli(
+        TypedDict("Arguments", fields),  # type: ignore[operator]
+        default={"": _defaults(options), **{name: base[name] for name in sections}},
+        prog=f"shoal {command}",
+        description=(COMMANDS[command].__doc__ or "").strip(),
+        args=args,
+    )
+    own = given.pop("")
+    return validate(options, own, where="command line"), validate(RunConfig, base | given, where="command line")
+
+
+def _values(section: type[BaseModel]) -> Any:
+    """The plain values of a section as tyro reads them: the same fields and docstrings, unchecked.
+
+    Checking is left to `validate`, which says what is wrong in the words of the config.
+    """
+    fields = {
+        name: Annotated[(field.annotation, *field.metadata, tyro.conf.arg(help=field.description))]
+        for name, field in section.model_fields.items()
+    }
+    values = TypedDict(section.__name__, fields)  # type: ignore[operator]
+    values.__doc__ = section.__doc__
+    return values
+
+
+def _defaults(section: type[BaseModel]) -> dict[str, Any]:
+    return {
+        name: tyro.MISSING if field.is_required() else field.default for name, field in section.model_fields.items()
+    }
+
+
+def _run_file(args: list[str]) -> tuple[Path | None, list[str]]:
+    """Take the run's TOML file out of the arguments."""
+    for i, word in enumerate(args):
+        if word.endswith(".toml") or (i == 0 and not word.startswith("-")):
+            return Path(word), args[:i] + args[i + 1 :]
+    return None, args
+
+
+def _resume_value(args: list[str]) -> list[str]:
+    """Write out what ``--resume`` leaves out: the folder, and that run's own config where no other is given."""
+    args = [part for word in args for part in (word.split("=", 1) if word.startswith("--resume=") else [word])]
+    if "--resume" not in args:
+        return args
+    i = args.index("--resume") + 1
+    if i == len(args) or args[i].startswith("-") or args[i].endswith(".toml"):
+        args.insert(i, str(_folder_to_resume(args)))
+    if _run_file(args)[0] is None:
+        run_file = Path(args[i]) / RUN_FILE
+        if not run_file.is_file():
+            raise UsageError(f"--resume {args[i]}: this is no run folder, it has no {RUN_FILE}.")
+        args.insert(0, str(run_file))
+    return args
+
+
+def _folder_to_resume(args: list[str]) -> Path:
+    if "--run-folder" in args[:-1]:
+        return Path(args[args.index("--run-folder") + 1])
+    runs = sorted(RUNS.glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise UsageError(f"--resume: there is no run under {RUNS.resolve()}.\n  Name a run folder: --resume PATH.")
+    return runs[-1].parent
