@@ -1,0 +1,211 @@
+"""Saving while training goes on: stage in memory, write in the background, commit by rename, keep the newest."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import storage
+from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of
+from shoal.checkpoint.load import verify
+from shoal.checkpoint.manifest import (
+    MANIFEST_SUM,
+    CheckpointError,
+    Part,
+    list_checkpoints,
+    merge,
+    newest,
+    write_manifest,
+)
+from shoal.checkpoint.write import Staged, Staging, State, write_part
+
+LOCK = ".lock"
+UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
+
+
+class Checkpointer:
+    """Saves the checkpoints of one run into one folder, which all ranks must see (a shared file system, or one host).
+
+    At most one save is in flight: the next one, `wait` and `close` first wait for it. What went wrong in the
+    background is raised there, on every rank, with the step's name. All methods must be called on all ranks alike.
+
+    Args:
+        folder: holds ``step-00000100`` and so on; created if need be.
+        group: a gloo process group of all ranks, used for nothing else (a collective of the training on the same
+            group would meet one of the background's); None in a single process.
+        keep: newest checkpoints kept.
+        asynchronous: return from `save` as soon as the state is copied to memory.
+        report: told, on rank 0, of what deserves a line: a step saved twice, an older folder set aside.
+
+    Raises:
+        CheckpointError: another process saves into the folder.
+    """
+
+    def __init__(
+        self, folder: Path, *, group: Group, keep: int, asynchronous: bool, report: Callable[[str], None] = print
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"checkpoint.keep = {keep}: at least 1 must be kept.")
+        self._folder, self._group, self._keep, self._asynchronous = Path(folder), group, keep, asynchronous
+        self._report = report
+        self._rank = rank_of(group)
+        self._lock = None
+        opened = self._attempt(self._open) if self._rank == 0 else None
+        self._nonce = _result(broadcast(opened, group))
+        self._staging = Staging()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[tuple[Path, str]] | None = None
+
+    def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
+        """Save a state; returns the seconds for which the caller was held up.
+
+        Args:
+            step: optimizer steps done.
+            state: this rank's pieces; tensors may change as soon as this returns.
+            extra: what else is needed to resume, as JSON values (rank 0's is stored); ``extra["model"]`` is what
+                `load` compares with the model of the run that resumes.
+            block: return only when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: the previous save failed; or this one, where it is waited for.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        staged = self._attempt(lambda: (self._staging.copy(state), json.dumps(extra)))
+        self._pending = self._executor.submit(self._write, step, staged)
+        if block or not self._asynchronous:
+            self.wait()
+        return time.perf_counter() - begin
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight; returns its committed folder (None if there was none).
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        path, note = pending.result()
+        if note and self._rank == 0:
+            self._report(note)
+        return path
+
+    def close(self) -> None:
+        """Wait for the save in flight, then let another run use the folder.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            if self._lock is not None:
+                self._lock.close()
+
+    # ---- in the background -------------------------------------------------------------------------------------------
+
+    def _write(self, step: int, staged: dict[str, Any]) -> tuple[Path, str]:
+        """Runs in the background thread of every rank. A rank that fails still answers, so that none waits for it."""
+        folder = self._folder / f".staging-{_name(step)}-{self._nonce}"
+
+        def write() -> tuple[dict, str]:
+            data, extra = _result(staged)
+            return self._write_part(folder, data), extra
+
+        answers = gather(self._attempt(write), self._group)
+        outcome = self._attempt(lambda: self._commit(folder, step, answers)) if self._rank == 0 else None
+        outcome = broadcast(outcome, self._group)
+        if outcome["error"]:
+            last = "" if (found := newest(self._folder)) is None else f"\n  The newest checkpoint is {found.path}."
+            raise CheckpointError(f"saving step {step} failed: {outcome['error']}{last}")
+        return self._folder / _name(step), outcome["result"]
+
+    def _write_part(self, folder: Path, staged: Staged) -> dict:
+        storage.make_folder(folder)
+        return write_part(folder, self._rank, staged).model_dump(mode="json")
+
+    def _commit(self, folder: Path, step: int, answers: list[dict[str, Any]]) -> str:
+        """On rank 0, when all files are on the disk: prove that nothing is missing, then make the checkpoint appear."""
+        try:
+            if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
+                raise CheckpointError("; ".join(failed))
+            parts = [Part.model_validate(answer["result"][0]) for answer in answers]
+            write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
+            storage.sync_folder(folder)
+            note, dropped = self._make_room(folder, step)
+            if not dropped:
+                storage.rename(folder, self._folder / _name(step))
+        finally:
+            storage.remove(folder)  # nothing is left there after a commit
+        self._remove_old(step)
+        return note
+
+    def _make_room(self, folder: Path, step: int) -> tuple[str, bool]:
+        """What becomes of a checkpoint of the same step: never written over, never deleted.
+
+        Returns a note for the user, and whether the new one is to be dropped.
+        """
+        old = self._folder / _name(step)
+        if not storage.exists(old):
+            return "", False
+        try:
+            verify(old)
+            same = storage.read(old / MANIFEST_SUM) == storage.read(folder / MANIFEST_SUM)
+        except CheckpointError:
+            same = False
+        if same:
+            return f"{old} was there already, intact and equal bit for bit; it stays.", True
+        aside = self._folder / f"set-aside-{_name(step)}-{secrets.token_hex(4)}"
+        storage.rename(old, aside)
+        return f"{old} was there already, with other content or damaged; it is kept as {aside.name}.", False
+
+    def _remove_old(self, step: int) -> None:
+        """Delete all but the newest. Those of later steps are another course of the run, which this one left."""
+        for _, path in [c for c in list_checkpoints(self._folder) if c.step <= step][: -self._keep]:
+            # Renamed first: a checkpoint that is half deleted must not look like one.
+            going = self._folder / f".staging-removed-{path.name}-{self._nonce}"
+            storage.rename(path, going)
+            storage.remove(going)
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> str:
+        storage.make_folder(self._folder)
+        self._lock = storage.lock(self._folder / LOCK)
+        if self._lock is None:
+            raise CheckpointError(
+                f"another process saves checkpoints into {self._folder} (on {socket.gethostname()} or elsewhere)."
+                "\n  Stop it, or give this run a folder of its own."
+            )
+        for name in filter(UNCOMMITTED.fullmatch, storage.names(self._folder)):  # left by a run that died
+            storage.remove(self._folder / name)
+        return secrets.token_hex(4)
+
+    @staticmethod
+    def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
+        """The result of an action or its error, as a value that can be told to other ranks."""
+        try:
+            return {"result": action(), "error": ""}
+        except CheckpointError as error:
+            return {"result": None, "error": str(error)}
+        except Exception as error:
+            return {"result": None, "error": f"{type(error).__name__}: {error}"}
+
+
+def _result(outcome: dict[str, Any]) -> Any:
+    if outcome["error"]:
+        raise CheckpointError(outcome["error"])
+    return outcome["result"]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"

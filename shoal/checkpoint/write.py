@@ -1,0 +1,155 @@
+"""One rank's part of a checkpoint: its primary pieces, copied to CPU memory, then written as a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint import storage
+from shoal.checkpoint.manifest import (
+    DTYPE_NAMES,
+    CheckpointError,
+    Part,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    checksum,
+    key,
+)
+from shoal.pieces import Box, Piece, flat_range
+
+State = dict[str, list[Piece]]
+"""Global tensor name -> the pieces of it that this rank holds; the names are the same on every layout."""
+
+BOX_BYTES = 64 << 20
+"""Larger boxes are cut: a checksum covers a whole box, so this bounds what is read to load a small part of it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one box lies in the data section of the file, in bytes."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One rank's part of a state at one moment, independent of the tensors that it was copied from.
+
+    Attributes:
+        data: the data section of the file to come, ``uint8``.
+        slots: what lies where in ``data``, without gaps.
+        tensors: whole shape and dtype of every tensor of which the rank holds a piece, primary or not.
+        names: all names of the state.
+    """
+
+    data: torch.Tensor
+    slots: list[Slot]
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    names: list[str]
+
+
+class Staging:
+    """CPU memory of one rank's primary pieces, kept from one save to the next."""
+
+    def __init__(self, box_bytes: int = BOX_BYTES) -> None:
+        self._box_bytes = box_bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def copy(self, state: State) -> Staged:
+        """Copy what this rank must save. The result is valid until the next copy.
+
+        Raises:
+            CheckpointError: a piece whose tensor is not of its box's shape, or of a dtype that the format lacks.
+        """
+        primary: list[tuple[str, Piece]] = []
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, pieces in state.items():
+            for piece in pieces:
+                _check(name, piece)
+                tensors[name] = (tuple(piece.whole), piece.tensor.dtype)
+                if piece.primary and piece.box.numel:
+                    primary.append((name, piece))
+        primary.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all lie aligned
+        needed = sum(piece.box.numel * piece.tensor.element_size() for _, piece in primary)
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        data, slots, start = self._memory[:needed], [], 0
+        for name, piece in primary:
+            for box in cut(piece.box, self._box_bytes // piece.tensor.element_size()):
+                stop = start + box.numel * piece.tensor.element_size()
+                data[start:stop].view(piece.tensor.dtype).view(box.shape).copy_(piece.tensor[box.inside(piece.box).slices])
+                slots.append(Slot(name, box, piece.tensor.dtype, start, stop))
+                start = stop
+        return Staged(data, slots, tensors, list(state))
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most ``most`` elements, by whole rows where a row fits."""
+    row = math.prod(box.shape[1:])
+    step = max(1, most // row * row or most)
+    for start in range(0, box.numel, step):
+        for _, part in flat_range(box.shape, start, min(start + step, box.numel)):
+            yield part.within(box)
+
+
+def write_part(folder: Path, rank: int, staged: Staged) -> Part:
+    """Write one rank's file into a staging folder, and say what it holds. Uses only what was staged.
+
+    The safetensors format is a length (8 bytes, little endian), a JSON header and the data; as the staged memory is
+    the data already, it goes to the disk without another copy, and other threads run meanwhile.
+    """
+    tensors = {
+        name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
+        for name, (shape, dtype) in staged.tensors.items()
+    }
+    if not staged.slots:
+        return Part(files={}, tensors=tensors, names=staged.names)
+    name, data = f"rank-{rank:05d}.safetensors", memoryview(staged.data.numpy())
+    header = _header(staged.slots)
+    storage.write(folder / name, [header, data])
+    for slot in staged.slots:
+        tensors[slot.name].boxes.append(
+            StoredBox(
+                file=name,
+                offset=slot.box.offset,
+                shape=slot.box.shape,
+                checksum=checksum(data[slot.start : slot.stop]),
+            )
+        )
+    file = StoredFile(bytes=len(header) + len(data), header_bytes=len(header), header=checksum(header))
+    return Part(files={name: file}, tensors=tensors, names=staged.names)
+
+
+def _header(slots: list[Slot]) -> bytes:
+    entries = {
+        key(slot.name, slot.box): {
+            "dtype": DTYPE_NAMES[slot.dtype],
+            "shape": slot.box.shape,
+            "data_offsets": (slot.start, slot.stop),
+        }
+        for slot in slots
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check(name: str, piece: Piece) -> None:
+    if tuple(piece.tensor.shape) != tuple(piece.box.shape):
+        raise CheckpointError(
+            f"tensor '{name}': a piece of shape {tuple(piece.tensor.shape)} is given for the box {key('', piece.box)}."
+        )
+    if piece.tensor.dtype not in DTYPE_NAMES:
+        allowed = ", ".join(DTYPE_NAMES.values())
+        raise CheckpointError(f"tensor '{name}' is {piece.tensor.dtype}; a checkpoint can hold {allowed}.")
