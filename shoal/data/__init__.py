@@ -1,0 +1,1 @@
+"""From text to batches: corpus -> tokenizer -> shards -> order -> batches. Only `shoal.data.batches` imports torch."""

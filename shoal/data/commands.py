@@ -1,0 +1,50 @@
+"""What ``shoal data`` does: train a tokenizer, and look at a corpus as training will see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.config import DataConfig
+from shoal.data.corpus import open_corpus
+from shoal.data.shards import split_of
+from shoal.data.tokenizer import train_bpe
+
+
+def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:
+    """Train a byte-level BPE on the training documents of ``config`` and save it as ``out``.
+
+    Raises:
+        UsageError: the corpus cannot be read, ``out`` exists, or ``vocab_size`` is too small.
+    """
+    documents = (
+        text
+        for text in open_corpus(config).documents()
+        if split_of(text.encode(), config.validation_fraction) == "train"
+    )
+    tokenizer = train_bpe(documents, vocab_size, out)
+    print(f"{out}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {out}")
+
+
+def inspect(config: DataConfig) -> None:
+    """Print what the corpus holds and its first training sample as text, tokenising it first where needed.
+
+    Raises:
+        UsageError: whatever is wrong with the input, by name.
+    """
+    from shoal.data.batches import open_dataset, open_tokenizer
+    from shoal.data.shards import SPLITS, Manifest, open_shards
+
+    tokenizer = open_tokenizer(config)
+    if config.source != "synthetic":
+        folder = open_shards(config, tokenizer, progress=True)
+        manifest = Manifest.read(folder)
+        print(f"{manifest.corpus}\n{manifest.vocab_size:,} token ids ({config.tokenizer}), in {folder}\n")
+        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
+        for split in SPLITS:
+            info = manifest.splits[split]
+            samples = max(0, info.tokens - 1) // config.sequence_length
+            ratio = info.bytes / max(1, info.tokens)
+            print(f"{split:12}{info.documents:>12,}{info.tokens:>16,}{ratio:>14.2f}{len(info.shards):>8}{samples:>12,}")
+    sample = open_dataset(config, seed=0, split="train").batch([0])
+    print(f"\nsample 0 of seed 0: {sample.tokens.shape[1]} tokens, {sample.unmasked()} in the loss\n")
+    print(tokenizer.decode(sample.tokens[0].tolist()))
