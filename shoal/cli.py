@@ -6,6 +6,7 @@ The same validation as for the file refuses what cannot be, in the same words.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,13 +214,17 @@ def parse(command: str, options: type[T], args: list[str], sections: tuple[str, 
     fields: dict[str, Any] = {"": Annotated[_values(options), tyro.conf.arg(name="")]}
     for name in sections:
         fields[name] = _values(RunConfig.model_fields[name].annotation)
-    given = tyro.cli(
-        TypedDict("Arguments", fields),  # type: ignore[operator]
-        default={"": _defaults(options), **{name: base[name] for name in sections}},
-        prog=f"shoal {command}",
-        description=(COMMANDS[command].__doc__ or "").strip(),
-        args=args,
-    )
+    try:
+        given = tyro.cli(
+            TypedDict("Arguments", fields),  # type: ignore[operator]
+            default={"": _defaults(options), **{name: base[name] for name in sections}},
+            prog=f"shoal {command}",
+            description=(COMMANDS[command].__doc__ or "").strip(),
+            args=args,
+        )
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough, also for what is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     own = given.pop("")
     return validate(options, own, where="command line"), validate(RunConfig, base | given, where="command line")
 

@@ -1,0 +1,224 @@
+"""Every rule of a layout: what passes computes the whole batch, what is refused says what would pass."""
+
+import math
+import re
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.catalog import ModelShape, model_shape
+from shoal.errors import UsageError
+from shoal.layout import AXES, Layout
+
+TINY = model_shape("tiny")  # 4 layers, 8 heads, 4 kv heads, ffn 688
+
+
+def check(layout=None, *, shape=TINY, global_batch=16, sequence_length=256, ranks=None, **fields):
+    layout = layout or Layout(**fields)
+    return layout.check(shape, global_batch=global_batch, sequence_length=sequence_length, ranks=ranks)
+
+
+def refusal(**arguments):
+    with pytest.raises(UsageError) as error:
+        check(**arguments)
+    return str(error.value)
+
+
+def test_what_passes_is_returned():
+    layout = Layout(dp=2, zero=2, tp=2, sequence_parallel=True, pp=2, micro_batch=2)
+    assert check(layout, ranks=8) is layout
+    assert check() == Layout()
+
+
+def test_world_size_prints_the_equation_and_what_fits():
+    message = refusal(pp=3, dp=2, tp=2, ranks=8)
+    assert message == (
+        "parallel: pp 3 x dp 2 x tp 2 = 12 ranks, but 8 were given.\n  Fits 8: pp 2. Or start 12 ranks."
+    )
+    assert "Fits 8: dp 4, or tp 4, or pp 2. Or start 4 ranks." in refusal(dp=2, tp=2, ranks=8)
+    assert "No single degree fits that. Start 6 ranks." in refusal(dp=3, tp=2, ranks=7)
+
+
+def test_zero_shard_needs_zero():
+    message = refusal(dp=4, zero_shard=2)
+    assert "parallel.zero_shard = 2, but parallel.zero = 0 shards nothing" in message
+    assert "Set parallel.zero to 1, 2 or 3" in message
+
+
+def test_zero_shard_divides_dp():
+    message = refusal(dp=8, zero=1, zero_shard=3)
+    assert "parallel.zero_shard = 3 does not divide dp 8: dp = dp_replicate x zero_shard" in message
+    assert "Nearest that do: 2 or 4." in message
+
+
+def test_global_batch_is_a_multiple_of_one_pass():
+    message = refusal(dp=3, micro_batch=2, global_batch=16)
+    assert "train.global_batch = 16 is not a multiple of dp 3 x micro_batch 2 = 6" in message
+    assert "global_batch = dp x micro_batch x microbatches" in message
+    assert "Nearest global_batch that fits: 12 or 18." in message
+    assert "Nearest global_batch that fits: 32." in refusal(dp=4, micro_batch=8, global_batch=16)
+
+
+def test_tp_divides_heads():
+    message = refusal(tp=3)
+    assert "parallel.tp = 3 does not divide model.heads = 8" in message
+    assert "Nearest tp that fits the model: 2 or 4." in message
+
+
+def test_tp_divides_ffn():
+    message = refusal(tp=8, shape=TINY.model_copy(update={"ffn": 684}))
+    assert "parallel.tp = 8 does not divide model.ffn = 684" in message
+    assert "Nearest tp that fits the model: 4 or 2." in message
+
+
+def test_tp_divides_kv_heads_or_is_a_multiple():
+    shape = TINY.model_copy(update={"heads": 12, "kv_heads": 6, "ffn": 720})
+    message = refusal(tp=4, shape=shape)
+    assert "parallel.tp = 4 fits model.kv_heads = 6 neither way" in message
+    assert "Nearest tp that fits the model: 3 or 2." in message
+    check(tp=12, shape=shape)  # every kv head on two ranks
+
+
+def test_vocabulary_need_not_divide():
+    assert TINY.vocab % 2
+    check(tp=2)
+
+
+def test_sequence_parallel_needs_tp():
+    message = refusal(sequence_parallel=True)
+    assert "parallel.sequence_parallel = true needs parallel.tp > 1" in message
+    assert "Set parallel.tp to 2 or more" in message
+
+
+def test_sequence_parallel_divides_the_sequence():
+    message = refusal(tp=4, sequence_parallel=True, sequence_length=255)
+    assert "data.sequence_length = 255 is not a multiple of tp 4" in message
+    assert "Nearest lengths that are: 252 or 256." in message
+    assert "Nearest lengths that are: 4." in refusal(tp=4, sequence_parallel=True, sequence_length=3)
+    check(tp=4, sequence_length=255)
+
+
+def test_every_stage_has_a_layer():
+    message = refusal(pp=5)
+    assert "parallel.pp = 5: 4 layers cannot fill 5 stages" in message
+    assert "Use pp <= 4." in message
+    check(pp=3)  # layers are spread unevenly
+
+
+def test_fewer_microbatches_than_stages_is_slow_but_right():
+    check(pp=4, global_batch=1)
+
+
+@pytest.mark.parametrize("field", ["dp", "tp", "pp", "micro_batch", "zero_shard", "bucket_mb"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_are_positive(field, value):
+    with pytest.raises(ValidationError, match="greater than 0"):
+        Layout(**{field: value})
+
+
+@pytest.mark.parametrize("wrong", [{"zero": 4}, {"schedule": "1f1bb"}, {"recompute": "some"}, {"bucket_mb": math.inf}])
+def test_choices_are_closed(wrong):
+    with pytest.raises(ValidationError):
+        Layout(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({}, "one device"),
+        ({"dp": 2}, "dp 2 (DDP)"),
+        ({"dp": 4, "zero": 3, "zero_shard": 2}, "dp 4 (ZeRO-3, shard 2)"),
+        ({"tp": 2, "sequence_parallel": True, "pp": 2}, "tp 2 + sequence parallel x pp 2 (1f1b)"),
+    ],
+)
+def test_describe(fields, line):
+    assert Layout(**fields).describe() == line
+
+
+# ---- properties ----------------------------------------------------------------------------------------------------
+
+degree = st.integers(1, 8)
+
+
+@st.composite
+def layouts(draw) -> Layout:
+    return Layout(
+        dp=draw(degree),
+        zero=draw(st.integers(0, 3)),
+        zero_shard=draw(st.none() | degree),
+        tp=draw(degree),
+        sequence_parallel=draw(st.booleans()),
+        pp=draw(degree),
+        micro_batch=draw(st.integers(1, 4)),
+    )
+
+
+@st.composite
+def shapes(draw) -> ModelShape:
+    kv_heads = draw(degree)
+    return TINY.model_copy(
+        update={
+            "layers": draw(st.integers(1, 12)),
+            "kv_heads": kv_heads,
+            "heads": kv_heads * draw(degree),
+            "ffn": draw(st.sampled_from([64, 96, 100, 688])),
+        }
+    )
+
+
+@given(layouts(), shapes(), st.integers(1, 64), st.integers(1, 64), st.none() | st.integers(1, 64))
+def test_a_layout_covers_the_batch_or_says_what_would(layout, shape, global_batch, sequence_length, ranks):
+    sizes = {"global_batch": global_batch, "sequence_length": sequence_length, "ranks": ranks}
+    try:
+        layout.check(shape, **sizes)
+    except UsageError as error:
+        event("refused")
+        for mended_layout, mended_sizes in mends(layout, sizes, str(error)):
+            still = remaining(mended_layout, shape, mended_sizes)
+            assert complaint(str(error)) != complaint(still), f"{error}\nmended: {mended_layout} {mended_sizes}"
+        return
+    event("accepted")
+    assert layout.microbatches(global_batch) * layout.dp * layout.micro_batch == global_batch
+    assert math.prod(layout.shape) == layout.world_size == (ranks or layout.world_size)
+    assert len(layout.shape) == len(AXES)
+    assert layout.dp_replicate * layout.dp_shard == layout.dp
+    assert shape.heads % layout.tp == 0
+    assert math.lcm(shape.kv_heads, layout.tp) in (shape.kv_heads, layout.tp)
+
+
+def complaint(message: str) -> str:
+    """The field that a message is about."""
+    return message.split(" = ")[0].split(":")[0]
+
+
+def remaining(layout, shape, sizes) -> str:
+    try:
+        layout.check(shape, **sizes)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def mends(layout: Layout, sizes: dict, message: str):
+    """The layouts and sizes that a message proposes."""
+    mend = message.split("\n", 1)[1]
+    if message.startswith("parallel: "):
+        for name, value in re.findall(r"(dp|tp|pp) (\d+)", mend):
+            yield layout.model_copy(update={name: int(value)}), sizes
+        yield layout, sizes | {"ranks": int(re.findall(r"tart (\d+) ranks", mend)[0])}
+    for what, key in (("global_batch", "global_batch"), ("lengths", "sequence_length")):
+        if mend.strip().startswith(f"Nearest {what}"):
+            for value in re.findall(r"\d+", mend):
+                yield layout, sizes | {key: int(value)}
+    if "Nearest tp" in mend:
+        for value in re.findall(r"\d+", mend):
+            # A proposal may be tp 1, at which sequence parallelism has its own say.
+            changed = {"tp": int(value), "sequence_parallel": layout.sequence_parallel and int(value) > 1}
+            yield layout.model_copy(update=changed), sizes | {"ranks": None}
+    if "Nearest that do" in mend:
+        for value in re.findall(r"\d+", mend):
+            yield layout.model_copy(update={"zero_shard": int(value)}), sizes
+    if match := re.search(r"Use pp <= (\d+)", mend):
+        yield layout.model_copy(update={"pp": int(match[1])}), sizes | {"ranks": None}
