@@ -1,0 +1,302 @@
+"""The command line: what is typed arrives, and what cannot be is refused in a line or two with exit code 2."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import COMMANDS, TrainOptions, main, parse
+from shoal.config import RUN_FILE, RunConfig, plain, save
+
+SECTIONS = tuple(RunConfig.model_fields)
+
+# One value other than the default for each field, and how it is typed.
+TYPED = {
+    "model.name": ("gpt2-124m", ["gpt2-124m"]),
+    "model.tied": (True, ["True"]),
+    "parallel.zero": (3, ["3"]),
+    "parallel.schedule": ("gpipe", ["gpipe"]),
+    "parallel.recompute": ("selective", ["selective"]),
+    "parallel.bucket_mb": (0.5, ["0.5"]),
+    "data.source": ("jsonl", ["jsonl"]),
+    "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
+    "data.validation_fraction": (0.25, ["0.25"]),
+    "data.cache": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "optimizer.name": ("sgd", ["sgd"]),
+    "optimizer.betas": ((0.5, 0.75), ["0.5", "0.75"]),
+    "optimizer.schedule": ("wsd", ["wsd"]),
+    "optimizer.decay_fraction": (0.5, ["0.5"]),
+    "optimizer.minimum": (0.5, ["0.5"]),
+    "train.precision": ("bf16", ["bf16"]),
+    "train.attention": ("explicit", ["explicit"]),
+    "train.device": ("cpu", ["cpu"]),
+}
+
+
+def typed(name, default):
+    """A value for a field and its words on the command line."""
+    if name in TYPED:
+        value, words = TYPED[name]
+        return value, [f"--{name}", *words]
+    if isinstance(default, bool):
+        section, key = name.split(".")
+        return not default, [f"--{section}.no-{key}" if default else f"--{name}"]
+    if isinstance(default, str):
+        return "-word 1", [f"--{name}=-word 1"]
+    if isinstance(default, float):
+        return 0.125, [f"--{name}", "1.25e-1"]
+    return 7, [f"--{name}", "7"]
+
+
+FIELDS = [f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields]
+
+
+@pytest.mark.parametrize("dashed", [False, True])
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_can_be_typed(name, dashed):
+    section, key = name.split(".")
+    value, words = typed(name, getattr(getattr(RunConfig(), section), key))
+    if dashed:
+        words[0] = words[0].replace("_", "-")
+    _, config = parse("train", TrainOptions, words, SECTIONS)
+    assert value != getattr(getattr(RunConfig(), section), key)
+    assert plain(config) == {**plain(RunConfig()), section: plain(getattr(config, section))}
+    assert getattr(config, section) == getattr(RunConfig(), section).model_copy(update={key: value})
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path, where):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntp = 4\ndp = 2\nzero_shard = 2\nzero = 1")
+    words = ["--parallel.dp", "8", "--parallel.zero-shard", "None"]
+    _, config = parse("train", TrainOptions, [*words[:where], str(file), *words[where:]], SECTIONS)
+    assert (config.parallel.tp, config.parallel.dp, config.parallel.zero_shard, config.parallel.pp) == (4, 8, None, 1)
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Stand in for what the commands start: ``called`` gets the arguments of the call."""
+    calls = []
+
+    def stand_in(module, name, result=0):
+        def record(*args, **kwargs):
+            calls.append((args, kwargs))
+            return result
+
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: record}))
+        return calls
+
+    return stand_in
+
+
+def test_train(called):
+    calls = called("shoal.train.command", "train", 1)
+    assert main(["train", "--parallel.tp", "2", "--ranks", "2", "--run-folder", "x"]) == 1
+    ((config,), options) = calls[0]
+    assert config.parallel.tp == 2
+    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None}
+
+
+def test_verify(called):
+    calls = called("shoal.verify.command", "verify")
+    assert main(["verify", "--random", "200", "--precision", "own", "--model.layers", "3"]) == 0
+    ((config,), options) = calls[0]
+    assert config.model.layers == 3
+    assert options == {"random": 200, "steps": 3, "own_precision": True, "plant": None}
+
+
+def test_sample(called):
+    calls = called("shoal.train.sample", "sample_run")
+    assert main(["sample", "runs/a", "def main(", "--tokens", "5"]) == 0
+    assert calls == [((Path("runs/a"), "def main("), {"tokens": 5, "temperature": 0.8, "seed": 0})]
+
+
+def test_data(called):
+    calls = called("shoal.data.commands", "train_tokenizer")
+    assert main(["data", "train-tokenizer", "--vocab-size", "1000", "--data.source", "text"]) == 0
+    ((data, vocab, out), _) = calls[0]
+    assert (data.source, vocab, out) == ("text", 1000, Path("tokenizer.json"))
+    calls = called("shoal.data.commands", "inspect")
+    assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
+    assert calls[-1][0][0].sequence_length == 64
+
+
+def test_bench_forwards_everything(called):
+    calls = called("shoal.bench.command", "main")
+    assert main(["bench", "step", "--seconds", "3"]) == 0
+    assert calls == [((["step", "--seconds", "3"],), {})]
+
+
+def test_checkpoint_verify(called, capsys):
+    called("shoal.checkpoint", "verify")
+    assert main(["checkpoint", "verify", "x/step-10"]) == 0
+    assert capsys.readouterr().out == "x/step-10: complete and undamaged\n"
+
+
+# ---- resume --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs under runs/; the newer one, b, has tp 2."""
+    import os
+
+    monkeypatch.chdir(tmp_path)
+    for age, (name, tp) in enumerate([("b", 2), ("a", 1)]):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        save(RunConfig.model_validate({"parallel": {"tp": tp}, "train": {"steps": 77}}), folder / RUN_FILE)
+        os.utime(folder / RUN_FILE, (1e9 - age, 1e9 - age))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "tp", "steps"),
+    [
+        (["--resume"], "runs/b", 2, 77),
+        (["--resume", "--parallel.tp", "4"], "runs/b", 4, 77),
+        (["--resume", "runs/a", "--parallel.dp", "2"], "runs/a", 1, 77),
+        (["--parallel.dp", "2", "--resume=runs/a"], "runs/a", 1, 77),
+        (["--run-folder", "runs/a", "--resume"], "runs/a", 1, 77),
+        (["other.toml", "--resume", "runs/a"], "runs/a", 8, 200),
+        (["--resume", "other.toml"], "runs/b", 8, 200),
+    ],
+)
+def test_resume_takes_the_runs_own_config_unless_another_is_given(runs, called, words, folder, tp, steps):
+    Path("other.toml").write_text("parallel.tp = 8")
+    calls = called("shoal.train.command", "train")
+    assert main(["train", *words]) == 0
+    ((config,), options) = calls[0]
+    assert (str(options["resume"]), config.parallel.tp, config.train.steps) == (folder, tp, steps)
+
+
+def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume"]) == 2
+    assert f"there is no run under {tmp_path / 'runs'}" in capsys.readouterr().err
+    assert main(["train", "--resume", "x"]) == 2
+    assert "--resume x: this is no run folder, it has no run.toml" in capsys.readouterr().err
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "there is no command 'trian'; did you mean 'train'?"),
+        ("data", "'data' needs one of: train-tokenizer, inspect"),
+        ("data insp", "there is no command 'data insp'; did you mean 'data inspect'?"),
+        ("--version", "there is no command '--version'; allowed: bench"),
+        ("train nothing.toml", "no such file: nothing.toml"),
+        ("train nothing", "no such file: nothing"),
+        ("train --parallel.tp 0", "parallel.tp = 0: input should be greater than 0"),
+        ("train --optimizer.betas 0.9 1.5", "optimizer.betas = 1.5: input should be less than 1"),
+        ("train --ranks 0", "ranks = 0: input should be greater than 0"),
+        ("verify --steps -1", "steps = -1: input should be greater than 0"),
+        ("sample runs x --temperature -1", "temperature = -1.0: input should be greater than or equal to 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(words, message, capsys):
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("shoal: error: ")
+    assert message in printed.err
+    assert not printed.out
+    assert len(printed.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("train --parallel.zreo 2", ["Unrecognized options: --parallel.zreo", "--parallel.zero {0,1,2,3}"]),
+        ("train --parallel.zero 7", ["invalid choice '7'", "'0', '1', '2', '3'"]),
+        ("train --parallel.tp two", ["--parallel.tp", "'two'"]),
+        ("train --train.steps 1.5", ["--train.steps", "'1.5'"]),
+        ("train --optimizer.betas 0.9", ["--optimizer.betas", "Expected 2 values"]),
+        ("data inspect --parallel.tp 2", ["Unrecognized options: --parallel.tp"]),
+        ("sample runs", ["text to go on from"]),
+    ],
+)
+def test_what_cannot_be_read_is_explained_with_code_2(words, messages, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    shown = " ".join(printed.err.replace("│", " ").split())
+    assert all(message in shown for message in messages)
+    assert not printed.out
+
+
+def test_an_interrupt_is_quiet_and_a_bug_is_loud(called, monkeypatch, capsys):
+    def raising(error):
+        def command(_):
+            raise error
+
+        return command
+
+    monkeypatch.setitem(COMMANDS, "train", raising(KeyboardInterrupt()))
+    assert main(["train"]) == 130
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setitem(COMMANDS, "train", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+# ---- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_fits_one_screen_and_names_every_command(words, capsys):
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS)
+
+
+def test_a_commands_help_shows_every_field_with_the_files_value(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 4321")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(file), "--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(default: 4321)" in shown
+    for name, section in RunConfig.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            assert f"--{name}.{key}".replace("_", "-") in shown
+            assert " ".join(field.description.split()) in shown
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_every_commands_help_says_what_it_does(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert COMMANDS[command].__doc__.split(":")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_starting_does_not_import_torch():
+    code = (
+        "import sys; from shoal.cli import TrainOptions, main, parse; main(['--help']);"
+        "parse('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_python_m_shoal_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "shoal", "data"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect\n"
+
+
+def test_help_into_a_closed_pipe_is_quiet():
+    command = f"{sys.executable} -m shoal train --help | head -c 20"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
