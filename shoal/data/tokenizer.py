@@ -87,8 +87,8 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.end_of_document = self._find_end(path)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.fingerprint = xxhash.xxh3_128_hexdigest(content)
 
     def _find_end(self, path: Path) -> int:

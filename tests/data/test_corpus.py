@@ -1,0 +1,142 @@
+import json
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shoal.config import DataConfig
+from shoal.data import corpus
+from shoal.data.corpus import open_corpus
+from shoal.errors import UsageError
+
+
+def documents(**settings) -> list[str]:
+    return list(open_corpus(DataConfig(**settings)).documents())
+
+
+def test_the_standard_library_is_there_and_in_order():
+    library = open_corpus(DataConfig())
+    texts = list(library.documents())
+    assert 5e6 < library.size < 30e6
+    assert sum("def loads(s, *, cls=None" in text for text in texts) == 1
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in library.files)
+    assert list(library.files) == sorted(library.files)
+
+
+def test_files_folders_and_globs(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.txt", "a.txt", "deep/c.md", ".hidden/d.txt"):
+        (tmp_path / name).write_text(name)
+    assert documents(source="text", paths=[str(tmp_path)]) == ["a.txt", "b.txt", "deep/c.md"]
+    assert documents(source="text", paths=[f"{tmp_path}/**/*.md", f"{tmp_path}/b.txt"]) == ["deep/c.md", "b.txt"]
+    assert documents(source="text", paths=[f"{tmp_path}/a.txt", f"{tmp_path}/*.txt"]) == ["a.txt", "b.txt"]
+
+
+def test_line_ends_are_kept(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert documents(source="text", paths=[str(tmp_path)]) == ["one\r\ntwo\rthree\n"]
+
+
+def test_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "LONGEST_TEXT", 100)
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (tmp_path / "long.txt").write_text(text)
+    pieces = documents(source="text", paths=[str(tmp_path)])
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") and len(piece) < 120 for piece in pieces)
+
+
+def test_jsonl(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "tw\\u00f6", "id": 3}\n')
+    (tmp_path / "ignored.txt").write_text("not JSON")
+    assert documents(source="jsonl", paths=[str(tmp_path)], field="body") == ["one", "twö"]
+
+
+def test_parquet(tmp_path):
+    texts = [f"document {i}" for i in range(3000)]
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(3000), "body": texts}), tmp_path / "a.parquet")
+    assert documents(source="parquet", paths=[str(tmp_path)], field="body") == texts
+
+
+def test_hub_reads_a_dataset(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    config = DataConfig(source="hub", dataset=str(tmp_path), field="body")
+    assert list(open_corpus(config).documents()) == ["one", "two"]
+    assert open_corpus(config).fingerprint(tmp_path / "memo") == open_corpus(config).fingerprint(tmp_path / "memo")
+    with pytest.raises(UsageError, match="did you mean 'body'"):
+        list(open_corpus(config.model_copy(update={"field": "boddy"})).documents())
+
+
+def test_hub_without_the_extra_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"shoal\[hub\]"):
+        documents(source="hub", dataset="owner/name")
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "message"),
+    [
+        ("jsonl", b'{"text": "a"}\n{"txet": "b"}\n', r"bad\.jsonl, line 2: no field 'text'.*did you mean 'txet'"),
+        ("jsonl", b'{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not JSON"),
+        ("jsonl", b'{"text": "a"}\n["b"]\n', r"bad\.jsonl, line 2: a list"),
+        ("jsonl", b'{"text": 3}\n', r"bad\.jsonl, line 1: .* int, not text"),
+        ("jsonl", b'{"text": "a\\ud800"}\n', r"bad\.jsonl, line 1: .* not Unicode"),
+        ("jsonl", b'{"text": "\xff"}\n', r"bad\.jsonl, line 1: not JSON"),
+        ("text", b"fine\n\xff\xfe", r"bad\.text is not UTF-8"),
+        ("parquet", b"PAR1 nonsense", r"bad\.parquet is not a parquet file"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, source, content, message):
+    path = tmp_path / f"bad.{source}"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        documents(source=source, paths=[str(path)])
+
+
+def test_parquet_names_columns_and_rows(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one", None]}), path)
+    with pytest.raises(UsageError, match=r"a\.parquet: no field 'text'.*body"):
+        documents(source="parquet", paths=[str(path)])
+    with pytest.raises(UsageError, match=r"a\.parquet, row 1: .* NoneType"):
+        documents(source="parquet", paths=[str(path)], field="body")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "text"}, r"data\.paths is empty"),
+        ({"source": "text", "paths": ["no/such/*.txt"]}, r"'no/such/\*\.txt': no such file"),
+        ({"source": "hub"}, r"data\.dataset is empty"),
+        ({"source": "synthetic"}, "no documents"),
+    ],
+)
+def test_nothing_to_read_is_refused(settings, message):
+    with pytest.raises(UsageError, match=message):
+        open_corpus(DataConfig(**settings))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"holds no \.jsonl"):
+        open_corpus(DataConfig(source="jsonl", paths=[str(tmp_path)]))
+
+
+def test_the_fingerprint_follows_content_not_place(tmp_path):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(json.dumps({"text": "same"}))
+
+    def fingerprint(folder, **settings):
+        config = DataConfig(source="jsonl", paths=[str(tmp_path / folder)], **settings)
+        return open_corpus(config).fingerprint(tmp_path / "memo")
+
+    first = fingerprint("here")
+    assert first == fingerprint("here") == fingerprint("there")
+    assert first != fingerprint("here", field="body")
+    changed = tmp_path / "here" / "a.jsonl"
+    changed.write_text(json.dumps({"text": "some"}))  # of the same length
+    os.utime(changed, ns=(1, 1))
+    assert fingerprint("here") != first
