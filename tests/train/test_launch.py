@@ -1,0 +1,250 @@
+"""Launching, through real processes: the cause of a death, no orphans, a clean stop, joining torchrun and SLURM."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.errors import UsageError
+from shoal.train.allocator import allocator_environment
+from shoal.train.launch import Membership, _expand_counts, _first_host, joined, launch
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import json, os, signal, sys, time
+from dataclasses import asdict
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from shoal.comm.world import destroy_world
+from shoal.errors import UsageError
+from shoal.train.launch import become_rank, read_payload
+
+payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
+member = become_rank("cpu", timeout=60)
+folder, act, me = Path(payload["folder"]), payload["act"], member.rank
+if act == "stop":
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append("SIGTERM"))
+    signal.signal(signal.SIGINT, lambda *_: signals.append("SIGINT"))
+total = torch.ones(1)
+dist.all_reduce(total)
+(folder / f"{me}.json").write_text(json.dumps({
+    "pid": os.getpid(), "total": total.item(), "threads": torch.get_num_threads(), **asdict(member)}))
+if act == "stop":
+    while not signals:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    (folder / f"signals-{me}.json").write_text(json.dumps(signals))
+elif act != "finish":
+    if me == 1:
+        if act == "raise":
+            raise ArithmeticError("the real cause")
+        if act == "usage":
+            raise UsageError("steps = -1; allowed: 1 or more")
+        if act == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)  # never completes: rank 1 sleeps, or is gone
+    if me == 1 or act == "sleep":
+        time.sleep(1000)
+if me == 0:
+    print("rank 0 is heard")
+destroy_world()
+"""
+
+PARENT = """
+import json, sys
+from pathlib import Path
+from shoal.train.launch import launch
+sys.exit(launch("program", json.loads(sys.argv[1]), 2, Path(sys.argv[2]), device="cpu"))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    return tmp_path
+
+
+def start_parent(folder: Path, act: str) -> subprocess.Popen:
+    payload = json.dumps({"folder": str(folder), "act": act})
+    return subprocess.Popen([sys.executable, "-c", PARENT, payload, str(folder / "logs")],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def reports(folder: Path, ranks: int = 2, seconds: float = 60) -> list[dict]:
+    """What each rank wrote, once all have."""
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(file.exists() and file.read_text().endswith("}") for file in files):
+            return [json.loads(file.read_text()) for file in files]
+        time.sleep(0.02)
+    raise TimeoutError([log.read_text() for log in folder.glob("logs/*")])
+
+
+def all_gone(pids: list[int], seconds: float = 5) -> bool:
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(alive, timeout=seconds)[1]
+
+
+def test_ranks_meet_and_finish(folder, capfd):
+    assert launch("program", {"folder": str(folder), "act": "finish"}, 2, folder / "logs", device="cpu") == 0
+    for rank, report in enumerate(reports(folder)):
+        assert (report["rank"], report["world_size"], report["how"], report["total"]) == (rank, 2, "local", 2.0)
+        assert report["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert capfd.readouterr().out == "rank 0 is heard\n"
+
+
+@pytest.mark.parametrize("act, code, said", [
+    ("raise", 1, "rank 1 exited with code 1; the other ranks were stopped"),
+    ("die", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
+])
+def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, said):
+    start = time.monotonic()
+    assert launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu") == code
+    assert time.monotonic() - start < 30  # far below the 60 s that the peer's collective would wait
+    assert all_gone([report["pid"] for report in reports(folder)], seconds=0)
+    shown = capfd.readouterr().err
+    assert said in shown
+    if act == "raise":
+        assert "program.py" in shown and "ArithmeticError: the real cause" in shown
+    assert shown.count("Traceback") == (1 if act == "raise" else 0)  # the peer's own error is in its log alone
+
+
+def test_a_usage_error_passes_through_without_traceback(folder, capfd):
+    assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
+    assert capfd.readouterr().err == "steps = -1; allowed: 1 or more\n"
+
+
+def test_a_killed_parent_leaves_no_orphan(folder):
+    with start_parent(folder, "sleep") as parent:
+        pids = [report["pid"] for report in reports(folder)]
+        parent.kill()
+    assert all_gone(pids)
+
+
+def test_a_request_to_stop_reaches_each_rank_once(folder):
+    with start_parent(folder, "stop") as parent:
+        reports(folder)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(30) == 0
+        assert parent.stderr.read() == ""
+    for rank in range(2):
+        assert json.loads((folder / f"signals-{rank}.json").read_text()) == ["SIGTERM"]
+
+
+def test_the_second_request_kills(folder):
+    with start_parent(folder, "stop") as parent:
+        pids = [report["pid"] for report in reports(folder)]
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(10) == 128 + signal.SIGKILL
+    assert all_gone(pids, seconds=0)
+
+
+def test_torchrun_joins(folder):
+    payload = json.dumps({"folder": str(folder), "act": "finish"})
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "program"],
+        env={**os.environ, "PAYLOAD": payload}, capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(r["rank"], r["local_world_size"], r["how"], r["total"]) for r in reports(folder)] == [
+        (0, 2, "torchrun", 2.0), (1, 2, "torchrun", 2.0)]
+
+
+def test_slurm_joins(folder):
+    def task(rank: int) -> subprocess.Popen:
+        variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+                     "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567,
+                     "PAYLOAD": json.dumps({"folder": str(folder), "act": "finish"})}
+        return subprocess.Popen([sys.executable, "-m", "program"],
+                                env={**os.environ, **{name: str(value) for name, value in variables.items()}})
+
+    for process in [task(0), task(1)]:
+        assert process.wait(60) == 0
+    assert [(r["rank"], r["local_rank"], r["how"], r["total"]) for r in reports(folder)] == [
+        (0, 0, "slurm", 2.0), (1, 1, "slurm", 2.0)]
+
+
+def clear(monkeypatch) -> None:
+    for name in list(os.environ):
+        if re.match("SLURM_|RANK$|WORLD_SIZE$|LOCAL_|MASTER_", name):
+            monkeypatch.delenv(name)
+
+
+def test_started_plainly_nothing_is_joined(monkeypatch):
+    clear(monkeypatch)
+    assert joined() is None
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "9"}.items():
+        monkeypatch.setenv(name, value)  # inside an sbatch script, but not by srun
+    assert joined() is None
+
+
+def test_slurm_on_several_nodes(monkeypatch):
+    clear(monkeypatch)
+    for name, value in {"SLURM_PROCID": "6", "SLURM_NTASKS": "7", "SLURM_LOCALID": "0", "SLURM_NODEID": "3",
+                        "SLURM_STEP_NODELIST": "gpu[007-009,12]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+                        "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert joined() == Membership(6, 7, 0, 1, "slurm", ("gpu007", 20036))
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("a1", "a1"), ("a1,b2", "a1"), ("gpu[007-009,12],login", "gpu007"), ("n[3,5]", "n3"), ("r[1-2]n[04-09],x", "r1n04"),
+])
+def test_first_host(nodes, first):
+    assert _first_host(nodes) == first
+
+
+def test_expand_counts():
+    assert _expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert _expand_counts("8") == [8]
+
+
+def test_half_a_torchrun_is_refused(monkeypatch):
+    clear(monkeypatch)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"):
+        joined()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UsageError, match="WORLD_SIZE = 'two' is not a number"):
+        joined()
+
+
+FAULTS = """
+import resource, sys, torch
+from shoal.train.allocator import tune_allocator
+if sys.argv[1] == "tuned":
+    assert tune_allocator()
+for i in range(6):
+    if i == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10 << 20)  # 40 MiB, above any threshold that glibc would grow to
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+                    reason="another C library than glibc")
+def test_the_allocator_reuses_pages():
+    def faults(how: str, environment: dict[str, str]) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", FAULTS, how], env={**os.environ, **environment}))
+
+    assert faults("plain", {}) > 2000
+    assert faults("tuned", {}) < 500
+    assert faults("plain", allocator_environment()) < 500
