@@ -1,0 +1,106 @@
+"""One grid of ranks, from which every group of the run is sliced.
+
+Nothing else in shoal computes a rank by hand, and no group is a global: the mesh is passed to what needs it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from shoal.layout import AXES, Layout
+
+# Names for sets of axes that communicate as one.
+MERGED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "world": AXES,
+}
+
+
+class Mesh:
+    """The ranks of a layout as a grid over `AXES`, seen from one rank.
+
+    Groups are created on first use, and by all of a group's members at the same point of their programs. A group of one
+    rank is None: collectives over None do nothing.
+
+    >>> mesh = Mesh(Layout(dp=2, tp=2), rank=2)
+    >>> mesh.index("dp"), mesh.index("tp"), mesh.ranks("tp"), mesh.ranks("dp")
+    (1, 0, [2, 3], [0, 2])
+    """
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device | str = "cpu"):
+        self.layout = layout
+        self.rank = rank
+        self.device = torch.device(device)
+        self.grid = torch.arange(layout.world_size).view(layout.shape)
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+
+    @cached_property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place along each of `AXES`."""
+        place = (self.grid == self.rank).nonzero()[0].tolist()
+        return dict(zip(AXES, place, strict=True))
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis, a merged axis, or a part of one (see `ranks`)."""
+        return len(self.ranks(axis))
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis or merged axis."""
+        return self.ranks(axis).index(self.rank)
+
+    def ranks(self, axis: str) -> list[int]:
+        """Global ranks that differ from this one in ``axis`` alone, in order.
+
+        Besides `AXES`, "dp" and "world" there are two parts of axes:
+        "ends", the first and the last pipeline stage (which share a tied embedding), or this rank alone if it is neither;
+        "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number.
+        """
+        if axis == "ends":
+            ranks = self.ranks("pp")
+            return [ranks[0], ranks[-1]] if len(ranks) > 1 and self.rank in (ranks[0], ranks[-1]) else [self.rank]
+        if axis.startswith("tp/"):
+            n, ranks = int(axis[3:]), self.ranks("tp")
+            start = ranks.index(self.rank) // n * n
+            return ranks[start : start + n]
+        axes = MERGED.get(axis, (axis,))
+        where = tuple(slice(None) if name in axes else self.coordinate[name] for name in AXES)
+        return self.grid[where].flatten().tolist()
+
+    def group(self, axis: str, purpose: str = "") -> dist.ProcessGroup | None:
+        """The process group along ``axis``, or None if it has one rank.
+
+        Args:
+            purpose: asks for a group of its own over the same ranks, so that unrelated traffic is not ordered with it.
+        """
+        ranks = tuple(self.ranks(axis))
+        if len(ranks) == 1:
+            return None
+        key = (purpose, ranks)
+        if key not in self._groups:
+            if not purpose and len(ranks) == dist.get_world_size():
+                self._groups[key] = dist.group.WORLD
+            else:
+                self._groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[key]
+
+    def neighbour(self, axis: str, step: int) -> int:
+        """The global rank ``step`` places further along an axis.
+
+        Raises:
+            IndexError: there is none.
+        """
+        ranks = self.ranks(axis)
+        place = ranks.index(self.rank) + step
+        if not 0 <= place < len(ranks):
+            raise IndexError(f"rank {self.rank} has no neighbour {step:+d} along {axis}")
+        return ranks[place]
+
+    def describe(self) -> str:
+        """This rank's coordinates, for messages: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
+        where = ", ".join(f"{axis} {i}" for axis, i in self.coordinate.items() if self.size(axis) > 1)
+        return f"rank {self.rank}" + (f" ({where})" if where else "")
+
+

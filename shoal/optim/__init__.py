@@ -1,0 +1,1 @@
+"""Update rules on flat shards, and learning-rate schedules."""

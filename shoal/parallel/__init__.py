@@ -1,0 +1,1 @@
+"""Each parallelism in a room of its own: it takes a plain model and transforms it."""

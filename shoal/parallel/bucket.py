@@ -1,0 +1,171 @@
+"""A bucket: some parameters end to end in one flat buffer, cut into equal shards.
+
+The parameters are views of the buffer, so that a collective over all of them needs no copy, and neither does the
+optimizer: it updates one flat run of numbers. A shard ends wherever the equal cut falls, inside a row too; what part of
+which parameter that is, `Bucket.pieces` tells as boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.comm.ops import all_gather_flat
+from shoal.parallel.split import Split
+from shoal.pieces import Piece
+from shoal.precision import Policy
+
+_ALIGN = 64  # elements: shards start on whole vector registers and cache lines
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    parameter: nn.Parameter
+    split: Split
+    decay: bool
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.split.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a shard that are treated alike.
+
+    Attributes:
+        start, stop: inside the shard.
+        sum_over: mesh axes over which their gradients are partial sums.
+        copies: ranks along tp and pp that hold the same elements.
+        decay: whether weight decay applies.
+    """
+
+    start: int
+    stop: int
+    sum_over: tuple[str, ...]
+    copies: int
+    decay: bool
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Bucket:
+    """Flat storage of some parameters: whole in `full`, this rank's shard in `master`.
+
+    Args:
+        members: (parameter on any device, its split, whether it decays), in any order; they are sorted so that equal
+            treatment is contiguous, and their data is replaced by views of the buffer.
+        shards: number of equal parts.
+        index: which of them is this rank's.
+        keep_full: whether the parameters stay whole between uses (not in ZeRO-3).
+    """
+
+    def __init__(
+        self,
+        members: list[tuple[nn.Parameter, Split, bool]],
+        *,
+        shards: int,
+        index: int,
+        policy: Policy,
+        device: torch.device,
+        keep_full: bool,
+    ):
+        members = sorted(members, key=lambda m: (m[1].sum_over, m[1].copies, m[2]))
+        self.slots: list[Slot] = []
+        self.numel = 0
+        for parameter, split, decay in members:
+            self.slots.append(Slot(parameter, split, decay, self.numel))
+            self.numel += split.numel
+        self.shards, self.index, self.policy = shards, index, policy
+        self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
+        self.full = torch.zeros(shards * self.chunk, dtype=policy.compute, device=device)
+        for slot in self.slots:
+            slot.parameter.data = self.full[slot.start : slot.stop].view(slot.split.local)
+        self.keep_full = keep_full
+        shares = keep_full and policy.storage == policy.compute
+        self.master = self.mine(self.full) if shares else torch.zeros(self.chunk, dtype=policy.storage, device=device)
+        self.runs = list(self._runs())
+        self._gathering: dist.Work | None = None
+        self.gathered = True
+        if not keep_full:
+            self.free()
+
+    def mine(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a whole flat buffer, as a view."""
+        return flat[self.index * self.chunk : (self.index + 1) * self.chunk]
+
+    def _runs(self) -> Iterator[Run]:
+        begin = self.index * self.chunk
+        run: Run | None = None
+        for slot in self.slots:
+            start, stop = max(slot.start - begin, 0), min(slot.stop - begin, self.chunk)
+            if start >= stop:
+                continue
+            alike = (slot.split.sum_over, slot.split.copies, slot.decay)
+            if run and (run.sum_over, run.copies, run.decay) == alike:
+                run = Run(run.start, stop, *alike)
+                continue
+            if run:
+                yield run
+            run = Run(start, stop, *alike)
+        if run:
+            yield run
+
+    def pieces(self, flat: Tensor, start: int = 0) -> Iterator[tuple[str, Piece]]:
+        """Name what ``flat`` holds.
+
+        Args:
+            flat: elements ``start : start + flat.numel()`` of this rank's shard, of weights or anything like them.
+
+        Yields:
+            (parameter name, piece), each piece a view of ``flat``.
+        """
+        begin = self.index * self.chunk + start
+        for slot in self.slots:
+            first, last = max(slot.start, begin), min(slot.stop, begin + flat.numel())
+            for offset, box in slot.split.boxes(first - slot.start, last - slot.start):
+                at = first - begin + offset
+                values = flat[at : at + box.numel].view(box.shape)
+                yield slot.split.name, Piece(slot.split.whole, box, values, slot.split.primary)
+
+    # ---- whole parameters from shards --------------------------------------------------------------------------
+
+    def gather(self, group: dist.ProcessGroup | None) -> None:
+        """Start making `full` whole from every rank's `master`; `wait` before its use. A bucket at hand is left alone."""
+        if self.gathered or self._gathering is not None:
+            return
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.full.numel() * self.full.element_size())
+        mine = self.mine(self.full)
+        if mine.data_ptr() != self.master.data_ptr():
+            mine.copy_(self.master)
+        if group is None:
+            self.gathered = True
+        else:
+            self._gathering = all_gather_flat(self.full, mine, group)
+
+    def wait(self) -> None:
+        """Until the parameters are whole."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering, self.gathered = None, True
+
+    def stale(self) -> None:
+        """The masters changed: `full` no longer holds the parameters."""
+        self.gathered = False
+
+    def free(self) -> None:
+        """Give the memory of `full` back until the next `gather`."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False

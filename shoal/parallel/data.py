@@ -1,0 +1,277 @@
+"""Data parallelism in all its stages: one engine, which differs in what stays whole and when it is reduced.
+
+    stage     parameters   gradients    optimizer    collectives per step (Psi parameters, n micro-batches)
+    0 (DDP)   whole        whole        whole        all-reduce Psi
+    1         whole        whole        sharded      reduce-scatter Psi, all-gather Psi
+    2         whole        sharded      sharded      n reduce-scatter Psi, all-gather Psi
+    3         sharded      sharded      sharded      n reduce-scatter Psi, 2n all-gather Psi
+
+(Rajbhandari et al. 2020, "ZeRO", sections 5 and 7.) Parameters lie in buckets (`shoal.parallel.bucket`); a bucket's
+gradients are reduced as soon as backward has produced the last of them, while backward goes on. Stages 0 and 1 keep
+whole gradients and so reduce once a step, in the last micro-batch; stages 2 and 3 have no place to accumulate whole
+gradients, and reduce in each.
+
+Gradients are sums, never means: the loss is divided by the global number of tokens before backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce, reduce_scatter_flat
+from shoal.parallel.bucket import Bucket, Run
+from shoal.parallel.split import Split
+from shoal.pieces import Piece
+from shoal.precision import Policy
+
+
+@dataclass
+class _Gradients:
+    """The gradients of one bucket.
+
+    Attributes:
+        whole: flat sums over this rank's micro-batches (None between uses in stages 2 and 3).
+        shard: this rank's part of the sum over all ranks; in stages 0 and 1 a view of ``whole``.
+        views: each slot's part of ``whole``.
+        waiting: slots whose gradient backward has yet to produce.
+        fresh: nothing was accumulated in ``whole`` yet.
+        unreduced: nothing was accumulated in ``shard`` yet.
+    """
+
+    whole: Tensor | None
+    shard: Tensor
+    views: list[Tensor] = field(default_factory=list)
+    waiting: int = 0
+    fresh: bool = True
+    unreduced: bool = True
+
+
+@dataclass
+class _Reduction:
+    """A reduce-scatter on its way; ``whole`` is kept alive until it has arrived."""
+
+    gradients: _Gradients
+    shard: Tensor
+    whole: Tensor
+    work: dist.Work | None
+    last: bool
+
+
+class ShardedParameters:
+    """The parameters of one pipeline stage, their gradients, and the collectives that keep replicas equal.
+
+    Args:
+        units: groups of parameters in forward order, each (parameter, its split, whether it decays); the parameters may
+            be on the meta device. A bucket holds whole units.
+        mesh: its dp_shard axis shards, its dp_replicate axis replicates.
+        policy: the number formats.
+    """
+
+    def __init__(
+        self,
+        units: list[list[tuple[nn.Parameter, Split, bool]]],
+        mesh: Mesh,
+        policy: Policy,
+    ):
+        self.mesh, self.policy = mesh, policy
+        self.zero = mesh.layout.zero
+        self.shard_group = mesh.group("dp_shard")
+        self.replicate_group = mesh.group("dp_replicate")
+        limit = 0 if self.zero == 3 else mesh.layout.bucket_mb * 2**20
+        self.buckets = [
+            Bucket(
+                members,
+                shards=mesh.size("dp_shard"),
+                index=mesh.index("dp_shard"),
+                policy=policy,
+                device=mesh.device,
+                keep_full=self.zero < 3,
+            )
+            for members in _group(units, limit, policy.reduce.itemsize)
+        ]
+        self.gradients = [self._allocate_gradients(bucket) for bucket in self.buckets]
+        self.last_microbatch = True
+        self._scattering: list[_Reduction] = []
+        self._replicating: list[dist.Work] = []
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            for i, slot in enumerate(bucket.slots):
+                slot.parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, i=i, bucket=bucket, gradients=gradients: self._ready(
+                        parameter, i, bucket, gradients
+                    )
+                )
+
+    def _allocate_gradients(self, bucket: Bucket) -> _Gradients:
+        dtype, device = self.policy.reduce, self.mesh.device
+        if self.zero < 2:
+            whole = torch.zeros(bucket.full.numel(), dtype=dtype, device=device)
+            return _Gradients(whole, bucket.mine(whole), _views(bucket, whole), len(bucket.slots))
+        return _Gradients(None, torch.zeros(bucket.chunk, dtype=dtype, device=device), [], len(bucket.slots))
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            gradients.fresh = gradients.unreduced = True
+            for slot in bucket.slots:
+                slot.parameter.grad = None
+
+    def _ready(self, parameter: nn.Parameter, i: int, bucket: Bucket, gradients: _Gradients) -> None:
+        """Backward has produced a parameter's gradient."""
+        if gradients.whole is None:
+            gradients.whole = torch.empty(bucket.full.numel(), dtype=self.policy.reduce, device=self.mesh.device)
+            gradients.whole[bucket.numel :].zero_()
+            gradients.views = _views(bucket, gradients.whole)
+        view = gradients.views[i]
+        if parameter.grad.data_ptr() != view.data_ptr():
+            (view.copy_ if gradients.fresh else view.add_)(parameter.grad)
+            # Autograd adds the next micro-batch's gradient in place where the dtypes agree.
+            parameter.grad = view if self.zero < 2 and view.dtype == parameter.dtype else None
+        gradients.waiting -= 1
+        if gradients.waiting == 0:
+            gradients.waiting, gradients.fresh = len(bucket.slots), False
+            if self.zero >= 2 or self.last_microbatch:
+                self._reduce(bucket, gradients)
+            if self.zero == 3:
+                bucket.free()
+
+    def _reduce(self, bucket: Bucket, gradients: _Gradients) -> None:
+        """Start summing a bucket's gradients over the ranks that shard it."""
+        whole, shard = gradients.whole, gradients.shard
+        if self.zero >= 2:
+            gradients.whole, gradients.views, gradients.fresh = None, [], True
+            if not gradients.unreduced:
+                shard = torch.empty_like(shard)
+        gradients.unreduced = False
+        work = None
+        if self.shard_group is not None:
+            work = reduce_scatter_flat(shard, whole, self.shard_group)
+        elif shard.data_ptr() != whole.data_ptr():
+            shard.copy_(whole)
+        self._scattering.append(_Reduction(gradients, shard, whole, work, self.last_microbatch))
+        # One bucket may be on its way while the next is computed, so at most two whole ones are alive.
+        self._settle(keep=0 if work is None else 1)
+
+    def _settle(self, keep: int = 0) -> None:
+        """Wait for reductions that were started, oldest first, until ``keep`` are on their way."""
+        while len(self._scattering) > keep:
+            reduction = self._scattering.pop(0)
+            if reduction.work is not None:
+                reduction.work.wait()
+            shard = reduction.gradients.shard
+            if reduction.shard is not shard:
+                shard += reduction.shard
+            if reduction.last and self.replicate_group is not None:
+                self._replicating.append(dist.all_reduce(shard, group=self.replicate_group, async_op=True))
+
+    def finish(self) -> None:
+        """Complete the gradients: wait for the replicas' sums, then add what tensor parallelism and ties left partial."""
+        self._settle()
+        while self._replicating:
+            self._replicating.pop().wait()
+        partial: dict[str, list[Tensor]] = defaultdict(list)
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            for run in bucket.runs:
+                for axis in run.sum_over:
+                    partial[axis].append(gradients.shard[run.slice])
+        for axis, parts in sorted(partial.items()):
+            total = torch.cat(parts)
+            all_reduce(total, self.mesh.group(axis))
+            for part, summed in zip(parts, total.split([p.numel() for p in parts]), strict=True):
+                part.copy_(summed)
+
+    def square_norm(self) -> Tensor:
+        """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's.
+
+        What several ranks hold is divided by their number, so that every element counts once.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        replicas = self.mesh.size("dp_replicate")
+        for run, _, gradient in self.runs():
+            total += torch.linalg.vector_norm(gradient).double().square() / (run.copies * replicas)
+        return total
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient."""
+        for gradients in self.gradients:
+            gradients.shard.mul_(factor)
+
+    def gather(self) -> None:
+        """After the step: make the updated parameters whole where they stay whole."""
+        for bucket in self.buckets:
+            bucket.stale()
+            if bucket.keep_full:
+                bucket.gather(self.shard_group)
+        for bucket in self.buckets:
+            bucket.wait()
+
+    # ---- what it holds -----------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[tuple[Run, Tensor, Tensor]]:
+        """What the optimizer updates: (run, flat weights, flat gradients) of this rank's shards, as views."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            for run in bucket.runs:
+                yield run, bucket.master[run.slice], gradients.shard[run.slice]
+
+    def pieces(self, tensors: Iterable[Tensor]) -> dict[str, list[Piece]]:
+        """Name the parts of tensors that lie like the shards of the buckets (weights, gradients, moments).
+
+        Args:
+            tensors: for each of `runs`, in order, a flat tensor of its length.
+        """
+        named: dict[str, list[Piece]] = {}
+        primary = self.mesh.index("dp_replicate") == 0
+        tensors = iter(tensors)
+        for bucket in self.buckets:
+            for run in bucket.runs:
+                for name, piece in bucket.pieces(next(tensors), run.start):
+                    piece.primary &= primary
+                    named.setdefault(name, []).append(piece)
+        return named
+
+    def weights(self) -> dict[str, list[Piece]]:
+        """The pieces of the parameters that this rank updates."""
+        return self.pieces(weight for _, weight, _ in self.runs())
+
+    def reduced_gradients(self) -> dict[str, list[Piece]]:
+        """The pieces of their gradients, complete after `finish`."""
+        return self.pieces(gradient for _, _, gradient in self.runs())
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes alive between steps, by what they hold: parameters (whole and master) and gradients."""
+        storages: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}}
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            for kind, tensors in (("parameters", (bucket.full, bucket.master)), ("gradients", (gradients.shard,))):
+                for tensor in tensors:
+                    storage = tensor.untyped_storage()
+                    storages[kind][storage._cdata] = storage.nbytes()
+        return {kind: sum(sizes.values()) for kind, sizes in storages.items()}
+
+
+def _views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    return [flat[slot.start : slot.stop].view(slot.split.local) for slot in bucket.slots]
+
+
+def _group(
+    units: list[list[tuple[nn.Parameter, Split, bool]]], limit: float, itemsize: int
+) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
+    """Whole units, until a bucket has ``limit`` bytes. A parameter that two stages share is a bucket by itself, so that
+    its shards lie alike on both."""
+    members: list[tuple[nn.Parameter, Split, bool]] = []
+    for unit in units:
+        alone = [member for member in unit if "ends" in member[1].sum_over]
+        yield from ([member] for member in alone)
+        members += [member for member in unit if "ends" not in member[1].sum_over]
+        if members and sum(split.numel for _, split, _ in members) * itemsize >= limit:
+            yield members
+            members = []
+    if members:
+        yield members

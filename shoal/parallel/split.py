@@ -1,0 +1,45 @@
+"""What one rank's copy of a parameter is, of the whole parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shoal.pieces import Box, flat_range
+
+
+@dataclass(frozen=True)
+class Split:
+    """How tensor and pipeline parallelism left one parameter on this rank.
+
+    Attributes:
+        name: the parameter's name in the whole model.
+        whole: its whole shape.
+        box: the part of it that is here.
+        local: the shape that is allocated; padding, if any, comes after the box along dim 0.
+        sum_over: mesh axes over which this rank's gradient is a partial sum (besides dp).
+        copies: ranks along tp and pp that hold this very box.
+        primary: whether this rank, of those, is the one that saves and counts it.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    local: tuple[int, ...]
+    sum_over: tuple[str, ...] = ()
+    copies: int = 1
+    primary: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements allocated, padding included."""
+        return math.prod(self.local)
+
+    def boxes(self, start: int, stop: int):
+        """The boxes of the whole parameter in elements ``start:stop`` of the flat local one, padding left out.
+
+        Yields:
+            (offset from ``start``, box) as `shoal.pieces.flat_range`.
+        """
+        for offset, box in flat_range(self.box.shape, start, min(stop, self.box.numel)):
+            yield offset, box.within(self.box)

@@ -1,0 +1,253 @@
+"""Tensor and sequence parallelism: a table of module patterns, and what each kind of split does to a module.
+
+Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, so that
+each rank computes its own heads or hidden units; its last is split by input, so that the ranks' outputs are partial
+sums. Two collectives a block and direction remain: one where a block is entered, one where it is left.
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) the activations between the blocks are split along
+the sequence: entering gathers them, leaving sums and scatters. The bytes are the same; norms and residuals are not
+computed and stored tp times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import Group, all_gather, copy_to, gather_from, reduce_from, scatter_to
+from shoal.models.transformer import IGNORE
+from shoal.parallel.split import Split
+from shoal.pieces import Box
+
+SEQUENCE = 1  # dim of [b, s, h] that sequence parallelism splits
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place among the ranks that split one layer."""
+
+    group: Group
+    rank: int
+    size: int
+    sequence_parallel: bool
+    shape: ModelShape
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a block: every rank gets all of x. [b, s, h] or, with sequence parallelism, [b, s/tp, h] -> [b, s, h]."""
+        return gather_from(x, self.group, SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Out of a block: sum the partial outputs. [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
+        return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
+
+
+# ---- the kinds of split ----------------------------------------------------------------------------------------
+
+
+class Region:
+    """A module entered through one collective, shared by all the column splits inside it."""
+
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+        module.register_forward_pre_hook(lambda _, args: (at.enter(args[0]), *args[1:]))
+        return []
+
+
+class Column:
+    """Split by output: rank r holds the r-th part of the rows of the weight and of the bias."""
+
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+        return [_rows(module, name, part, at, at.size) for part, _ in list(module.named_parameters())]
+
+
+class KeyValue:
+    """`Column` for keys and values. Where tp exceeds their heads, neighbours in tp hold the same head."""
+
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+        parts = min(at.size, at.shape.kv_heads)
+        return [_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
+
+
+class Row:
+    """Split by input: rank r holds columns r of the weight; the bias is added once, after the sum."""
+
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+        out_features, in_features = module.weight.shape
+        part = in_features // at.size
+        box = Box((0, at.rank * part), (out_features, part))
+        module.weight = _empty(box.shape, module.weight)
+        module.forward = lambda x: _row_forward(module, x, at)
+        return [Split(f"{name}.weight", (out_features, in_features), box, box.shape)]
+
+
+def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel) -> Tensor:
+    y = at.leave(F.linear(x, module.weight))
+    return y if module.bias is None else y + module.bias
+
+
+class VocabularyEmbedding:
+    """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
+
+    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[Split]:
+        split = _rows(module, name, "weight", at, at.size)
+        start = split.box.offset[0]
+        module.forward = lambda tokens: at.leave(_look_up(module.weight, tokens - start, split.box.shape[0]))
+        return [split]
+
+
+def _look_up(weight: Tensor, ids: Tensor, here: int) -> Tensor:
+    foreign = (ids < 0) | (ids >= here)
+    return F.embedding(ids.masked_fill(foreign, 0), weight).masked_fill(foreign.unsqueeze(-1), 0)
+
+
+class SequencePart:
+    """A table of positions: with sequence parallelism a rank needs its own part of the sequence."""
+
+    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[Split]:
+        if at.sequence_parallel:
+            module.forward = lambda positions: F.embedding(positions.chunk(at.size)[at.rank], module.weight)
+        return []
+
+
+class VocabularyHead:
+    """The output matrix split by token id: each rank has the logits of its own ids."""
+
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+        Region().apply(module, name, at)
+        return [_rows(module, name, "weight", at, at.size)]
+
+
+class VocabularyLoss:
+    """Cross-entropy over logits that are split by token id."""
+
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+        rows = -(-at.shape.vocab // at.size)
+        here = min(rows, max(0, at.shape.vocab - at.rank * rows))
+        module.forward = lambda logits, targets: VocabularyCrossEntropy.apply(
+            logits, targets - at.rank * rows, targets != IGNORE, here, at.group
+        )
+        return []
+
+
+TENSOR_PARALLEL = {
+    "embed.token": VocabularyEmbedding(),
+    "embed.position": SequencePart(),
+    "layers.*.attention": Region(),
+    "layers.*.attention.q": Column(),  # heads are split, so there is no collective until `out`
+    "layers.*.attention.{k,v}": KeyValue(),
+    "layers.*.attention.out": Row(),
+    "layers.*.mlp": Region(),
+    "layers.*.mlp.{gate,up}": Column(),
+    "layers.*.mlp.down": Row(),
+    "head": VocabularyHead(),
+    "loss": VocabularyLoss(),
+}
+
+
+def apply_tensor_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh) -> dict[str, Split]:
+    """Split a model on the meta device in place over the mesh's tp axis.
+
+    Args:
+        model: a `Transformer`, or the part of one that a pipeline stage keeps.
+
+    Returns:
+        For each parameter's name, how it is split. Parameters that no rule splits are whole on every rank; with
+        sequence parallelism their gradients are partial sums, since each rank sees its own part of the sequence.
+    """
+    at = TensorParallel(mesh.group("tp"), mesh.index("tp"), mesh.size("tp"), mesh.layout.sequence_parallel, shape)
+    splits: dict[str, Split] = {}
+    if at.size > 1:
+        for name, module in list(model.named_modules()):
+            for pattern, kind in TENSOR_PARALLEL.items():
+                if matches(pattern, name):
+                    splits |= {split.name: split for split in kind.apply(module, name, at)}
+        if shape.tied and model.embed is not None and model.head is not None:
+            model.head.weight = model.embed.token.weight
+    for name, parameter in model.named_parameters():
+        if name not in splits:
+            whole = tuple(parameter.shape)
+            splits[name] = Split(
+                name, whole, Box.whole(whole), whole,
+                sum_over=("tp",) if at.sequence_parallel else (), copies=at.size, primary=at.rank == 0,
+            )
+    return {name: splits[name] for name, _ in model.named_parameters()}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module's name fits a pattern: ``*`` is one component, ``{a,b}`` a choice.
+
+    >>> matches("layers.*.attention.{k,v}", "layers.3.attention.k"), matches("layers.*", "layers.3.mlp")
+    (True, False)
+    """
+    choices = [part.strip("{}").split(",") for part in pattern.split(".")]
+    parts = name.split(".")
+    return len(parts) == len(choices) and all(p in c or c == ["*"] for p, c in zip(parts, choices, strict=True))
+
+
+def _rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> Split:
+    """Keep one of ``parts`` equal runs of rows of a parameter; the last runs may be short and are padded."""
+    parameter = getattr(module, part)
+    whole = tuple(parameter.shape)
+    copies = at.size // parts
+    rows = -(-whole[0] // parts)
+    start = min(at.rank // copies * rows, whole[0])
+    box = Box((start, *(0 for _ in whole[1:])), (min(rows, whole[0] - start), *whole[1:]))
+    local = (rows, *whole[1:])
+    setattr(module, part, _empty(local, parameter))
+    return Split(
+        f"{name}.{part}", whole, box, local,
+        sum_over=(f"tp/{copies}",) if copies > 1 else (), copies=copies, primary=at.rank % copies == 0,
+    )
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+    return nn.Parameter(like.new_empty(shape))
+
+
+class VocabularyCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of logits split by token id, with one collective of 3 numbers a token.
+
+    Each rank's maximum, sum of exponentials and target logit are gathered and combined (the online softmax of
+    Milakov & Gimelshein 2018); the gradient, softmax minus one-hot, is local.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, counts: Tensor, here: int, group: Group) -> Tensor:
+        """The summed loss [nats].
+
+        Args:
+            logits: [b, s, v/tp], this rank's ids; those past ``here`` are padding.
+            targets: [b, s] ids relative to this rank's first.
+            counts: [b, s] bool, targets that count.
+        """
+        ctx.dtype = logits.dtype
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        padding = logits[..., here:]
+        if padding.shape[-1]:
+            padding.fill_(float("-inf"))
+        # A rank may hold nothing but padding, so its maximum is kept finite.
+        top = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)  # [b, s]
+        softmax = (logits - top.unsqueeze(-1)).exp_()  # [b, s, v/tp], still to be scaled
+        mine = (targets >= 0) & (targets < here) & counts
+        target = targets.masked_fill(~mine, 0).unsqueeze(-1)  # [b, s, 1]
+        at_target = logits.gather(-1, target).squeeze(-1).masked_fill(~mine, 0)
+        tops, sums, at_targets = all_gather(
+            torch.stack((top, softmax.sum(-1), at_target)).unsqueeze(0), group
+        ).unbind(1)  # each [tp, b, s]
+        highest = tops.amax(0)
+        total = (sums * (tops - highest).exp()).sum(0)
+        softmax.mul_(((top - highest).exp() / total).unsqueeze(-1))
+        ctx.save_for_backward(softmax, target, mine, counts)
+        return (total.log() + highest - at_targets.sum(0)).masked_fill(~counts, 0).sum()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        softmax, target, mine, counts = ctx.saved_tensors
+        d_logits = softmax.scatter_add(-1, target, -mine.unsqueeze(-1).to(softmax.dtype))
+        d_logits.mul_((counts * gradient).unsqueeze(-1))
+        return d_logits.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,1 @@
+"""One step as data: which rank does what, in which order."""

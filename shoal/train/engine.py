@@ -1,0 +1,172 @@
+"""One rank's training engine: the way of a step, from the step's number to updated weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.catalog import ModelShape
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.config import RunConfig
+from shoal.data.batches import Batch
+from shoal.optim.build import FlatOptimizer
+from shoal.optim.schedule import learning_rate
+from shoal.parallel.apply import build_stage, initialise
+from shoal.pieces import Piece
+from shoal.pipeline.checker import check
+from shoal.pipeline.program import build
+from shoal.pipeline.runtime import Runtime
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.precision import POLICIES
+
+
+class Samples(Protocol):
+    """What the engine reads: batches by global sample index."""
+
+    def batch(self, indices: Sequence[int]) -> Batch: ...
+
+
+class NonFinite(RuntimeError):
+    """The loss or the gradient norm of a step is not a number; the weights were not touched."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, equal on all ranks.
+
+    Attributes:
+        loss: mean over the global batch's unmasked tokens [nats].
+        gradient_norm: of the whole model, before clipping.
+        learning_rate: that the update used.
+        tokens: unmasked targets in the global batch.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+
+
+class Engine:
+    """This rank's part of the model, its optimizer, and the program they run.
+
+    Args:
+        config: the run.
+        shape: the model, from ``config.model`` and the tokenizer.
+        mesh: of ``config.parallel``.
+        samples: the training data; every rank sees the same.
+    """
+
+    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Samples):
+        self.config, self.shape, self.mesh, self.samples = config, shape, mesh, samples
+        layout, train = config.parallel, config.train
+        self.policy = POLICIES[train.precision]
+        self.microbatches = layout.microbatches(train.global_batch)
+        self.program = build(SCHEDULES[layout.schedule], layout.pp, self.microbatches, zero=layout.zero)
+        check(self.program)
+        self.stage = build_stage(
+            shape, mesh.index("pp"), mesh, self.policy,
+            kernel=attention_kernel(train.attention, mesh.device), compile=train.compile,
+        )
+        initialise(self.stage, shape, train.seed)
+        runs = self.stage.parameters.runs()
+        self.optimizer = FlatOptimizer(config.optimizer, ((run.decay, weight, grad) for run, weight, grad in runs))
+        self.runtime = self._runtime(self.program)
+
+    def _runtime(self, program) -> Runtime:
+        layout, s = self.config.parallel, self.config.data.sequence_length
+        local = s // layout.tp if layout.sequence_parallel else s
+        return Runtime(
+            program, [self.stage], self.mesh,
+            hidden_shape=(layout.micro_batch, local, self.shape.hidden), dtype=self.policy.compute,
+        )
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def step(self, step: int) -> StepResult:
+        """Run step number ``step`` (0 is the first): its samples are a pure function of that number.
+
+        Raises:
+            NonFinite: before any weight is changed, on every rank alike.
+        """
+        batches = [self._batch(self.samples, step, m) for m in range(self.microbatches)]
+        tokens = self._count(batches)
+        result = None
+
+        def update(loss: Tensor) -> None:
+            nonlocal result
+            result = self._update(step, loss, tokens)
+
+        self.runtime.step(batches, 1.0 / tokens, update)
+        return result
+
+    def _batch(self, samples: Samples, step: int, microbatch: int) -> Batch:
+        """This replica's samples of one micro-batch: consecutive replicas take consecutive runs of indices."""
+        layout, n = self.config.parallel, self.config.parallel.micro_batch
+        start = step * self.config.train.global_batch + (microbatch * layout.dp + self.mesh.index("dp")) * n
+        return samples.batch(range(start, start + n)).to(self.mesh.device)
+
+    def _count(self, batches: Sequence[Batch]) -> int:
+        """Unmasked targets in the global batch; at least 1, so that an empty batch is a step without gradient."""
+        count = torch.tensor(sum(batch.unmasked() for batch in batches), device=self.mesh.device)
+        return max(1, int(all_reduce(count, self.mesh.group("dp"))))
+
+    def _update(self, step: int, loss: Tensor, tokens: int) -> StepResult:
+        """Clip by the norm of the whole model's gradient and step the optimizer."""
+        counts = self.mesh.index("tp") == 0  # tensor-parallel ranks all have the same loss
+        square_norm = self.stage.parameters.square_norm()
+        totals = all_reduce(torch.stack((loss * counts, square_norm)), self.mesh.group("world")).tolist()
+        mean, norm = totals[0] / tokens, math.sqrt(totals[1]) if totals[1] >= 0 else math.nan
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}")
+        clip = self.config.optimizer.clip_norm
+        if clip and norm > clip:
+            self.stage.parameters.scale(clip / norm)
+        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        self.optimizer.step(rate)
+        return StepResult(mean, norm, rate, tokens)
+
+    def evaluate(self, samples: Samples) -> float:
+        """Mean loss [nats per token] over the first ``validation_sequences`` of ``samples``, rounded up to whole passes."""
+        per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
+        passes = -(-self.config.train.validation_sequences // per_pass)
+        program = build(SCHEDULES["gpipe"], self.config.parallel.pp, passes)
+        batches = [
+            samples.batch(self._validation_indices(m)).to(self.mesh.device) for m in range(passes)
+        ]
+        tokens = self._count(batches)
+        loss = self._runtime(program).evaluate(batches) * (self.mesh.index("tp") == 0)
+        return float(all_reduce(loss, self.mesh.group("world"))) / tokens
+
+    def _validation_indices(self, microbatch: int) -> range:
+        n = self.config.parallel.micro_batch
+        start = (microbatch * self.config.parallel.dp + self.mesh.index("dp")) * n
+        return range(start, start + n)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, list[Piece]]:
+        """Everything that a checkpoint holds, under names that are the same on every layout."""
+        parameters = self.stage.parameters
+        state = {f"model.{name}": pieces for name, pieces in parameters.weights().items()}
+        for kind, tensors in self.optimizer.states().items():
+            state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.pieces(tensors).items()}
+        return state
+
+    def restored(self, step: int) -> None:
+        """The state was overwritten with that after ``step`` steps: spread it."""
+        self.optimizer.resume_at(step)
+        self.stage.parameters.gather()
+
+
+def attention_kernel(choice: str, device: torch.device) -> str:
+    """The kernel that a run uses; "auto" is what `shoal bench attention` measured fastest: explicit on CPU, else sdpa."""
+    if choice != "auto":
+        return choice
+    return "explicit" if device.type == "cpu" else "sdpa"
