@@ -84,6 +84,11 @@ class Checkpointer:
             self.wait()
         return time.perf_counter() - begin
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether this rank still works on a save in the background."""
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> Path | None:
         """Wait for the save in flight; returns its committed folder (None if there was none).
 

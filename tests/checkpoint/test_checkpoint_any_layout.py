@@ -7,13 +7,13 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from cuts import blank, cut, random_boxes, random_values, same, whole, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint import Checkpointer, CheckpointError, describe, load, newest_good, verify
 from shoal.checkpoint.manifest import check_cover
 from shoal.pieces import Box, Piece
+from tests.checkpoint.cuts import blank, cut, random_boxes, random_values, same, whole, write_checkpoint
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=4)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuts import whole
 
 from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, verify
+from tests.checkpoint.cuts import whole
 
 # A run that stops for ever just before the given call on the file system, and says so by a file.
 RUN = """

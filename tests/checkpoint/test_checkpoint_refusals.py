@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 import torch
-from cuts import cut, random_values, whole, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint import CheckpointError, list_checkpoints, load, newest, newest_good, verify
+from tests.checkpoint.cuts import cut, random_values, whole, write_checkpoint
 
 VALUES = {
     "model.w": torch.arange(24.0).reshape(4, 6),

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-from cuts import whole
 
 from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, storage
+from tests.checkpoint.cuts import whole
 
 
 def weights(value: float):
