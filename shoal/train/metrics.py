@@ -1,0 +1,195 @@
+"""What a run measures, one record per logged step, and where the records go.
+
+JSONL is always written, and is the record of truth: one line per logged step. A resumed run continues the same file,
+cut back to the step that it resumes from, so that no step is there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.config import MetricsConfig
+from shoal.errors import UsageError
+
+FILE_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logged step, over all ranks."""
+
+    step: int
+    """Optimizer steps done, from 1."""
+
+    steps: int
+    """Of the whole run."""
+
+    loss: float
+    """Training loss, nats per unmasked token."""
+
+    learning_rate: float
+    """Used in this step."""
+
+    gradient_norm: float
+    """Global L2 norm before clipping."""
+
+    tokens_per_second: float
+    """Over all ranks, since the last logged step."""
+
+    tokens_per_second_per_rank: float
+    """The same, divided by the world size."""
+
+    memory_bytes: int
+    """Peak of the rank that holds most."""
+
+    seconds_left: float
+    """To the end of the run, at the present speed."""
+
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None where the device's peak is not known."""
+
+    validation_loss: float | None = None
+    """Nats per unmasked token, in steps that validated."""
+
+    skipped: int = 0
+    """Steps so far whose update was left out because loss or gradient was not finite."""
+
+    def values(self) -> dict[str, float]:
+        """All numbers that are known, by name, without the step."""
+        return {name: value for name, value in asdict(self).items()
+                if value is not None and name not in ("step", "steps")}
+
+
+class MetricsWriter:
+    """Writes `StepMetrics` to JSONL in the run folder, and to the trackers that are asked for. For rank 0 alone.
+
+    Args:
+        folder: of the run; TensorBoard's files go to ``tensorboard/`` in it.
+        resume_step: records of later steps are dropped; 0 starts afresh.
+        config: which trackers.
+        run: settings of the run, for trackers that keep them.
+
+    Raises:
+        UsageError: a tracker is asked for that is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int = 0,
+        config: MetricsConfig | None = None,
+        run: dict[str, Any] | None = None,
+    ):
+        config = config or MetricsConfig()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._trackers: list[_Tracker] = []
+        if config.tensorboard:
+            self._trackers.append(_tensorboard(folder, resume_step))
+        if config.wandb:
+            self._trackers.append(_wandb(config.wandb, folder, run or {}))
+        if config.mlflow:
+            self._trackers.append(_mlflow(config.mlflow, folder, run or {}))
+        path = folder / FILE_NAME
+        _cut_back(path, resume_step)
+        self._file = open(path, "a")  # noqa: SIM115 -- open as long as the writer
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one record; it is with the kernel when this returns, so a killed process loses none."""
+        known = {name: value for name, value in asdict(metrics).items() if value is not None}
+        self._file.write(json.dumps(known) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(metrics.step, metrics.values())
+
+    def close(self) -> None:
+        """Finish all files."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
+    """The records of a run, in order, up to and with ``last_step``; a torn last line is left out."""
+    path = folder / FILE_NAME
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {field.name for field in fields(StepMetrics)}
+    records = []
+    for number, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines) - 1:  # the process was killed while it wrote
+                break
+            raise
+        records.append(StepMetrics(**{name: value for name, value in record.items() if name in known}))
+    return [record for record in records if last_step is None or record.step <= last_step]
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Drop the records of later steps, and a torn line, by an atomic replacement."""
+    if not path.exists():
+        return
+    kept = [json.dumps({name: value for name, value in asdict(record).items() if value is not None})
+            for record in read_metrics(path.parent, step)]
+    partial = path.with_suffix(".partial")
+    with open(partial, "w") as file:
+        file.writelines(f"{line}\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class _Tracker:
+    write: Callable[[int, dict[str, float]], None]
+    close: Callable[[], None]
+
+
+def _tensorboard(folder: Path, resume_step: int) -> _Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard then hides what an earlier process wrote from this step on.
+    writer = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1 if resume_step else None)
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return _Tracker(write, writer.close)
+
+
+def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _Tracker:
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(_missing("metrics.wandb", project, "wandb")) from None
+    session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
+    return _Tracker(lambda step, values: session.log(values, step=step), session.finish)
+
+
+def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _Tracker:
+    try:
+        import mlflow
+    except ImportError:
+        raise UsageError(_missing("metrics.mlflow", experiment, "mlflow")) from None
+    mlflow.set_experiment(experiment)
+    mlflow.start_run(run_name=folder.name)
+    for section, values in run.items():
+        mlflow.log_params({f"{section}.{key}": value for key, value in values.items()})
+    return _Tracker(lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run)
+
+
+def _missing(key: str, value: str, extra: str) -> str:
+    return (f"{key} = {value!r} needs the package {extra}, which is not installed."
+            f"\n  Install shoal[{extra}], or leave {key} out.")

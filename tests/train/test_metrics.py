@@ -1,0 +1,72 @@
+"""Metrics: every line is kept, and a resumed run has each step once."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config import MetricsConfig
+from shoal.errors import UsageError
+from shoal.train.metrics import FILE_NAME, MetricsWriter, StepMetrics, read_metrics
+
+PLAIN = MetricsConfig(tensorboard=False)
+SAMPLE = StepMetrics(step=1, steps=20, loss=5.5, learning_rate=1e-3, gradient_norm=1.2, tokens_per_second=2e4,
+                     tokens_per_second_per_rank=5e3, memory_bytes=1 << 30, seconds_left=61.0, mfu=0.4)
+
+
+def test_records_come_back_as_written(tmp_path):
+    written = [SAMPLE, replace(SAMPLE, step=2, mfu=None, validation_loss=2.5, skipped=1)]
+    with MetricsWriter(tmp_path, 0, PLAIN) as writer:
+        for record in written:
+            writer.write(record)
+            assert (tmp_path / FILE_NAME).read_text().endswith("}\n")  # at once, not when closed
+    assert read_metrics(tmp_path) == written
+    assert "mfu" not in json.loads((tmp_path / FILE_NAME).read_text().splitlines()[1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(done=st.integers(0, 12), resume=st.integers(0, 12), torn=st.integers(1, 40))
+def test_a_resumed_run_has_each_step_once(tmp_path_factory, done, resume, torn):
+    folder = tmp_path_factory.mktemp("run")
+    resume = min(resume, done)
+    with MetricsWriter(folder, 0, PLAIN) as writer:
+        for step in range(1, done + 1):
+            writer.write(replace(SAMPLE, step=step))
+    with open(folder / FILE_NAME, "a") as file:  # killed in the middle of the next line
+        file.write(json.dumps({"step": done + 1, "loss": 4.25, "memory_bytes": 123456})[:torn])
+    with MetricsWriter(folder, resume, PLAIN) as writer:
+        for step in range(resume + 1, 16):
+            writer.write(replace(SAMPLE, step=step, loss=1.0))
+    records = read_metrics(folder)
+    assert [r.step for r in records] == list(range(1, 16))
+    assert [r.loss for r in records] == [5.5] * resume + [1.0] * (15 - resume)
+
+
+def test_a_damaged_line_in_the_middle_is_not_hidden(tmp_path):
+    with MetricsWriter(tmp_path, 0, PLAIN) as writer:
+        writer.write(SAMPLE)
+    path = tmp_path / FILE_NAME
+    path.write_text("{torn\n" + path.read_text())
+    with pytest.raises(json.JSONDecodeError):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_gets_every_value(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(SAMPLE)
+        writer.write(replace(SAMPLE, step=2, loss=5.0, validation_loss=2.5))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {*SAMPLE.values(), "validation_loss"}
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.5), (2, 5.0)]
+
+
+@pytest.mark.parametrize("extra", ["wandb", "mlflow"])
+def test_a_missing_tracker_names_its_extra(tmp_path, monkeypatch, extra):
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(UsageError, match=rf"shoal\[{extra}\]"):
+        MetricsWriter(tmp_path, 0, MetricsConfig(tensorboard=False, **{extra: "x"}))
