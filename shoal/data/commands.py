@@ -1,4 +1,4 @@
-"""What ``shoal data`` does: train a tokenizer, and look at a corpus as training will see it."""
+"""What ``shoal data`` does: tokenise a corpus, train a tokenizer, and look at the text as training will see it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ from pathlib import Path
 
 from shoal.config import DataConfig
 from shoal.data.corpus import open_corpus
-from shoal.data.shards import split_of
-from shoal.data.tokenizer import train_bpe
+from shoal.data.shards import SPLITS, Manifest, TokenStream, open_shards, split_of
+from shoal.data.tokenizer import load_tokenizer, train_bpe
+
+
+def prepare(config: DataConfig, *, progress: bool = True) -> None:
+    """Tokenise the corpus of ``config`` if that has not been done, and check every shard.
+
+    For the process that starts the ranks: it shows the progress once, and finds bad input before any rank exists.
+
+    Raises:
+        UsageError: whatever is wrong with the input, by name.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.source != "synthetic":
+        folder = open_shards(config, tokenizer, progress=progress)
+        for split in SPLITS:
+            TokenStream(folder, split)
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:
@@ -31,10 +46,9 @@ def inspect(config: DataConfig) -> None:
     Raises:
         UsageError: whatever is wrong with the input, by name.
     """
-    from shoal.data.batches import open_dataset, open_tokenizer
-    from shoal.data.shards import SPLITS, Manifest, open_shards
+    from shoal.data.batches import open_dataset
 
-    tokenizer = open_tokenizer(config)
+    tokenizer = load_tokenizer(config.tokenizer)
     if config.source != "synthetic":
         folder = open_shards(config, tokenizer, progress=True)
         manifest = Manifest.read(folder)

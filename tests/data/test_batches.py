@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.config import DataConfig
 from shoal.data.batches import IGNORE, SyntheticDataset, open_dataset
-from shoal.data.commands import inspect, train_tokenizer
+from shoal.data.commands import inspect, prepare, train_tokenizer
 from shoal.data.shards import TokenStream, open_shards
 from shoal.data.tokenizer import BytesTokenizer
 from shoal.errors import UsageError
@@ -146,6 +146,17 @@ def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
     assert "280 token ids" in shown
     inspect(config.model_copy(update={"source": "synthetic"}))
     assert "sample 0 of seed 0" in capsys.readouterr().out
+
+
+def test_preparing_builds_and_checks(config, tmp_path):
+    fresh = config.model_copy(update={"cache": tmp_path})
+    prepare(fresh, progress=False)
+    folder = next((tmp_path / "shards").glob("*/"))
+    (folder / "validation-00000.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"validation-00000\.bin"):
+        prepare(fresh)
+    prepare(DataConfig(source="synthetic", cache=tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_only_batches_import_torch():
