@@ -50,7 +50,7 @@ def load(
         path: the folder of one checkpoint.
         state: this rank's pieces, primary or not.
         group: the ranks that load together; None where this process loads everything that is wanted.
-        model: compared with ``extra["model"]`` before anything is read.
+        model: JSON values, compared with ``extra["model"]`` before anything is read.
         convert: let floating-point dtypes differ from those saved.
         unwanted: prefixes of tensors that may be in the checkpoint and not in ``state``, such as ``"optimizer."``.
 
@@ -79,35 +79,25 @@ def verify(path: Path, *, group: Group = None) -> None:
     Raises:
         CheckpointError: listing every damaged or missing file and tensor.
     """
-    problems = []
     try:
         manifest = read_manifest(path)
         boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
         for name, tensor in manifest.tensors.items():
             for box in tensor.boxes:
                 boxes[box.file].append((name, box))
-        for file in sorted(manifest.files)[rank_of(group) :: size_of(group)]:
-            try:
-                with _opened(path / file, manifest.files[file]) as tensors:
-                    for name, box in boxes[file]:
-                        try:
-                            _read(path, tensors, name, box, DTYPES[manifest.tensors[name].dtype])
-                        except CheckpointError as error:
-                            problems.append(str(error))
-            except CheckpointError as error:
-                problems.append(str(error))
+        mine = sorted(manifest.files)[rank_of(group) :: size_of(group)]
+        problems = [problem for file in mine for problem in _damage(path, manifest, file, boxes[file])]
     except CheckpointError as error:
-        problems.append(str(error))
+        problems = [str(error)]
     _raise_together(problems, group)
 
 
 def newest_good(folder: Path, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
     """The newest checkpoint that verifies, and why each newer one was refused (to be told to the user, loudly)."""
-    steps = broadcast([c.step for c in list_checkpoints(folder)], group)
-    known = {c.step: c for c in list_checkpoints(folder)}
+    listed = broadcast([(step, path.name) for step, path in list_checkpoints(folder)], group)
     refused: list[CheckpointError] = []
-    for step in reversed(steps):
-        found = known.get(step, Committed(step, folder / f"step-{step:08d}"))
+    for step, name in reversed(listed):
+        found = Committed(step, folder / name)
         try:
             verify(found.path, group=group)
         except CheckpointError as error:
@@ -214,6 +204,21 @@ def _read(path: Path, tensors: safe_open, name: str, stored: StoredBox, dtype: t
             f"\n{MEND}"
         )
     return values
+
+
+def _damage(path: Path, manifest: Manifest, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
+    """All that is wrong with one file."""
+    problems = []
+    try:
+        with _opened(path / file, manifest.files[file]) as tensors:
+            for name, box in boxes:
+                try:
+                    _read(path, tensors, name, box, DTYPES[manifest.tensors[name].dtype])
+                except CheckpointError as error:
+                    problems.append(str(error))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _raise_together(problems: list[str], group: Group) -> None:

@@ -42,14 +42,22 @@ class Checkpointer:
             group would meet one of the background's); None in a single process.
         keep: newest checkpoints kept.
         asynchronous: return from `save` as soon as the state is copied to memory.
+        fresh: the run begins anew, so a folder that holds checkpoints is another run's, and refused.
         report: told, on rank 0, of what deserves a line: a step saved twice, an older folder set aside.
 
     Raises:
-        CheckpointError: another process saves into the folder.
+        CheckpointError: another process saves into the folder, or it holds another run's checkpoints.
     """
 
     def __init__(
-        self, folder: Path, *, group: Group, keep: int, asynchronous: bool, report: Callable[[str], None] = print
+        self,
+        folder: Path,
+        *,
+        group: Group,
+        keep: int,
+        asynchronous: bool,
+        fresh: bool = False,
+        report: Callable[[str], None] = print,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep = {keep}: at least 1 must be kept.")
@@ -57,7 +65,7 @@ class Checkpointer:
         self._report = report
         self._rank = rank_of(group)
         self._lock = None
-        opened = self._attempt(self._open) if self._rank == 0 else None
+        opened = self._attempt(lambda: self._open(fresh)) if self._rank == 0 else None
         self._nonce = _result(broadcast(opened, group))
         self._staging = Staging()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -183,7 +191,12 @@ class Checkpointer:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> str:
+    def _open(self, fresh: bool) -> str:
+        if fresh and (found := newest(self._folder)):
+            raise CheckpointError(
+                f"a new run would save into {self._folder}, which already holds {found.path.name} of another run."
+                "\n  Resume from it, or give the new run a folder of its own."
+            )
         storage.make_folder(self._folder)
         self._lock = storage.lock(self._folder / LOCK)
         if self._lock is None:

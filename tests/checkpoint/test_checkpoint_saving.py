@@ -110,8 +110,8 @@ def test_the_same_step_again_sets_another_or_damaged_one_aside(make, tmp_path):
     checkpointer.save(1, weights(2), {}, block=True)
     assert loaded(newest(tmp_path).path) == 2
     (tmp_path / "step-00000001" / "rank-00000.safetensors").write_bytes(b"torn")
-    checkpointer.save(1, weights(3), {}, block=True)
-    assert loaded(newest(tmp_path).path) == 3
+    checkpointer.save(1, weights(2), {}, block=True)  # the same manifest, but the old data is damaged
+    assert loaded(newest(tmp_path).path) == 2
     first, second = sorted(tmp_path.glob("set-aside-step-00000001-*"), key=lambda p: p.name in make.notes[1])
     assert loaded(first) == 1  # kept whole
     assert (second / "rank-00000.safetensors").read_bytes() == b"torn"
@@ -151,3 +151,10 @@ def test_a_piece_that_does_not_fit_its_box_is_named(make):
 def test_keeping_none_is_refused(make):
     with pytest.raises(CheckpointError, match=r"checkpoint.keep = 0"):
         make(keep=0)
+
+
+def test_a_new_run_is_refused_in_the_folder_of_another(make, tmp_path):
+    make().save(1, weights(1), {}, block=True)
+    with pytest.raises(CheckpointError, match=r"already holds step-00000001 of another run"):
+        Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, fresh=True)
+    Checkpointer(tmp_path / "own", group=None, keep=1, asynchronous=True, fresh=True).close()
