@@ -103,6 +103,8 @@ class SyntheticDataset:
         """``masked`` is the mean share of masked targets, 0 for none; ``documents`` also packs random documents."""
         if not 0 <= masked < 1:
             raise UsageError(f"masked = {masked}: a share from 0 (no target is masked) to below 1.")
+        if vocab_size < 2:
+            raise UsageError(f"vocab_size = {vocab_size}: at least 2, so that there is something to predict.")
         self.vocab_size = vocab_size
         self._length, self._seed, self._masked = sequence_length, seed, masked
         self._end = vocab_size - 1 if documents else None
@@ -114,11 +116,13 @@ class SyntheticDataset:
         for row, index in enumerate(indices):
             random = np.random.default_rng((self._seed, index))
             windows[row] = random.integers(0, self.vocab_size, self._length + 1)
+            kept = int(random.integers(self._length))  # the one target that counts in any case
             if self._end is not None:
                 windows[row, random.random(self._length + 1) < 4 / self._length] = self._end
+                windows[row, kept] = random.integers(0, self._end)
             if self._masked:
                 masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
-            masks[row, int(random.integers(self._length))] = False
+            masks[row, kept] = False
         batch = _next_token(windows, self._end)
         batch.targets[torch.from_numpy(masks)] = IGNORE
         return batch

@@ -61,4 +61,5 @@ def inspect(config: DataConfig) -> None:
             print(f"{split:12}{info.documents:>12,}{info.tokens:>16,}{ratio:>14.2f}{len(info.shards):>8}{samples:>12,}")
     sample = open_dataset(config, seed=0, split="train").batch([0])
     print(f"\nsample 0 of seed 0: {sample.tokens.shape[1]} tokens, {sample.unmasked()} in the loss\n")
-    print(tokenizer.decode(sample.tokens[0].tolist()))
+    text = tokenizer.decode(sample.tokens[0].tolist())
+    print("".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text))

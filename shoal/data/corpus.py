@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,9 +99,10 @@ class FileCorpus:
         for path in self.files:
             content.update(_file_digest(path))
         memo.mkdir(parents=True, exist_ok=True)
-        staged = memo / f"{remembered.name}.{os.getpid()}"
-        staged.write_text(content.hexdigest())
-        staged.replace(remembered)
+        handle, staged = tempfile.mkstemp(dir=memo)
+        with open(handle, "w") as file:
+            file.write(content.hexdigest())
+        os.replace(staged, remembered)
         return content.hexdigest()
 
 

@@ -106,6 +106,13 @@ def test_synthetic_masks_vary_strongly_between_samples():
     assert batch.tokens.max() == 96
 
 
+@settings(max_examples=30)
+@given(length=st.integers(1, 20), seed=st.integers(0, 2**32), documents=st.booleans())
+def test_every_synthetic_sample_has_a_target(length, seed, documents):
+    batch = SyntheticDataset(5, length, seed, masked=0.9, documents=documents).batch(range(20))
+    assert ((batch.targets != IGNORE).sum(dim=1) >= 1).all()
+
+
 def test_synthetic_seeds_splits_and_sizes_differ(config):
     synthetic = config.model_copy(update={"source": "synthetic"})
     first = [
@@ -145,7 +152,9 @@ def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
     assert f"{dataset.samples:,}\n" in shown
     assert "280 token ids" in shown
     inspect(config.model_copy(update={"source": "synthetic"}))
-    assert "sample 0 of seed 0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "sample 0 of seed 0" in shown
+    assert all(letter.isprintable() or letter in "\n\t" for letter in shown)  # random bytes can move a cursor
 
 
 def test_preparing_builds_and_checks(config, tmp_path):
