@@ -140,37 +140,46 @@ def test_describe(fields, line):
 # ---- properties ----------------------------------------------------------------------------------------------------
 
 degree = st.integers(1, 8)
+slip = st.sampled_from([0] * 7 + [1, -1])  # now and then a size is off by one
 
 
 @st.composite
-def layouts(draw) -> Layout:
-    return Layout(
-        dp=draw(degree),
-        zero=draw(st.integers(0, 3)),
-        zero_shard=draw(st.none() | degree),
-        tp=draw(degree),
-        sequence_parallel=draw(st.booleans()),
-        pp=draw(degree),
-        micro_batch=draw(st.integers(1, 4)),
+def cases(draw) -> tuple[Layout, ModelShape, dict]:
+    """A layout, a model and sizes: about half of them fit, the others miss by little."""
+    dp, tp, pp, micro_batch = draw(degree), draw(degree), draw(degree), draw(st.integers(1, 4))
+    zero = draw(st.integers(0, 3))
+    shard = draw(st.none() | st.sampled_from([d for d in range(1, dp + 1) if dp % d == 0]))
+    if shard and draw(slip):
+        shard += 1
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        micro_batch=micro_batch,
+        zero=zero,
+        zero_shard=shard if zero or draw(slip) else None,
+        sequence_parallel=draw(st.booleans()) if tp > 1 else bool(draw(slip)),
     )
-
-
-@st.composite
-def shapes(draw) -> ModelShape:
-    kv_heads = draw(degree)
-    return TINY.model_copy(
+    heads = max(1, tp * draw(st.integers(1, 4)) + draw(slip))
+    shape = TINY.model_copy(
         update={
-            "layers": draw(st.integers(1, 12)),
-            "kv_heads": kv_heads,
-            "heads": kv_heads * draw(degree),
-            "ffn": draw(st.sampled_from([64, 96, 100, 688])),
+            "layers": max(1, pp + draw(st.integers(0, 5)) + draw(slip)),
+            "heads": heads,
+            "kv_heads": draw(st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0])),
+            "ffn": 8 * tp * draw(degree) + draw(slip),
         }
     )
+    sizes = {
+        "global_batch": max(1, dp * micro_batch * draw(degree) + draw(slip)),
+        "sequence_length": max(1, tp * draw(degree) + draw(slip)),
+        "ranks": draw(st.none() | st.just(max(1, layout.world_size + draw(slip)))),
+    }
+    return layout, shape, sizes
 
 
-@given(layouts(), shapes(), st.integers(1, 64), st.integers(1, 64), st.none() | st.integers(1, 64))
-def test_a_layout_covers_the_batch_or_says_what_would(layout, shape, global_batch, sequence_length, ranks):
-    sizes = {"global_batch": global_batch, "sequence_length": sequence_length, "ranks": ranks}
+@given(cases())
+def test_a_layout_covers_the_batch_or_says_what_would(case):
+    layout, shape, sizes = case
     try:
         layout.check(shape, **sizes)
     except UsageError as error:
@@ -180,11 +189,12 @@ def test_a_layout_covers_the_batch_or_says_what_would(layout, shape, global_batc
             assert complaint(str(error)) != complaint(still), f"{error}\nmended: {mended_layout} {mended_sizes}"
         return
     event("accepted")
-    assert layout.microbatches(global_batch) * layout.dp * layout.micro_batch == global_batch
-    assert math.prod(layout.shape) == layout.world_size == (ranks or layout.world_size)
+    batch, ranks = sizes["global_batch"], sizes["ranks"] or layout.world_size
+    assert layout.microbatches(batch) * layout.dp * layout.micro_batch == batch
+    assert math.prod(layout.shape) == layout.world_size == ranks
     assert len(layout.shape) == len(AXES)
     assert layout.dp_replicate * layout.dp_shard == layout.dp
-    assert shape.heads % layout.tp == 0
+    assert shape.heads % layout.tp == shape.ffn % layout.tp == 0
     assert math.lcm(shape.kv_heads, layout.tp) in (shape.kv_heads, layout.tp)
 
 
