@@ -55,7 +55,7 @@ class Mesh:
         """Global ranks that differ from this one in ``axis`` alone, in order.
 
         Besides `AXES`, "dp" and "world" there are two parts of axes:
-        "ends", the first and the last pipeline stage (which share a tied embedding), or this rank alone if it is neither;
+        "ends", the first and the last pipeline stage (which share a tied embedding), this rank alone if it is neither;
         "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number.
         """
         if axis == "ends":

@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Causal, and inside one document. documents: [b, s]; returns [b, 1, s, s] bool, True where attention is allowed."""
+    """Causal, and inside one document: [b, s] -> [b, 1, s, s] bool, True where attention is allowed."""
     s = documents.shape[1]
     same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [b, s, s]
     return (same & torch.ones(s, s, dtype=torch.bool, device=documents.device).tril()).unsqueeze(1)

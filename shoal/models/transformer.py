@@ -3,9 +3,9 @@
 - ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023).
 - ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
 
-Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, f ffn, v vocabulary.
-The model is plain PyTorch. It can be built on the meta device, and any of ``embed``, ``layers.*`` and ``norm, head`` can
-be taken out of it: what remains runs as one pipeline stage.
+Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, v vocabulary.
+The model is plain PyTorch. It can be built on the meta device, and any of ``embed``, ``layers.*`` and ``norm, head``
+can be taken out of it: what remains runs as one pipeline stage.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         steps: length of the whole run.
 
     Linear warm-up, then by ``config.schedule``: "cosine" down to ``minimum`` (Loshchilov & Hutter 2017, equation 5);
-    "wsd" stays at the peak and falls linearly over the last ``decay_fraction`` (Hu et al. 2024, equation 1); "constant".
+    "wsd" stays at the peak and falls linearly over the last ``decay_fraction`` (Hu et al. 2024, section 4);
+    "constant".
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

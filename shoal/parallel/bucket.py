@@ -140,7 +140,7 @@ class Bucket:
     # ---- whole parameters from shards --------------------------------------------------------------------------
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
-        """Start making `full` whole from every rank's `master`; `wait` before its use. A bucket at hand is left alone."""
+        """Start making `full` whole from every rank's `master`; `wait` before its use."""
         if self.gathered or self._gathering is not None:
             return
         storage = self.full.untyped_storage()

@@ -173,7 +173,7 @@ class ShardedParameters:
                 self._replicating.append(dist.all_reduce(shard, group=self.replicate_group, async_op=True))
 
     def finish(self) -> None:
-        """Complete the gradients: wait for the replicas' sums, then add what tensor parallelism and ties left partial."""
+        """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and ties left partial."""
         self._settle()
         while self._replicating:
             self._replicating.pop().wait()

@@ -38,7 +38,7 @@ class TensorParallel:
     shape: ModelShape
 
     def enter(self, x: Tensor) -> Tensor:
-        """Into a block: every rank gets all of x. [b, s, h] or, with sequence parallelism, [b, s/tp, h] -> [b, s, h]."""
+        """Into a block, where every rank needs all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
         return gather_from(x, self.group, SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:

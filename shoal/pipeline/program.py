@@ -42,7 +42,8 @@ class Action:
 
     def __str__(self) -> str:
         """``1F3``: stage 1, forward, micro-batch 3."""
-        return "".join((str(self.stage) if self.stage >= 0 else "", self.op, str(self.microbatch) if self.microbatch >= 0 else ""))
+        stage, microbatch = (str(i) if i >= 0 else "" for i in (self.stage, self.microbatch))
+        return f"{stage}{self.op}{microbatch}"
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,8 @@ def build(
     stage_rank = tuple(range(ranks))
     compute = [schedule(rank, ranks, microbatches) for rank in range(ranks)]
     actions = add_transfers(compute, stage_rank)
-    return Program(
-        tuple((*order, *_finish(rank, stage_rank, zero)) for rank, order in enumerate(actions)), stage_rank, microbatches
-    )
+    whole = tuple((*order, *_finish(rank, stage_rank, zero)) for rank, order in enumerate(actions))
+    return Program(whole, stage_rank, microbatches)
 
 
 def add_transfers(compute: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> list[list[Action]]:

@@ -45,12 +45,14 @@ class StepResult:
         gradient_norm: of the whole model, before clipping.
         learning_rate: that the update used.
         tokens: unmasked targets in the global batch.
+        stop: whether any rank was asked to stop.
     """
 
     loss: float
     gradient_norm: float
     learning_rate: float
     tokens: int
+    stop: bool
 
 
 class Engine:
@@ -89,8 +91,12 @@ class Engine:
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult | None:
         """Run step number ``step`` (0 is the first): its samples are a pure function of that number.
+
+        Args:
+            stop: whether this rank was asked to stop; all ranks learn it from the result.
+            dry: compute everything but leave the weights alone; returns None.
 
         Raises:
             NonFinite: before any weight is changed, on every rank alike.
@@ -101,7 +107,7 @@ class Engine:
 
         def update(loss: Tensor) -> None:
             nonlocal result
-            result = self._update(step, loss, tokens)
+            result = None if dry else self._update(step, loss, tokens, stop)
 
         self.runtime.step(batches, 1.0 / tokens, update)
         return result
@@ -117,11 +123,12 @@ class Engine:
         count = torch.tensor(sum(batch.unmasked() for batch in batches), device=self.mesh.device)
         return max(1, int(all_reduce(count, self.mesh.group("dp"))))
 
-    def _update(self, step: int, loss: Tensor, tokens: int) -> StepResult:
+    def _update(self, step: int, loss: Tensor, tokens: int, stop: bool) -> StepResult:
         """Clip by the norm of the whole model's gradient and step the optimizer."""
         counts = self.mesh.index("tp") == 0  # tensor-parallel ranks all have the same loss
         square_norm = self.stage.parameters.square_norm()
-        totals = all_reduce(torch.stack((loss * counts, square_norm)), self.mesh.group("world")).tolist()
+        mine = torch.stack((loss * counts, square_norm, torch.full_like(loss, stop)))
+        totals = all_reduce(mine, self.mesh.group("world")).tolist()
         mean, norm = totals[0] / tokens, math.sqrt(totals[1]) if totals[1] >= 0 else math.nan
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}")
@@ -130,10 +137,10 @@ class Engine:
             self.stage.parameters.scale(clip / norm)
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
         self.optimizer.step(rate)
-        return StepResult(mean, norm, rate, tokens)
+        return StepResult(mean, norm, rate, tokens, stop=totals[2] > 0)
 
     def evaluate(self, samples: Samples) -> float:
-        """Mean loss [nats per token] over the first ``validation_sequences`` of ``samples``, rounded up to whole passes."""
+        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes."""
         per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
         passes = -(-self.config.train.validation_sequences // per_pass)
         program = build(SCHEDULES["gpipe"], self.config.parallel.pp, passes)
@@ -166,7 +173,7 @@ class Engine:
 
 
 def attention_kernel(choice: str, device: torch.device) -> str:
-    """The kernel that a run uses; "auto" is what `shoal bench attention` measured fastest: explicit on CPU, else sdpa."""
+    """The kernel of a run; "auto" is what `shoal bench attention` measured fastest: explicit on CPU, else sdpa."""
     if choice != "auto":
         return choice
     return "explicit" if device.type == "cpu" else "sdpa"

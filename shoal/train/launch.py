@@ -132,6 +132,8 @@ class _Crew:
             self._send(signal.SIGKILL)
             for process in self.processes:
                 process.wait()
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="", flush=True)  # rank 0's progress bar hid the cursor, if it was killed
             for signum, handler in former.items():
                 signal.signal(signum, handler)
 

@@ -1,0 +1,69 @@
+"""`shoal train`: check everything, then start the ranks here, or join those that torchrun or SLURM started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.catalog import ModelShape
+from shoal.config import RunConfig, plain
+from shoal.data.batches import open_dataset, open_tokenizer
+from shoal.errors import UsageError
+from shoal.train.launch import joined, launch
+from shoal.train.run_folder import check_resume, new_run
+
+
+def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
+    """Run a training to its end.
+
+    Args:
+        ranks: processes there must be; None takes the layout's.
+        run_folder: of a new run, which must not exist; None makes a name.
+        resume: the folder of a run to continue; its newest good checkpoint is taken.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: whatever cannot be, before any process starts.
+    """
+    member = joined()
+    if resume is not None and run_folder is not None and resume != run_folder:
+        raise UsageError(
+            f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
+        )
+    check(config, ranks=member.world_size if member else ranks)
+    if resume is not None:
+        check_resume(config, resume)
+    payload = {
+        "config": plain(config),
+        "folder": str(resume or run_folder) if resume or run_folder else None,
+        "resume": resume is not None,
+    }
+    if member:
+        from shoal.train.worker import run
+
+        return run(payload)
+    if config.data.source != "synthetic":
+        open_dataset(config.data, seed=config.train.seed, split="train", progress=True)
+    if resume is None:
+        payload["folder"] = str(new_run(config, run_folder))
+    payload["made"] = True
+    logs = Path(payload["folder"]) / "logs"
+    return launch("shoal.train.worker", payload, config.parallel.world_size, logs, device=config.train.device)
+
+
+def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
+    """The model of a run, if its layout can split it and its ranks are there.
+
+    Raises:
+        UsageError: naming the field that cannot be.
+    """
+    vocab = open_tokenizer(config.data).vocab_size
+    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    config.parallel.check(
+        shape,
+        global_batch=config.train.global_batch,
+        sequence_length=config.data.sequence_length,
+        ranks=ranks,
+    )
+    return shape

@@ -1,0 +1,75 @@
+"""The folder of a run: what is in it, and that no run ever writes into another's.
+
+    run.toml        the config that the run was started with
+    metrics.jsonl   one line per logged step; tensorboard/ beside it
+    checkpoints/    step-00000100/ ...
+    logs/           what each rank printed
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import tomli_w
+
+from shoal.config import RUN_FILE, RunConfig, load, plain
+from shoal.errors import UsageError
+
+RUNS = Path("runs")
+
+
+def new_run(config: RunConfig, folder: Path | None) -> Path:
+    """Make the folder of a new run and put its config into it.
+
+    Args:
+        folder: where; None takes a fresh name under ``runs/``.
+
+    Raises:
+        UsageError: the folder is there and is not empty.
+    """
+    if folder is None:
+        folder = _fresh_name(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"--run-folder {folder} exists already, and a run never writes over what it did not make."
+            f"\n  Go on with that run by --resume {folder}, or name another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN_FILE).write_text(tomli_w.dumps(plain(config)))
+    return folder
+
+
+def _fresh_name(config: RunConfig) -> Path:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
+    names = (RUNS / (stem + (f"-{i}" if i else "")) for i in range(1000))
+    return next(name for name in names if not name.exists())
+
+
+def check_resume(config: RunConfig, folder: Path) -> None:
+    """Refuse to resume what would not continue the same run.
+
+    The order of the samples follows from the step's number, so what that depends on must not change; layout, precision,
+    number of steps, learning rate and the rest may.
+
+    Raises:
+        UsageError: naming the field, the run's value and the new one; or the folder holds no run.
+    """
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
+    first = load(folder / RUN_FILE)
+    fixed = {
+        "train.global_batch": lambda c: c.train.global_batch,
+        "train.seed": lambda c: c.train.seed,
+        **{f"data.{name}": (lambda c, name=name: getattr(c.data, name)) for name in _DATA_ORDER},
+    }
+    for name, value in fixed.items():
+        if value(first) != value(config):
+            raise UsageError(
+                f"{name} = {value(config)!r}, but the run in {folder} was started with {value(first)!r}: "
+                f"its data would not continue where it stopped.\n  Leave {name} out, or start a new run."
+            )
+
+
+_DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",
+               "validation_fraction")

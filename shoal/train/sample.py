@@ -1,0 +1,99 @@
+"""Text from a trained model: a checkpoint of any layout, loaded whole on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.catalog import ModelShape
+from shoal.checkpoint import CheckpointError, load, newest_good
+from shoal.config import RUN_FILE
+from shoal.config import load as load_config
+from shoal.data.batches import open_tokenizer
+from shoal.errors import UsageError
+from shoal.models.transformer import Transformer
+from shoal.pieces import Box, Piece
+
+
+def sample_run(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
+    """`shoal sample`: print a prompt and what the run's model makes of it; returns the exit code."""
+    print(sample_checkpoint(run_folder, prompt, tokens=tokens, temperature=temperature, seed=seed))
+    return 0
+
+
+def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """The prompt and its continuation by the newest good checkpoint of a run.
+
+    Raises:
+        UsageError: the folder holds no run, or no good checkpoint, or the prompt is empty.
+    """
+    if not (run_folder / RUN_FILE).is_file():
+        raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
+    config = load_config(run_folder / RUN_FILE)
+    tokenizer = open_tokenizer(config.data)
+    start = tokenizer.encode(prompt).tolist()
+    if not start:
+        raise UsageError("the prompt is empty; give at least one character.")
+    found, _ = newest_good(run_folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{run_folder} holds no good checkpoint to sample from.")
+    shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    model = load_model(found.path, shape)
+    generator = torch.Generator().manual_seed(seed)
+    ids = generate(
+        model, torch.tensor(start), tokens, temperature=temperature, window=config.data.sequence_length,
+        stop=tokenizer.end_of_document, generator=generator,
+    )
+    return tokenizer.decode(ids.tolist())
+
+
+def load_model(path: Path, shape: ModelShape) -> Transformer:
+    """A whole model on the CPU, in float32, with the weights of a checkpoint of any layout."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to_empty(device="cpu")
+    if shape.tied:
+        model.head.weight = model.embed.token.weight
+    state = {
+        f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
+        for name, p in model.named_parameters()
+    }
+    load(path, state, model=shape.model_dump(), convert=True, unwanted=("optimizer.",))
+    return model.eval()
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Tensor,
+    count: int,
+    *,
+    temperature: float,
+    window: int,
+    stop: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Continue a sequence token by token.
+
+    Args:
+        tokens: [s] ids to go on from.
+        count: how many to add, at most.
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        window: the model sees this many of the last tokens.
+        stop: the id that ends the text.
+
+    Returns:
+        [s + count] ids, or fewer where ``stop`` came.
+    """
+    for _ in range(count):
+        logits = model(tokens[-window:].unsqueeze(0))[0, -1].double()
+        if temperature == 0:
+            following = logits.argmax()
+        else:
+            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+        if int(following) == stop:
+            break
+        tokens = torch.cat((tokens, following.view(1)))
+    return tokens

@@ -1,0 +1,217 @@
+"""The training loop of one rank: steps, and around them metrics, validation, checkpoints and a clean stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.catalog import ModelShape
+from shoal.checkpoint import Checkpointer, CheckpointError, load, newest_good
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.comm.world import peak_memory, synchronize
+from shoal.config import RunConfig, plain
+from shoal.cost.peak import peak_flops
+from shoal.data.batches import Dataset, open_tokenizer
+from shoal.errors import UsageError
+from shoal.train.blame import blame
+from shoal.train.display import Display
+from shoal.train.engine import Engine, NonFinite, StepResult
+from shoal.train.metrics import MetricsWriter, StepMetrics
+from shoal.train.sample import sample_checkpoint
+
+STOPPED = 0  # exit code after a clean stop: the checkpoint is there, nothing failed
+SAMPLE_PROMPT = "def "
+
+
+class Trainer:
+    """Runs a training on this rank.
+
+    Args:
+        samples: "train" and "validation" data.
+        folder: of the run, which is there.
+        resume: continue from its newest good checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        mesh: Mesh,
+        samples: dict[str, Dataset],
+        folder: Path,
+        *,
+        resume: bool,
+    ):
+        self.config, self.shape, self.mesh, self.samples, self.folder = config, shape, mesh, samples, folder
+        self.first = mesh.rank == 0
+        self.display = Display(quiet=not self.first)
+        self.engine = Engine(config, shape, mesh, samples["train"])
+        # A group of its own: saving goes on in the background of the training's collectives.
+        self.group = dist.new_group(backend="gloo") if mesh.layout.world_size > 1 else None
+        self.checkpoints = Checkpointer(
+            folder / "checkpoints",
+            group=self.group,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            report=self.display.note,
+        )
+        self.step = self._resume() if resume else 0  # optimizer steps done
+        self.saved = self.step if resume else -1
+        self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
+        self.validation_loss: float | None = None
+        self.validated = -1
+        self._stop = False
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Train to the last step, or until a stop is asked for; returns the exit code."""
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._ask_to_stop)
+        peak = self._peak()
+        self.display.banner(self.config, self.shape, self.mesh.device, self.folder, resumed_at=self.step)
+        stopped = False
+        timer = _Timer(self.mesh.device)
+        while self.step < self.config.train.steps and not stopped:
+            timer.start()
+            try:
+                result = self.engine.step(self.step, stop=self._stop)
+            except NonFinite as error:
+                self._save(block=True)  # the weights are still those of the step before
+                raise NonFinite(blame(self.engine, self.step, error)) from None
+            timer.stop()
+            self.step += 1
+            stopped = result.stop
+            self._after_step(result, timer, peak, last=stopped or self.step == self.config.train.steps)
+        self._finish(stopped)
+        return STOPPED
+
+    def _after_step(self, result: StepResult, timer: _Timer, peak: float | None, *, last: bool) -> None:
+        every = self.config.train.validate_every
+        self.validation_loss = None
+        if (every and self.step % every == 0) or self.step == self.config.train.steps:
+            self._validate()
+        if self.step % self.config.metrics.log_every == 0 or last or self.step == 1:
+            self._log(result, timer, peak)
+        every = self.config.checkpoint.every
+        if every and self.step % every == 0 and not last:
+            self._save(block=False)
+
+    def _ask_to_stop(self, *_) -> None:
+        self._stop = True  # all ranks learn of it at the end of the step, and stop after the same one
+
+    def _finish(self, stopped: bool) -> None:
+        self._save(block=True)
+        self.checkpoints.close()
+        if self.writer:
+            self.writer.close()
+        if not self.first:
+            return
+        if stopped:
+            self.display.stopped(self.step, self.folder)
+        else:
+            sample = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=self.config.train.seed)
+            self.display.finish(self.validation_loss, sample, self.folder)
+
+    # ---- around the step ---------------------------------------------------------------------------------------
+
+    def _validate(self) -> None:
+        self.validation_loss = self.engine.evaluate(self.samples["validation"])
+
+    def _log(self, result: StepResult, timer: _Timer, peak: float | None) -> None:
+        memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
+        all_reduce(memory, self.mesh.group("world"), dist.ReduceOp.MAX)
+        steps, seconds = timer.lap()
+        if not self.first:
+            return
+        length = self.config.data.sequence_length
+        rate = steps * self.config.train.global_batch * length / seconds
+        metrics = StepMetrics(
+            step=self.step,
+            steps=self.config.train.steps,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            gradient_norm=result.gradient_norm,
+            tokens_per_second=rate,
+            tokens_per_second_per_rank=rate / self.mesh.layout.world_size,
+            memory_bytes=int(memory),
+            seconds_left=(self.config.train.steps - self.step) * seconds / steps,
+            mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
+            validation_loss=self.validation_loss,
+        )
+        self.writer.write(metrics)
+        self.display.step(metrics)
+
+    def _peak(self) -> float | None:
+        """Peak FLOP/s of all ranks together; they measure at the same time, as they will compute."""
+        own = peak_flops(self.engine.policy.compute, self.mesh.device)
+        total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
+        rate, unknown = all_reduce(total, self.mesh.group("world")).tolist()
+        return None if unknown else rate
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def _save(self, *, block: bool) -> None:
+        if self.saved == self.step:
+            self.checkpoints.wait()
+            return
+        extra = {
+            "model": self.shape.model_dump(),
+            "step": self.step,
+            "optimizer": self.config.optimizer.name,
+            "layout": self.config.parallel.describe(),
+            "tokenizer": open_tokenizer(self.config.data).fingerprint,
+        }
+        self.checkpoints.save(self.step, self.engine.state(), extra, block=block)
+        self.saved = self.step
+
+    def _resume(self) -> int:
+        """Fill the engine from the newest checkpoint that verifies; returns the steps done.
+
+        Raises:
+            UsageError: there is none, or it has all the steps already.
+        """
+        found, refused = newest_good(self.folder / "checkpoints", group=self.group)
+        for error in refused:
+            self.display.note(f"checkpoint refused: {error}", warning=True)
+        if found is None:
+            raise CheckpointError(
+                f"--resume {self.folder}: it holds no good checkpoint"
+                + (f" ({len(refused)} damaged)." if refused else " (the run stopped before its first).")
+                + "\n  Start a new run."
+            )
+        if found.step >= self.config.train.steps:
+            raise UsageError(
+                f"--resume {self.folder}: step {found.step} is done, and train.steps = {self.config.train.steps}."
+                "\n  Raise train.steps to go on."
+            )
+        load(found.path, self.engine.state(), group=self.group, model=self.shape.model_dump())
+        self.engine.restored(found.step)
+        return found.step
+
+
+class _Timer:
+    """Seconds spent in steps alone, without validation and checkpoints."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.steps, self.seconds, self.begin = 0, 0.0, 0.0
+
+    def start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def stop(self) -> None:
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - self.begin
+        self.steps += 1
+
+    def lap(self) -> tuple[int, float]:
+        """Steps and seconds since the last lap."""
+        lap = self.steps, self.seconds
+        self.steps, self.seconds = 0, 0.0
+        return lap

@@ -1,0 +1,45 @@
+"""One rank of a training run, from joining the world to leaving it: ``python -m shoal.train.worker``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.world import destroy_world, pick_device
+from shoal.config import build
+from shoal.data.batches import open_dataset
+from shoal.train.command import check
+from shoal.train.launch import become_rank, read_payload
+from shoal.train.run_folder import new_run
+from shoal.train.trainer import Trainer
+
+
+def run(payload: dict[str, Any]) -> int:
+    """Train as one rank; returns the exit code.
+
+    Args:
+        payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
+            it; "made", whether the folder is there already.
+    """
+    config = build(payload["config"])
+    member = become_rank(config.train.device, config.train.threads)
+    mesh = Mesh(config.parallel, member.rank, pick_device(config.train.device, member.local_rank))
+    folder = payload["folder"]
+    if not payload.get("made") and not payload["resume"]:
+        made = [str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""]
+        dist.broadcast_object_list(made)
+        folder = made[0]
+    samples = {split: open_dataset(config.data, seed=config.train.seed, split=split) for split in ("train", "validation")}
+    trainer = Trainer(config, check(config), mesh, samples, Path(folder), resume=payload["resume"])
+    code = trainer.run()
+    dist.barrier()
+    destroy_world()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run(read_payload()))
