@@ -18,9 +18,6 @@ from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
 from shoal.config import RUN_FILE, RunConfig, Section, load, validate
 from shoal.errors import UsageError, did_you_mean
 
-RUNS = Path("runs")
-"""Where runs are kept unless told otherwise."""
-
 T = TypeVar("T", bound=Section)
 
 
@@ -276,6 +273,8 @@ def _resume_value(args: list[str]) -> list[str]:
 def _folder_to_resume(args: list[str]) -> Path:
     if "--run-folder" in args[:-1]:
         return Path(args[args.index("--run-folder") + 1])
+    from shoal.train.run_folder import RUNS
+
     runs = sorted(RUNS.glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)
     if not runs:
         raise UsageError(f"--resume: there is no run under {RUNS.resolve()}.\n  Name a run folder: --resume PATH.")

@@ -75,6 +75,13 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert (config.parallel.tp, config.parallel.dp, config.parallel.zero_shard, config.parallel.pp) == (4, 8, None, 1)
 
 
+def test_sections_that_a_command_does_not_show_are_the_files(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntp = 4")
+    _, config = parse("data inspect", TrainOptions, [str(file), "--data.source", "text"], ("data",))
+    assert (config.parallel.tp, config.data.source) == (4, "text")
+
+
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +150,11 @@ def test_checkpoint_verify(called, capsys):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Two runs under runs/; the newer one, b, has tp 2."""
+    """Two runs under runs/; the newer one, b, has tp 2, and is neither first nor last by name."""
     import os
 
     monkeypatch.chdir(tmp_path)
-    for age, (name, tp) in enumerate([("b", 2), ("a", 1)]):
+    for age, (name, tp) in enumerate([("b", 2), ("a", 1), ("c", 1)]):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         save(RunConfig.model_validate({"parallel": {"tp": tp}, "train": {"steps": 77}}), folder / RUN_FILE)
