@@ -7,6 +7,8 @@ in ``tp``, the axis that talks most.
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
@@ -118,14 +120,18 @@ class Layout(BaseModel):
         Raises:
             UsageError: naming the field, its value, the equation that fails and the nearest values that work.
         """
-        if ranks is not None and ranks != self.world_size:
-            raise UsageError(self._wrong_world_size(ranks))
         self._check_data_parallel(global_batch)
         self._check_tensor_parallel(shape, sequence_length)
         if self.pp > shape.layers:
             raise UsageError(
                 f"parallel.pp = {self.pp}: {shape.layers} layers cannot fill {self.pp} stages, each needs at least one."
                 f"\n  Use pp <= {shape.layers}."
+            )
+        if ranks is not None and ranks != self.world_size:
+            fits = self._fitting(ranks, shape, global_batch=global_batch, sequence_length=sequence_length)
+            what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else f"Nothing fits {ranks}. Start"
+            raise UsageError(
+                f"parallel: {self.equation()}, but {ranks} were given.\n  {what_fits} {self.world_size} ranks."
             )
         return self
 
@@ -185,16 +191,29 @@ class Layout(BaseModel):
         ]
         return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - self.tp))[:2]))
 
-    def _wrong_world_size(self, ranks: int) -> str:
-        fits = [
-            f"{name} {ranks // others}"
-            for name, others in (("dp", self.pp * self.tp), ("tp", self.pp * self.dp), ("pp", self.dp * self.tp))
-            if ranks % others == 0
-        ]
-        mend = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else "No single degree fits that. Start"
-        return f"parallel: {self.equation()}, but {ranks} were given.\n  {mend} {self.world_size} ranks."
+    def _fitting(self, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
+        """Degrees that make this many ranks and break no rule, nearest first: if one change does, those, else two more."""
+        found = []
+        for pp, tp in itertools.product(_divisors(ranks), repeat=2):
+            if ranks % (pp * tp):
+                continue
+            degrees = {"pp": pp, "dp": ranks // (pp * tp), "tp": tp}
+            try:
+                self.model_copy(update=degrees).check(shape, **sizes)
+            except UsageError:
+                continue
+            changed = {name: degree for name, degree in degrees.items() if degree != getattr(self, name)}
+            distance = sum(abs(math.log2(degree / getattr(self, name))) for name, degree in changed.items())
+            text = " with ".join(f"{name} {degree}" for name, degree in changed.items())
+            found.append((len(changed), distance, text))
+        single = [text for changes, _, text in sorted(found) if changes == 1]
+        return single or [text for _, _, text in sorted(found)[:2]]
 
 
 def _nearest_multiples(value: int, of: int) -> str:
     below = value // of * of
     return f"{below} or {below + of}" if below else f"{of}"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

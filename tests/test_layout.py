@@ -37,8 +37,14 @@ def test_world_size_prints_the_equation_and_what_fits():
     assert message == (
         "parallel: pp 3 x dp 2 x tp 2 = 12 ranks, but 8 were given.\n  Fits 8: pp 2. Or start 12 ranks."
     )
-    assert "Fits 8: dp 4, or tp 4, or pp 2. Or start 4 ranks." in refusal(dp=2, tp=2, ranks=8)
-    assert "No single degree fits that. Start 6 ranks." in refusal(dp=3, tp=2, ranks=7)
+    assert "Fits 8: dp 4, or pp 2, or tp 4. Or start 4 ranks." in refusal(dp=2, tp=2, ranks=8)
+
+
+def test_what_fits_a_world_size_also_fits_the_model_and_the_batch():
+    assert "Fits 6: pp 3. Or start 2 ranks." in refusal(tp=2, ranks=6)  # dp 3 would not divide the batch
+    message = refusal(dp=2, tp=2, global_batch=2, ranks=32)
+    assert "Fits 32: pp 2 with tp 8, or pp 4 with tp 4. Or start 4 ranks." in message
+    assert "Nothing fits 7. Start 2 ranks." in refusal(tp=2, ranks=7)
 
 
 def test_zero_shard_needs_zero():
@@ -215,8 +221,9 @@ def mends(layout: Layout, sizes: dict, message: str):
     """The layouts and sizes that a message proposes."""
     mend = message.split("\n", 1)[1]
     if message.startswith("parallel: "):
-        for name, value in re.findall(r"(dp|tp|pp) (\d+)", mend):
-            yield layout.model_copy(update={name: int(value)}), sizes
+        for proposal in re.findall(r"Fits \d+: (.*)\. Or", mend):
+            for degrees in proposal.split(", or "):
+                yield layout.model_copy(update={n: int(v) for n, v in re.findall(r"(\w\w) (\d+)", degrees)}), sizes
         yield layout, sizes | {"ranks": int(re.findall(r"tart (\d+) ranks", mend)[0])}
     for what, key in (("global_batch", "global_batch"), ("lengths", "sequence_length")):
         if mend.strip().startswith(f"Nearest {what}"):
