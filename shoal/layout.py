@@ -192,7 +192,7 @@ class Layout(BaseModel):
         return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - self.tp))[:2]))
 
     def _fitting(self, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
-        """Degrees that make this many ranks and break no rule, nearest first: all that change one, or else two others."""
+        """Degrees that make this many ranks and break no rule, nearest first: all that change one, else two others."""
         found = []
         for pp, tp in itertools.product(_divisors(ranks), repeat=2):
             if ranks % (pp * tp):
