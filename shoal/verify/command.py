@@ -1,0 +1,134 @@
+"""`shoal verify`: a run's layout, or randomly drawn ones, against one device."""
+
+from __future__ import annotations
+
+import random as random_numbers
+import time
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shoal.comm.pool import Pool
+from shoal.config import RunConfig, save
+from shoal.errors import UsageError, did_you_mean
+from shoal.verify.case import Case, prepare, run_case
+from shoal.verify.draw import draw_run
+from shoal.verify.faults import FAULTS, Fault
+from shoal.verify.report import print_case, print_verdict
+
+MAX_RANKS = 64
+"""Processes that are started on one machine at most."""
+
+FAILURES = Path("verify-failures")
+"""Where drawn runs that differ are written, to be verified alone."""
+
+_DRAWN_RANKS = 8
+# Per rank: weights, whole and reduced gradients, two moments; float64. For the reference as many, and both rules' files.
+_BYTES_PER_PARAMETER = 8 * 6
+
+
+def verify(
+    config: RunConfig,
+    *,
+    random: int | None = None,
+    steps: int = 3,
+    own_precision: bool = False,
+    plant: str | None = None,
+) -> int:
+    """Compare and print.
+
+    Args:
+        config: the run; with ``random`` only its seed is read.
+        random: verify this many drawn runs instead.
+        steps: training steps to compare.
+        own_precision: compare in the run's precision, to its rounding, instead of float64.
+        plant: the name of a fault to plant first.
+
+    Returns:
+        The exit code: 0 if everything is the same, 1 if something differs.
+
+    Raises:
+        UsageError: the run cannot be verified here, or there is no such fault.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if random is not None:
+        if plant or own_precision:
+            raise UsageError("--random draws its own runs in fp64: leave --plant and --precision own out.")
+        return _verify_drawn(console, random, steps, config.train.seed)
+    case = prepare(config, own_precision=own_precision)
+    _check_size(case)
+    if plant:
+        _check_fault(plant, case)
+    print_case(console, case, steps)
+    if plant:
+        console.print(f"[bold]planted[/]   {plant}: {FAULTS[plant].what}")
+    start = time.monotonic()
+    with Pool(case.config.parallel.world_size) as pool:
+        verdict, facts = run_case(case, pool, steps=steps, plant=plant or "")
+    print_verdict(console, case, verdict, facts, time.monotonic() - start)
+    if plant and not verdict.findings:
+        console.print(f"[bold]planted[/]   {plant} does not show here. {_needs(FAULTS[plant])}")
+    return 1 if verdict.findings else 0
+
+
+def _verify_drawn(console: Console, count: int, steps: int, seed: int) -> int:
+    start, failures, worst = time.monotonic(), 0, 0.0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Pool(_DRAWN_RANKS) as pool, Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"layouts drawn from seed {seed}", total=count)
+        for i in range(count):
+            run = draw_run(random_numbers.Random(f"{seed}:{i}").choice, _DRAWN_RANKS)
+            verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
+            worst = max(worst, verdict.worst_gradient)
+            if verdict.findings:
+                failures += 1
+                FAILURES.mkdir(exist_ok=True)
+                file = FAILURES / f"seed-{seed}-draw-{i}.toml"
+                save(run, file)
+                console.print(
+                    f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
+                    f"         again: shoal verify {file}"
+                )
+            progress.advance(task)
+    colour = "red" if failures else "green"
+    console.print(
+        f"[bold {colour}]{count} layouts, {failures} differ[/]; largest relative error of a gradient {worst:.1e}; "
+        f"{steps} steps each, {time.monotonic() - start:.0f} s"
+    )
+    return 1 if failures else 0
+
+
+def _check_size(case: Case) -> None:
+    layout = case.config.parallel
+    if layout.world_size > MAX_RANKS:
+        raise UsageError(
+            f"parallel: {layout.equation()}; verify starts them all on this machine, at most {MAX_RANKS}."
+            "\n  Verify the same axes with smaller degrees: what differs at dp 64 differs at dp 2 or 4."
+        )
+    # Data- and tensor-parallel ranks may each hold everything (DDP); stages and shards hold less.
+    needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (layout.dp + 1)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"model: {case.shape.parameters():,} parameters on {layout.dp} replicas and one device need about "
+            f"{needed / 2**30:.0f} GiB in float64; {available / 2**30:.0f} GiB are free."
+            "\n  Verify a smaller model of the same kind: --model.layers 4 --model.hidden 256 --model.heads 8 ..."
+        )
+
+
+def _check_fault(name: str, case: Case) -> None:
+    if name not in FAULTS:
+        table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
+        raise UsageError(f"--plant {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
+    layout = case.config.parallel
+    for key, value in FAULTS[name].needs.items():
+        given = getattr(layout, key)
+        if given != value if key in ("zero", "sequence_parallel") else given < value:
+            raise UsageError(f"--plant {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
+
+
+def _needs(fault: Fault) -> str:
+    options = " ".join(f"--parallel.{key.replace('_', '-')} {value}" for key, value in fault.needs.items())
+    return f"It shows on a layout with {options}." if options else "It shows on any layout."

@@ -1,0 +1,62 @@
+"""Draws runs that are valid by construction: any layout of up to 8 ranks, with a small model of awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.config import RunConfig, build
+
+Choose = Callable[[Sequence[Any]], Any]
+
+
+def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
+    """A run that `Layout.check` accepts.
+
+    Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
+    key/value heads than tp, widths that no shard divides.
+
+    Args:
+        choose: picks one of some options, the plainest first: ``random.Random(seed).choice``, or a draw of hypothesis.
+        max_ranks: the most ranks of the layout.
+    """
+    pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
+    tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
+    dp = choose([n for n in (1, 2, 4, 3, 8) if pp * tp * n <= max_ranks])
+    zero = choose((0, 1, 2, 3))
+    sequence_parallel = tp > 1 and choose((False, True))
+    parallel = {
+        "dp": dp,
+        "zero": zero,
+        "tp": tp,
+        "sequence_parallel": sequence_parallel,
+        "pp": pp,
+        "schedule": choose(("1f1b", "gpipe")),
+        "micro_batch": choose((1, 2, 3)),
+        "recompute": choose(("none", "selective", "full")),
+        "bucket_mb": choose((25.0, 0.004)),
+    }
+    if zero:
+        parallel["zero_shard"] = choose([n for n in (dp, 1, 2, 3) if dp % n == 0])
+    heads = tp * choose((1, 2))
+    model = {
+        "name": choose(("tiny", "tiny-gpt")),
+        "layers": pp + choose((0, 1, 2)),
+        "hidden": choose((8, 13, 22)),
+        "heads": heads,
+        "kv_heads": choose([n for n in range(heads, 0, -1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]),
+        "head_dim": choose((4, 6)),
+        "ffn": tp * choose((3, 8)),
+        "vocab": choose((257, 260, 262)),
+        "tied": choose((False, True)),
+    }
+    length = tp * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
+    data = {"source": "synthetic", "sequence_length": length, "document_mask": choose((False, True))}
+    accumulation = choose((2, 1, 3, 5))
+    train = {
+        "global_batch": dp * parallel["micro_batch"] * accumulation,
+        "precision": "fp64",
+        "attention": choose(("sdpa", "explicit")),
+        "seed": choose(range(100)),
+    }
+    return build({"model": model, "parallel": parallel, "data": data, "train": train})

@@ -1,0 +1,217 @@
+"""Faults that parallel training is known for, to be planted in a working run and found again.
+
+Each replaces one function of shoal in the rank's process by one with a mistake in it. They show what the verifier sees
+and where it says it is: `shoal verify run.toml --plant NAME`. Most are faults that published codebases have had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.parallel import apply, data, tensor
+from shoal.pipeline import program, runtime, split
+from shoal.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake that can be planted.
+
+    Attributes:
+        what: the mistake, in one line.
+        owner, name: the function that it replaces.
+        wrong: the replacement, given the right function.
+        needs: values of the layout without which it does nothing: those on which it shows.
+    """
+
+    what: str
+    owner: Any
+    name: str
+    wrong: Callable[[Callable], Callable]
+    needs: dict[str, Any]
+
+    @contextmanager
+    def plant(self) -> Iterator[None]:
+        """Have the mistake in this process for the time of the context."""
+        right = self.owner.__dict__[self.name]
+        function = right.__func__ if isinstance(right, staticmethod) else right
+        wrong = self.wrong(function)
+        setattr(self.owner, self.name, staticmethod(wrong) if isinstance(right, staticmethod) else wrong)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, right)
+
+
+def _row_without_sum(right: Callable) -> Callable:
+    def row_forward(module, x: Tensor, at) -> Tensor:
+        y = F.linear(x, module.weight)
+        return y if module.bias is None else y + module.bias
+
+    return row_forward
+
+
+def _forget_sum(forgotten: Callable[[str], bool]) -> Callable[[Callable], Callable]:
+    """Gradients that are partial sums along an axis are taken for complete."""
+
+    def wrong(right: Callable) -> Callable:
+        def splits(*args):
+            return {
+                key: replace(split, sum_over=tuple(axis for axis in split.sum_over if not forgotten(axis)))
+                for key, split in right(*args).items()
+            }
+
+        return splits
+
+    return wrong
+
+
+def _wrong_group(right: Callable) -> Callable:
+    def group(mesh: Mesh, axis: str, purpose: str = ""):
+        return right(mesh, "tp" if axis in ("dp_shard", "dp_replicate") else axis, purpose)
+
+    return group
+
+
+def _mean_over_replicas(right: Callable) -> Callable:
+    def finish(parameters: data.ShardedParameters) -> None:
+        right(parameters)
+        parameters.scale(torch.tensor(1 / parameters.mesh.size("dp"), dtype=torch.float64))
+
+    return finish
+
+
+def _clip_per_rank(right: Callable) -> Callable:
+    def scale(parameters: data.ShardedParameters, factor: float) -> None:
+        own = parameters.square_norm()
+        clip = factor * math.sqrt(all_reduce(own.clone(), parameters.mesh.group("world")))
+        right(parameters, min(1.0, clip / math.sqrt(own)))
+
+    return scale
+
+
+def _count_copies(right: Callable) -> Callable:
+    def square_norm(parameters: data.ShardedParameters) -> Tensor:
+        gradients = [gradient for _, _, gradient in parameters.runs()]
+        return sum(gradient.double().square().sum() for gradient in gradients)
+
+    return square_norm
+
+
+def _rest_dropped(right: Callable) -> Callable:
+    def stage_layers(layers: int, stages: int) -> list[range]:
+        each = layers // stages
+        return [range(each * stage, each * (stage + 1)) for stage in range(stages)]
+
+    return stage_layers
+
+
+def _leaking_padding(right: Callable) -> Callable:
+    return lambda ctx, logits, targets, counts, here, group: right(
+        ctx, logits, targets, counts, logits.shape[-1], group
+    )
+
+
+def _forgetful_reduce(right: Callable) -> Callable:
+    def reduce(parameters: data.ShardedParameters, bucket, gradients) -> None:
+        gradients.unreduced = True
+        right(parameters, bucket, gradients)
+
+    return reduce
+
+
+def _next_targets(right: Callable) -> Callable:
+    def forward(run: runtime.Runtime, action, batch, scale) -> None:
+        if action.stage:
+            batch = replace(batch, targets=batch.targets.roll(1, dims=1))
+        right(run, action, batch, scale)
+
+    return forward
+
+
+def _same_samples(right: Callable) -> Callable:
+    return lambda mesh, axis: 0 if axis == "dp" else right(mesh, axis)
+
+
+FAULTS: dict[str, Fault] = {
+    "row-sum": Fault(
+        "no all-reduce after a row-parallel product",
+        tensor, "_row_forward", _row_without_sum, {"tp": 2},
+    ),
+    "entry-gradient": Fault(
+        "no all-reduce of the gradient where a tensor-parallel block is entered",
+        tensor, "copy_to", lambda right: lambda x, group: x, {"tp": 2},
+    ),
+    "vocabulary-padding": Fault(
+        "the padding of the vocabulary takes part in the softmax",
+        tensor.VocabularyCrossEntropy, "forward", _leaking_padding, {"tp": 2},
+    ),
+    "norm-gradients": Fault(
+        "gradients of norms are not summed over the parts of the sequence",
+        apply, "apply_tensor_parallel", _forget_sum(lambda axis: axis == "tp"), {"tp": 2, "sequence_parallel": True},
+    ),
+    "key-value-copies": Fault(
+        "gradients of a key/value head that several ranks hold are not summed",
+        apply, "apply_tensor_parallel", _forget_sum(lambda axis: axis.startswith("tp/")), {"tp": 4},
+    ),
+    "tied-ends": Fault(
+        "the gradients of a tied embedding are not summed between the first and the last stage",
+        apply, "share_tied", _forget_sum(lambda axis: axis == "ends"), {"pp": 2},
+    ),
+    "dropped-layer": Fault(
+        "an uneven pipeline split leaves layers out",
+        split, "stage_layers", _rest_dropped, {"pp": 2},
+    ),
+    "wrong-targets": Fault(
+        "the last pipeline stage scores the wrong targets",
+        runtime.Runtime, "_forward", _next_targets, {"pp": 2},
+    ),
+    "accumulation-scale": Fault(
+        "the loss is divided once more by the number of micro-batches",
+        runtime.Runtime, "step",
+        lambda right: lambda self, batches, scale, update: right(self, batches, scale / len(batches), update), {},
+    ),
+    "local-tokens": Fault(
+        "the loss is normalised by the tokens of this replica instead of all",
+        Engine, "_count", lambda right: lambda self, batches: max(1, sum(b.unmasked() for b in batches)), {"dp": 2},
+    ),
+    "same-samples": Fault(
+        "every replica reads the same samples",
+        Mesh, "index", _same_samples, {"dp": 2},
+    ),
+    "wrong-group": Fault(
+        "gradients are reduced over the tensor-parallel group instead of the data-parallel one",
+        Mesh, "group", _wrong_group, {"dp": 2, "tp": 2},
+    ),
+    "mean-over-replicas": Fault(
+        "gradients are averaged over replicas though the loss is already divided by the global number of tokens",
+        data.ShardedParameters, "finish", _mean_over_replicas, {"dp": 2},
+    ),
+    "zero1-stale": Fault(
+        "ZeRO-1 does not gather the updated parameters",
+        program, "_finish", lambda right: lambda rank, stage_rank, zero: right(rank, stage_rank, 0),
+        {"dp": 2, "zero": 1},
+    ),
+    "zero2-forgets": Fault(
+        "ZeRO-2 keeps only the last micro-batch's gradients",
+        data.ShardedParameters, "_reduce", _forgetful_reduce, {"dp": 2, "zero": 2},
+    ),
+    "norm-counts-copies": Fault(
+        "the gradient norm counts what several ranks hold several times",
+        data.ShardedParameters, "square_norm", _count_copies, {"tp": 2},
+    ),
+    "clip-per-rank": Fault(
+        "each rank clips by the norm of its own shard",
+        data.ShardedParameters, "scale", _clip_per_rank, {"dp": 2, "zero": 1},
+    ),
+}

@@ -1,0 +1,159 @@
+"""What runs on each rank of the layout that is verified: the engine, and the comparison of this rank's part.
+
+A rank compares its own pieces with the reference's files and sends back numbers alone, so that no rank ever gathers a
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from shoal.catalog import ModelShape
+from shoal.comm.mesh import Mesh
+from shoal.config import RunConfig
+from shoal.data.batches import Batch, Dataset, SyntheticDataset
+from shoal.pieces import Box, Piece
+from shoal.train.engine import Engine
+from shoal.verify.faults import FAULTS
+from shoal.verify.reference import step_file, trace_file
+from shoal.verify.trace import Tracer, largest, trace_errors
+
+
+@dataclass(frozen=True)
+class Job:
+    """One comparison.
+
+    Attributes:
+        rules: by name, the run with that optimizer.
+        shape: the model.
+        steps: training steps.
+        folder: the reference's files.
+        plant: a fault of `shoal.verify.faults`, or "".
+        trace: whether to compare the activations of the last step.
+    """
+
+    rules: dict[str, RunConfig]
+    shape: ModelShape
+    steps: int
+    folder: Path
+    plant: str = ""
+    trace: bool = False
+
+
+@dataclass
+class RankStep:
+    """What one rank had in one step.
+
+    Attributes:
+        loss, gradient_norm: as reported by the engine.
+        samples: for each micro-batch, the places of its samples in the global batch.
+        differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference.
+        trace: as of `trace_errors`.
+    """
+
+    loss: float
+    gradient_norm: float
+    samples: list[list[int]]
+    differences: dict[str, float] = field(default_factory=dict)
+    trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+
+
+@dataclass
+class RankReport:
+    """What one rank found.
+
+    Attributes:
+        where: the rank's coordinates in words.
+        replica: which data-parallel replica it belongs to.
+        held: (parameter, whole shape, box, whether it is the primary owner) of each piece.
+        steps: by (rule, step).
+    """
+
+    where: str
+    replica: int
+    held: list[tuple[str, tuple[int, ...], Box, bool]] = field(default_factory=list)
+    steps: dict[tuple[str, int], RankStep] = field(default_factory=dict)
+
+
+class Recorded:
+    """Samples that remember which of them were asked for."""
+
+    def __init__(self, samples: Dataset):
+        self.samples = samples
+        self.asked: list[list[int]] = []
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """As of the samples."""
+        self.asked.append(list(indices))
+        return self.samples.batch(indices)
+
+
+def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
+    """The data of a verification: random tokens with strongly uneven masks, packed documents where the run masks them."""
+    data = config.data
+    return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
+
+
+def compare(job: Job) -> RankReport:
+    """Run every rule of the job on this rank and compare each step."""
+    rank = dist.get_rank()
+    report = RankReport("", 0)
+    with FAULTS[job.plant].plant() if job.plant else nullcontext():
+        for rule, config in job.rules.items():
+            mesh = Mesh(config.parallel, rank)
+            report.where, report.replica = mesh.describe(), mesh.index("dp")
+            samples = Recorded(synthetic(config, job.shape))
+            engine = Engine(config, job.shape, mesh, samples)
+            report.held = [
+                (name, piece.whole, piece.box, piece.primary)
+                for name, pieces in engine.stage.parameters.weights().items()
+                for piece in pieces
+            ]
+            for step in range(job.steps):
+                report.steps[rule, step] = _step(engine, job, rule, step, samples)
+    return report
+
+
+def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> RankStep:
+    samples.asked.clear()
+    tracer = Tracer(engine.stage.module) if job.trace and step == job.steps - 1 else None
+    result = engine.step(step)
+    first = step * engine.config.train.global_batch
+    places = [[index - first for index in indices] for indices in samples.asked]
+    found = RankStep(result.loss, result.gradient_norm, places)
+    with safe_open(step_file(job.folder, rule, step), "pt") as file:
+        parameters = engine.stage.parameters
+        for key, held in (("gradient", parameters.reduced_gradients()), ("weight", parameters.weights())):
+            for name, pieces in held.items():
+                found.differences[f"{key}/{name}"] = max(_difference(file, f"{key}/{name}", p) for p in pieces)
+        for name, piece in _in_use(engine):
+            found.differences[f"in use/{name}"] = _difference(file, f"weight/{name}", piece)
+    if tracer is not None:
+        found.trace = trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, places)
+    return found
+
+
+def _in_use(engine: Engine):
+    """The parameters that the next forward will compute with, where they stay whole between steps."""
+    for bucket in engine.stage.parameters.buckets:
+        if bucket.keep_full:
+            for slot in bucket.slots:
+                box = slot.split.box
+                here = slot.parameter.detach()[tuple(slice(n) for n in box.shape)]  # without padding
+                yield slot.split.name, Piece(slot.split.whole, box, here)
+
+
+def _difference(file: safe_open, key: str, piece: Piece) -> float:
+    expected = file.get_slice(key)
+    if tuple(expected.get_shape()) != piece.whole:
+        return torch.inf
+    if piece.box.numel == 0:
+        return 0.0
+    return largest(piece.tensor.double() - expected[piece.box.slices])

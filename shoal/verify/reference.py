@@ -1,0 +1,140 @@
+"""The single-device reference: a plain model, a plain loop over the whole global batch, torch's own optimizer.
+
+It shares with the engine the model's definition, its initial values and its data, and nothing of how they are run: no
+mesh, no program, no bucket, no accumulation hook. It is always computed in float64, so that its own rounding is no part
+of the errors that are printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.catalog import ModelShape
+from shoal.config import OptimizerConfig, RunConfig
+from shoal.data.batches import Dataset
+from shoal.models.initial import fill
+from shoal.models.transformer import Transformer, initial
+from shoal.optim.schedule import learning_rate
+from shoal.pieces import Box
+from shoal.verify.trace import Tracer
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What one device computes in one step; the tensors themselves are in a file (see `step_file`).
+
+    Attributes:
+        loss: mean over the global batch's unmasked tokens [nats].
+        gradient_norm: before clipping.
+        tokens: unmasked targets of each sample of the global batch.
+        gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped).
+        weights: the largest absolute value of each updated parameter.
+    """
+
+    loss: float
+    gradient_norm: float
+    tokens: tuple[int, ...]
+    gradients: dict[str, float]
+    weights: dict[str, float]
+
+
+def step_file(folder: Path, rule: str, step: int) -> Path:
+    """Where a step's tensors are: ``gradient/NAME`` and ``weight/NAME``, whole, float64."""
+    return folder / f"{rule}-{step}.safetensors"
+
+
+def trace_file(folder: Path) -> Path:
+    """Where the traced step's activations are: ``forward/MODULE`` and ``backward/MODULE``, dim 0 the samples."""
+    return folder / "trace.safetensors"
+
+
+def run_reference(
+    config: RunConfig,
+    shape: ModelShape,
+    samples: Dataset,
+    *,
+    rule: str,
+    steps: int,
+    folder: Path,
+    trace: bool = False,
+) -> list[StepFacts]:
+    """Train on one device for some steps.
+
+    Args:
+        config: the optimizer, its schedule, the global batch and the seed; ``parallel`` is not read.
+        rule: a name for the optimizer, in the names of the files.
+        folder: receives a `step_file` for each step.
+        trace: also write the activations of the last step to a `trace_file`.
+    """
+    model = Transformer(shape).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            whole = tuple(p.shape)
+            start = initial(name, shape)
+            fill(p, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=config.train.seed)
+    optimizer = plain_optimizer(model, config.optimizer)
+    facts = []
+    for step in range(steps):
+        tracer = Tracer(model) if trace and step == steps - 1 else None
+        facts.append(_step(model, optimizer, config, samples, step, step_file(folder, rule, step)))
+        if tracer is not None:
+            # one sample at a time: entry m of the trace is sample m
+            save_file({key: torch.cat(parts) for key, parts in tracer.taken().items()}, trace_file(folder))
+    return facts
+
+
+def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD; weight decay on matrices only."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, foreach=False)
+
+
+def _step(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    samples: Dataset,
+    step: int,
+    file: Path,
+) -> StepFacts:
+    n = config.train.global_batch
+    counts = tuple(samples.batch([step * n + i]).unmasked() for i in range(n))
+    tokens = max(1, sum(counts))
+    optimizer.zero_grad()
+    total = 0.0
+    for i in range(n):  # one at a time bounds the memory of the activations
+        batch = samples.batch([step * n + i])
+        loss = model(batch.tokens, batch.targets, batch.documents)
+        (loss / tokens).backward()
+        total += loss.item()
+    parameters = dict(model.named_parameters())
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm().item()
+    clip = config.optimizer.clip_norm
+    if clip and norm > clip:
+        for p in parameters.values():
+            p.grad *= clip / norm
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config.train.steps, config.optimizer)
+    gradients = {name: p.grad.clone() for name, p in parameters.items()}
+    optimizer.step()
+    weights = {name: p.detach() for name, p in parameters.items()}
+    save_file(
+        {f"gradient/{name}": t for name, t in gradients.items()} | {f"weight/{name}": t for name, t in weights.items()},
+        file,
+    )
+    return StepFacts(total / tokens, norm, counts, _largest(gradients), _largest(weights))
+
+
+def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
+    return {name: t.abs().max().item() for name, t in tensors.items()}
