@@ -1,0 +1,1 @@
+"""Measurements: shoal beside torch's own implementations, attention kernels, the matrix-product peak."""

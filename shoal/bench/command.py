@@ -1,0 +1,225 @@
+"""`shoal bench`: step (shoal beside torch), attention (the kernels), peak (the matrix product)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from pydantic import PositiveInt
+from rich.console import Console
+from rich.table import Table
+
+from shoal.bench import attention, peak
+from shoal.bench.race import Row, run
+from shoal.bench.races import NAMES, races
+from shoal.bench.workload import Workload
+from shoal.comm.world import pick_device
+from shoal.config import Section, validate
+from shoal.errors import UsageError, did_you_mean
+from shoal.train.allocator import allocator_environment, tune_allocator
+
+
+class StepOptions(Section):
+    """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
+
+    only: str = ""
+    """Some of the races, with commas: dp, fsdp, tp, pp, single, compile."""
+
+    turns: PositiveInt = 10
+    """Turns of each contender; what is compared are medians over all."""
+
+    steps: PositiveInt = 3
+    """Steps in a turn."""
+
+    quick: bool = False
+    """2 turns of 1 step: shows that everything runs and computes the same losses, and proves nothing about speed."""
+
+    out: Path | None = None
+    """Also write the table to this file, .csv or .json."""
+
+
+class AttentionOptions(Section):
+    """Causal attention forward and backward, torch's fused kernel against the explicit one."""
+
+    lengths: tuple[PositiveInt, ...] = (128, 256, 512, 1024, 2048)
+    """Sequence lengths."""
+
+    tokens: PositiveInt = 2048
+    """Tokens in all, in sequences of each length."""
+
+    heads: PositiveInt = 8
+    """Query and key heads."""
+
+    head_dim: PositiveInt = 32
+    """Width of one head."""
+
+    repeats: PositiveInt = 7
+    """Measurements of each; the median counts."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+class PeakOptions(Section):
+    """FLOP/s of square matrix products on the CPU: the peak that shares are measured against."""
+
+    sides: tuple[PositiveInt, ...] = (512, 1024, 2048)
+    """Rows and columns."""
+
+
+def main(args: list[str]) -> int:
+    """Run one of the measurements; returns the exit code.
+
+    Raises:
+        UsageError: bad options.
+    """
+    if not args or args[0] in ("-h", "--help"):
+        print("shoal bench WHAT [--help]\n")
+        for name, (options, _) in COMMANDS.items():
+            print(f"  {name:<11}{options.__doc__}")
+        return 0
+    name, *rest = args
+    if name not in COMMANDS:
+        raise UsageError(f"bench: there is no '{name}'; {did_you_mean(name, COMMANDS)}")
+    options, command = COMMANDS[name]
+    return command(_parse(f"shoal bench {name}", options, rest), Console())
+
+
+def _parse(prog: str, options: type[Section], args: list[str]) -> Any:
+    given = tyro.cli(Annotated[options, tyro.conf.arg(name="")], prog=prog, description=options.__doc__, args=args)
+    return validate(options, given.model_dump(), where="command line")
+
+
+# ---- step --------------------------------------------------------------------------------------------------------
+
+
+def step(options: StepOptions, console: Console) -> int:
+    """Run the races and print the table."""
+    wanted = _wanted(options.only)
+    _check_out(options.out)
+    _check_allocator()
+    turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
+    rows: list[Row] = []
+    with console.status("") as status:
+        for race in races(Workload()):
+            if race.name.split()[0] in wanted:
+                rows += run(race, turns, steps, warmup=2, say=status.update)
+    console.print(step_table(rows))
+    console.print(machine(), highlight=False)
+    if options.out:
+        write(rows, options.out)
+    missed = [row for row in rows if row.met is False]
+    return 1 if missed and not options.quick else 0
+
+
+def _wanted(only: str) -> list[str]:
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(NAMES)
+    for name in wanted:
+        if name not in NAMES:
+            raise UsageError(f"bench step --only {only}: there is no race '{name}'; {did_you_mean(name, NAMES)}")
+    return wanted
+
+
+def _check_out(out: Path | None) -> None:
+    if out is not None and (out.suffix not in (".csv", ".json") or not out.parent.is_dir()):
+        raise UsageError(f"bench step --out {out}: give a file in a folder that exists, ending in .csv or .json.")
+
+
+def _check_allocator() -> None:
+    """The system's setting is one side of a comparison, so it must be the system's."""
+    foreign = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
+    if foreign:
+        raise UsageError(f"the environment sets the allocator of every contender: unset {', '.join(foreign)}.")
+
+
+def step_table(rows: list[Row]) -> Table:
+    """The result as people read it."""
+    table = Table(title="one training step: shoal beside torch")
+    for column in ("race", "contender"):
+        table.add_column(column)
+    for column in ("ms / step", "CPU ms / step", "tokens / s", "ratio", "quartiles", "target"):
+        table.add_column(column, justify="right")
+    table.add_column("met")
+    for i, row in enumerate(rows):
+        target = "" if row.target is None else f"{row.target:.2f}"
+        met = {None: "", True: "[green]yes", False: "[red]no"}[row.met]
+        table.add_row(
+            row.race, row.contender, f"{row.seconds * 1e3:.1f}", f"{row.cpu_seconds * 1e3:.1f}",
+            f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}", f"{row.spread[0]:.2f} to {row.spread[1]:.2f}", target,
+            met, end_section=i + 1 == len(rows) or rows[i + 1].race != row.race,
+        )
+    return table
+
+
+def machine() -> str:
+    """What was measured on, in one line."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"torch {torch.__version__}, {platform.machine()}, {cores} cores{load}"
+
+
+def write(rows: list[Row], out: Path) -> None:
+    """The table as CSV or JSON, by the file's ending."""
+    records = [asdict(row) | {"met": row.met} for row in rows]
+    if out.suffix == ".json":
+        out.write_text(json.dumps({"machine": machine(), "rows": records}, indent=1) + "\n")
+        return
+    for record in records:
+        record["spread_low"], record["spread_high"] = record.pop("spread")
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, records[0])
+        writer.writeheader()
+        writer.writerows(records)
+
+
+# ---- attention and peak --------------------------------------------------------------------------------------------
+
+
+def attention_kernels(options: AttentionOptions, console: Console) -> int:
+    """Time the kernels for each dtype and length."""
+    device = pick_device(options.device)
+    if device.type == "cpu":
+        tune_allocator()
+    table = Table(title=f"causal attention, forward and backward, {options.tokens} tokens, on {device}")
+    for column in ("dtype", "sequence", "sdpa ms", "explicit ms", "sdpa / explicit", "difference", "faster"):
+        table.add_column(column, justify="right")
+    for precision in peak.DTYPES:
+        for length in options.lengths:
+            timing = attention.measure(
+                length, precision, device,
+                tokens=options.tokens, heads=options.heads, head_dim=options.head_dim, repeats=options.repeats,
+            )
+            times = [f"{timing.seconds[kernel] * 1e3:.2f}" for kernel in attention.KERNELS]
+            table.add_row(
+                precision, str(length), *times, f"{timing.gain:.2f}", f"{timing.difference:.0e}", timing.fastest
+            )
+    console.print(table)
+    console.print(machine(), highlight=False)
+    return 0
+
+
+def matrix_peak(options: PeakOptions, console: Console) -> int:
+    """Time the products."""
+    table = Table(title=f"matrix products, {torch.get_num_threads()} threads")
+    for column in ("dtype", "side", "GFLOP / s"):
+        table.add_column(column, justify="right")
+    for precision in peak.DTYPES:
+        for side in options.sides:
+            table.add_row(precision, str(side), f"{peak.measure(side, precision) / 1e9:.1f}")
+    console.print(table)
+    console.print(machine(), highlight=False)
+    return 0
+
+
+COMMANDS = {
+    "step": (StepOptions, step),
+    "attention": (AttentionOptions, attention_kernels),
+    "peak": (PeakOptions, matrix_peak),
+}

@@ -1,0 +1,163 @@
+"""Contenders in processes of their own, which stay and wait while others run.
+
+A contender keeps its processes for the whole race: what it compiled, its allocator's heap, its optimizer states.
+Between its turns they are blocked on a pipe, so that they take no time from the others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench.workload import Workload
+from shoal.comm.world import destroy_world, die_with_parent, init_world
+from shoal.train.allocator import tune_allocator
+
+Step = Callable[[int], float]
+
+TIMEOUT = 300.0  # seconds for the first steps, which may compile; collectives give up a little earlier
+
+
+class Failed(RuntimeError):
+    """A contender could not be built or raised in a step; the message has its traceback."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work.
+
+    Attributes:
+        name: for the table.
+        build: from (workload, rank, ranks) to a step; a top-level function or a `functools.partial` of one.
+        ranks: processes.
+        threads: of torch in each.
+        tuned: whether the allocator is set as shoal sets it for its ranks.
+        workload: what it processes.
+    """
+
+    name: str
+    build: Callable[[Workload, int, int], Step]
+    workload: Workload
+    ranks: int = 1
+    threads: int = 1
+    tuned: bool = True
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some consecutive steps of one contender.
+
+    Attributes:
+        seconds: of each step, on the slowest rank.
+        cpu_seconds: of each step, all threads of all ranks: what others do on a busy machine hardly changes it.
+        losses: the mean loss of each step [nats].
+    """
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    losses: list[float]
+
+
+class Crew:
+    """The processes of one contender. Use as a context manager: they end with it."""
+
+    def __init__(self, contender: Contender):
+        self.contender = contender
+        self._done = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(contender.ranks):
+            here, there = context.Pipe()
+            store = str(Path(self._folder.name, "store"))
+            process = context.Process(target=_serve, args=(there, os.getpid(), contender, rank, store), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def run(self, steps: int) -> Turn:
+        """Do the next ``steps`` steps.
+
+        Raises:
+            Failed: on any rank.
+        """
+        for pipe in self._pipes:
+            pipe.send((self._done, steps))
+        self._done += steps
+        turns = self._answers()
+        return Turn(
+            [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)],
+            [sum(ranks) for ranks in zip(*(turn.cpu_seconds for turn in turns), strict=True)],
+            [sum(ranks) for ranks in zip(*(turn.losses for turn in turns), strict=True)],
+        )
+
+    def _answers(self) -> list[Turn]:
+        """Each rank's own turn."""
+        answers: dict[Connection, Turn] = {}
+        deadline = time.monotonic() + TIMEOUT
+        while len(answers) < len(self._pipes):
+            waiting = [pipe for pipe in self._pipes if pipe not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise Failed(f"{self.contender.name}: no answer in {TIMEOUT:g} s")
+            for pipe in ready:
+                try:
+                    answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    answer = "its process died"
+                if isinstance(answer, str):
+                    raise Failed(f"{self.contender.name}, rank {self._pipes.index(pipe)}: {answer}")
+                answers[pipe] = answer
+        return [answers[pipe] for pipe in self._pipes]
+
+
+def _serve(pipe: Connection, parent: int, contender: Contender, rank: int, store: str) -> None:
+    die_with_parent(parent)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    torch.set_num_threads(contender.threads)
+    if contender.tuned:
+        tune_allocator()
+    try:
+        if contender.ranks > 1:
+            shared = dist.FileStore(store, contender.ranks)
+            init_world(rank, contender.ranks, shared, "cpu", 0.9 * TIMEOUT)
+        step = contender.build(contender.workload, rank, contender.ranks)
+        while True:
+            first, count = pipe.recv()
+            pipe.send(_run(step, range(first, first + count)))
+    except EOFError:
+        destroy_world()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _run(step: Step, numbers: range) -> Turn:
+    turn = Turn([], [], [])
+    for number in numbers:
+        start, cpu = time.perf_counter(), time.process_time()
+        turn.losses.append(step(number))
+        turn.seconds.append(time.perf_counter() - start)
+        turn.cpu_seconds.append(time.process_time() - cpu)
+    return turn

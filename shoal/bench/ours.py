@@ -1,0 +1,46 @@
+"""shoal's engine as a contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.bench.workload import OPTIMIZER, SEED, Workload
+from shoal.comm.mesh import Mesh
+from shoal.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from shoal.layout import Layout
+from shoal.train.engine import Engine
+
+
+def engine(
+    workload: Workload, rank: int, ranks: int, *, compile: bool = False, **layout: Any
+) -> Callable[[int], float]:
+    """A training step of shoal on any layout.
+
+    Args:
+        compile: as in ``train.compile``.
+        layout: fields of `Layout`; without ``micro_batch``, a replica takes its sequences in one forward.
+
+    Returns:
+        From the number of a step to this rank's share of its mean loss [nats]; the ranks' shares add up.
+    """
+    layout.setdefault("micro_batch", workload.sequences // layout.get("dp", 1))
+    config = RunConfig(
+        model=ModelConfig(name=workload.model),
+        parallel=Layout(**layout),
+        train=TrainConfig(
+            global_batch=workload.sequences, precision=workload.precision, seed=SEED, compile=compile, device="cpu"
+        ),
+        data=DataConfig(sequence_length=workload.sequence_length),
+        optimizer=OPTIMIZER,
+    )
+    config.parallel.check(
+        shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
+    )
+    built = Engine(config, workload.shape, Mesh(config.parallel, rank), workload.samples)
+
+    def step(number: int) -> float:
+        loss = built.step(number).loss
+        return loss if rank == 0 else 0.0
+
+    return step
