@@ -95,7 +95,7 @@ class _Failure:
 
     rank: int
     code: int  # as subprocess gives it: negative for a signal
-    when: float  # monotonic clock of the machine
+    when: float  # monotonic clock of the machine, where the rank recorded it
     report: str  # the traceback that the rank recorded, or ""
 
     @property
@@ -152,30 +152,32 @@ class _Crew:
             process.terminate()
 
     def _watch(self) -> int:
-        ended: dict[int, float] = {}
-        deadline = float("inf")
-        while len(ended) < len(self.processes):
-            for rank, process in enumerate(self.processes):
-                if rank not in ended and process.poll() is not None:
-                    ended[rank] = time.monotonic()
-                    if process.returncode != 0 and deadline == float("inf"):
-                        deadline = time.monotonic() + GRACE_SECONDS
-                        own = set(ended)
-                        self._send(signal.SIGTERM)
-            if time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
+        ended = self._ended()
+        while len(ended) < len(self.processes) and not any(process.returncode for process in self.processes):
             time.sleep(POLL_SECONDS)
-        if deadline == float("inf"):
+            ended |= self._ended()
+        if not any(process.returncode for process in self.processes):
             return 0
-        failures = [self._failure(rank, ended[rank]) for rank in ended if self.processes[rank].returncode != 0]
+        ended |= self._ended()  # once more: the cause ended first, but was perhaps looked at just before
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        failures = [self._failure(rank) for rank, process in enumerate(self.processes) if process.returncode]
         # Those that ended after our signals count only if they had recorded an exception of their own.
-        return self._verdict(min((f for f in failures if f.rank in own or f.report), key=lambda f: f.order))
+        return self._verdict(min((f for f in failures if f.rank in ended or f.report), key=lambda f: f.order))
 
-    def _failure(self, rank: int, when: float) -> _Failure:
+    def _ended(self) -> set[int]:
+        return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
+
+    def _failure(self, rank: int) -> _Failure:
         code = self.processes[rank].returncode
         record = _record_path(self.scratch, rank)
         if not record.exists():
-            return _Failure(rank, code, when, "")
+            return _Failure(rank, code, float("inf"), "")
         recorded = json.loads(record.read_text())
         return _Failure(rank, code, recorded["when"], recorded["report"])
 

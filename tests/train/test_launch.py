@@ -6,15 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.train.allocator import allocator_environment
-from shoal.train.launch import Membership, _expand_counts, _first_host, joined, launch
+from shoal.train.launch import Membership, _Crew, _expand_counts, _first_host, joined, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +123,19 @@ def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, sa
     if act == "raise":
         assert "program.py" in shown and "ArithmeticError: the real cause" in shown
     assert shown.count("Traceback") == (1 if act == "raise" else 0)  # the peer's own error is in its log alone
+
+
+@given(st.permutations([-signal.SIGKILL, 1, 1, -signal.SIGABRT]), st.randoms())
+def test_the_cause_is_found_among_its_consequences(codes, random):
+    """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
+    with tempfile.TemporaryDirectory() as folder:
+        crew = _Crew(Path(folder), Path(folder))
+        for rank, code in enumerate(codes):
+            crew.processes.append(Mock(returncode=code, poll=lambda code=code: code))
+            Path(folder, f"rank-{rank}.log").touch()
+            if code == 1:
+                Path(folder, f"failure-{rank}.json").write_text(json.dumps({"when": random.random(), "report": "lost"}))
+        assert crew._watch() == 128 + signal.SIGKILL
 
 
 def test_a_usage_error_passes_through_without_traceback(folder, capfd):
