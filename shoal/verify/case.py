@@ -1,4 +1,4 @@
-"""One verification from a run's config to a verdict: what is compared, the runs on both sides, the search for the place."""
+"""One verification, from a run's config to a verdict: the runs on both sides, and the search for the place."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def _judged(
     except RankError as error:
         rank, cause = error.failures[0]
         last = cause.strip().splitlines()[-1]
-        finding = Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), f"rank {rank} failed: {last}\n{error}")
+        text = f"rank {rank}, which failed: {last}\n{cause}"
+        finding = Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)
         return Verdict(findings=[finding])
     return judge(layout, case.shape.layers, case.config.train.precision, facts, reports)
 

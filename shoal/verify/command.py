@@ -25,7 +25,7 @@ FAILURES = Path("verify-failures")
 """Where drawn runs that differ are written, to be verified alone."""
 
 _DRAWN_RANKS = 8
-# Per rank: weights, whole and reduced gradients, two moments; float64. For the reference as many, and both rules' files.
+# Weights, whole and reduced gradients, two moments and what is read of the reference; float64.
 _BYTES_PER_PARAMETER = 8 * 6
 
 

@@ -78,7 +78,7 @@ def _forget_sum(forgotten: Callable[[str], bool]) -> Callable[[Callable], Callab
 
 def _wrong_group(right: Callable) -> Callable:
     def group(mesh: Mesh, axis: str, purpose: str = ""):
-        return right(mesh, "tp" if axis in ("dp_shard", "dp_replicate") else axis, purpose)
+        return right(mesh, "tp" if axis == "dp_replicate" else axis, purpose)
 
     return group
 

@@ -1,4 +1,4 @@
-"""The verdict: what the ranks found against what one device computed, as relative errors, and the first that is too large."""
+"""The verdict: what the ranks found against what one device computed, as relative errors, in the order of a step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Finding:
     Attributes:
         step: -1 for what differs before any step.
         rule: the optimizer's name.
-        phase: one of `PHASES`.
+        phase: one of `PHASES`, or "failure" where a rank raised.
         place: the module or parameter; "" for what concerns all.
         error: relative.
         ranks: where, in words, worst first.
@@ -256,7 +256,7 @@ class _Step:
                 column = "gradient" if kind == "gradient" else f"weight {self.rule}"
                 self.verdict.note(row_of(name), column, max(errors.values()))
                 what = {
-                    "gradient": f"gradient of {name}, summed over ranks",
+                    "gradient": f"{'clipped ' * self.adaptive}gradient of {name}, as summed over the ranks",
                     "weight": f"updated value of {name}",
                     "in use": f"value of {name} that the next forward computes with",
                 }[kind]

@@ -96,7 +96,7 @@ class Recorded:
 
 
 def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
-    """The data of a verification: random tokens with strongly uneven masks, packed documents where the run masks them."""
+    """The data of a verification: random tokens, strongly uneven masks, packed documents where the run has them."""
     data = config.data
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 

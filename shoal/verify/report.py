@@ -10,9 +10,17 @@ from shoal.verify.case import PLAIN, Case
 from shoal.verify.judge import TOLERANCES, Verdict
 from shoal.verify.reference import StepFacts
 
-# Rows that come before and after the kinds of a layer, in the order of the model.
-_FIRST = ("loss", "gradient norm", "embed token", "embed position")
-_LAYER = ("attention q", "attention k", "attention v", "attention out", "mlp gate", "mlp up", "mlp down", "norms", "head")
+# In the order of the model.
+_ROWS = (
+    "loss",
+    "gradient norm",
+    "embed token",
+    "embed position",
+    *(f"attention {part}" for part in ("q", "k", "v", "out")),
+    *(f"mlp {part}" for part in ("gate", "up", "down")),
+    "norms",
+    "head",
+)
 
 
 def print_case(console: Console, case: Case, steps: int) -> None:
@@ -25,8 +33,8 @@ def print_case(console: Console, case: Case, steps: int) -> None:
         f"{case.microbatches} micro-batches of {layout.micro_batch} on each of {layout.dp} replicas"
     )
     console.print(
-        f"[bold]compared[/]  {steps} steps in {config.train.precision} with plain SGD, and with {config.optimizer.name} "
-        f"and clipping, against one device in fp64"
+        f"[bold]compared[/]  {steps} steps in {config.train.precision} with plain SGD, and with "
+        f"{config.optimizer.name} and clipping, against one device in fp64"
     )
     for note in case.notes:
         console.print(f"[bold]note[/]      {escape(note)}")
@@ -77,7 +85,7 @@ def _table(case: Case, verdict: Verdict) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     rows = {row for row, _ in verdict.table}
-    for row in [row for row in (*_FIRST, *_LAYER) if row in rows] + sorted(rows - {*_FIRST, *_LAYER}):
+    for row in [row for row in _ROWS if row in rows] + sorted(rows - {*_ROWS}):
         cells = []
         for keys in columns.values():
             errors = [verdict.table[row, key] for key in keys if (row, key) in verdict.table]
