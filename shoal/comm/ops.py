@@ -13,6 +13,9 @@ A group of None has one rank, and every function here is then the identity.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,19 +50,46 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
         return x
     n = group.size()
     parts = x if dim == 0 else torch.stack(x.chunk(n, dim))
-    shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    out = x.new_empty(shape)
-    _reduce_scatter(out.view(-1), parts.contiguous().view(-1), group=group)
+    out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    reduce_scatter_flat(out.view(-1), parts.contiguous().view(-1), group).wait()
     return out
 
 
-def all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Until its result can be used."""
+
+
+@dataclass
+class _Exchanged:
+    """The parts of a sum on their way to the rank that adds them, always in rank order."""
+
+    work: dist.Work
+    received: Tensor  # [n, part]
+    part: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received, 0, out=self.part)
+
+
+def all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start gathering flat ``part`` from every rank into flat ``out`` (``part`` may be this rank's slice of it)."""
     return _all_gather(out, part, group=group, async_op=True)
 
 
-def reduce_scatter_flat(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start summing flat ``whole`` over the ranks into each rank's flat ``part``."""
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start summing flat ``whole`` over the ranks into each rank's flat ``part``, which may be its slice of ``whole``.
+
+    On the CPU by an exchange and a local sum: gloo's own reduce-scatter moves an all-reduce's bytes, and its memory
+    grew with every call while several were on their way.
+    """
+    if whole.device.type == "cpu":
+        received = torch.empty_like(whole)
+        work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+        return _Exchanged(work, received.view(group.size(), -1), part)
     return _reduce_scatter(part, whole, group=group, async_op=True)
 
 

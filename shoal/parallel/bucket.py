@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.ops import all_gather_flat
+from shoal.comm.ops import Pending, all_gather_flat
 from shoal.parallel.split import Split
 from shoal.pieces import Piece
 from shoal.precision import Policy
@@ -94,7 +94,7 @@ class Bucket:
         shares = keep_full and policy.storage == policy.compute
         self.master = self.mine(self.full) if shares else torch.zeros(self.chunk, dtype=policy.storage, device=device)
         self.runs = list(self._runs())
-        self._gathering: dist.Work | None = None
+        self._gathering: Pending | None = None
         self.gathered = True
         if not keep_full:
             self.free()

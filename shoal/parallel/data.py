@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce, reduce_scatter_flat
+from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat
 from shoal.parallel.bucket import Bucket, Run
 from shoal.parallel.split import Split
 from shoal.pieces import Piece
@@ -60,7 +60,7 @@ class _Reduction:
     gradients: _Gradients
     shard: Tensor
     whole: Tensor
-    work: dist.Work | None
+    work: Pending | None
     last: bool
 
 
@@ -99,7 +99,7 @@ class ShardedParameters:
         self.gradients = [self._allocate_gradients(bucket) for bucket in self.buckets]
         self.last_microbatch = True
         self._scattering: list[_Reduction] = []
-        self._replicating: list[dist.Work] = []
+        self._replicating: list[Pending] = []
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             for i, slot in enumerate(bucket.slots):
                 slot.parameter.register_post_accumulate_grad_hook(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from shoal.catalog import ModelShape
 from shoal.config import RunConfig, plain
-from shoal.data.batches import open_dataset, open_tokenizer
+from shoal.data.commands import prepare
+from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.train.launch import joined, launch
 from shoal.train.run_folder import check_resume, new_run
@@ -43,8 +44,7 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
         from shoal.train.worker import run
 
         return run(payload)
-    if config.data.source != "synthetic":
-        open_dataset(config.data, seed=config.train.seed, split="train", progress=True)
+    prepare(config.data)
     if resume is None:
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True
@@ -58,7 +58,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     Raises:
         UsageError: naming the field that cannot be.
     """
-    vocab = open_tokenizer(config.data).vocab_size
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
     shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     config.parallel.check(
         shape,

@@ -74,7 +74,7 @@ class Engine:
         check(self.program)
         self.stage = build_stage(
             shape, mesh.index("pp"), mesh, self.policy,
-            kernel=attention_kernel(train.attention, mesh.device), compile=train.compile,
+            kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
         )
         initialise(self.stage, shape, train.seed)
         runs = self.stage.parameters.runs()
@@ -172,8 +172,11 @@ class Engine:
         self.stage.parameters.gather()
 
 
-def attention_kernel(choice: str, device: torch.device) -> str:
-    """The kernel of a run; "auto" is what `shoal bench attention` measured fastest: explicit on CPU, else sdpa."""
+def attention_kernel(choice: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel of a run; "auto" is what `shoal bench attention` measured fastest.
+
+    That is sdpa, but in bf16 on the CPU, where torch's kernel is slow, attention written out.
+    """
     if choice != "auto":
         return choice
-    return "explicit" if device.type == "cpu" else "sdpa"
+    return "explicit" if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

@@ -11,9 +11,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import tomli_w
-
-from shoal.config import RUN_FILE, RunConfig, load, plain
+from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 
 RUNS = Path("runs")
@@ -36,7 +34,7 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
             f"\n  Go on with that run by --resume {folder}, or name another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN_FILE).write_text(tomli_w.dumps(plain(config)))
+    save(config, folder / RUN_FILE)
     return folder
 
 

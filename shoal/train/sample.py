@@ -60,7 +60,7 @@ def load_model(path: Path, shape: ModelShape) -> Transformer:
         f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
         for name, p in model.named_parameters()
     }
-    load(path, state, model=shape.model_dump(), convert=True, unwanted=("optimizer.",))
+    load(path, state, model=shape.model_dump(mode="json"), convert=True, unwanted=("optimizer.",))
     return model.eval()
 
 

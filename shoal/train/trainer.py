@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from shoal.catalog import ModelShape
 from shoal.checkpoint import Checkpointer, CheckpointError, load, newest_good
@@ -24,7 +25,6 @@ from shoal.train.engine import Engine, NonFinite, StepResult
 from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.sample import sample_checkpoint
 
-STOPPED = 0  # exit code after a clean stop: the checkpoint is there, nothing failed
 SAMPLE_PROMPT = "def "
 
 
@@ -49,7 +49,8 @@ class Trainer:
     ):
         self.config, self.shape, self.mesh, self.samples, self.folder = config, shape, mesh, samples, folder
         self.first = mesh.rank == 0
-        self.display = Display(quiet=not self.first)
+        self.display = Display(None if self.first else Console(quiet=True))
+        self.begin = time.monotonic()
         self.engine = Engine(config, shape, mesh, samples["train"])
         # A group of its own: saving goes on in the background of the training's collectives.
         self.group = dist.new_group(backend="gloo") if mesh.layout.world_size > 1 else None
@@ -58,13 +59,13 @@ class Trainer:
             group=self.group,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
+            fresh=not resume,
             report=self.display.note,
         )
         self.step = self._resume() if resume else 0  # optimizer steps done
         self.saved = self.step if resume else -1
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
-        self.validated = -1
         self._stop = False
 
     # ---- the loop ----------------------------------------------------------------------------------------------
@@ -73,31 +74,49 @@ class Trainer:
         """Train to the last step, or until a stop is asked for; returns the exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._ask_to_stop)
+        self._banner()
         peak = self._peak()
-        self.display.banner(self.config, self.shape, self.mesh.device, self.folder, resumed_at=self.step)
         stopped = False
         timer = _Timer(self.mesh.device)
-        while self.step < self.config.train.steps and not stopped:
-            timer.start()
-            try:
-                result = self.engine.step(self.step, stop=self._stop)
-            except NonFinite as error:
-                self._save(block=True)  # the weights are still those of the step before
-                raise NonFinite(blame(self.engine, self.step, error)) from None
-            timer.stop()
-            self.step += 1
-            stopped = result.stop
-            self._after_step(result, timer, peak, last=stopped or self.step == self.config.train.steps)
-        self._finish(stopped)
-        return STOPPED
+        with self.display:
+            while self.step < self.config.train.steps and not stopped:
+                timer.start()
+                try:
+                    result = self.engine.step(self.step, stop=self._stop)
+                except NonFinite as error:
+                    self._save(block=True)  # the weights are still those of the step before
+                    raise NonFinite(blame(self.engine, self.step, error)) from None
+                timer.stop()
+                self.step += 1
+                stopped = result.stop
+                self._after_step(result, timer, peak, last=stopped or self.step == self.config.train.steps)
+            self._finish(stopped)
+        return 0
+
+    def _banner(self) -> None:
+        length = self.config.data.sequence_length
+        self.display.banner(
+            model=self.config.model.name,
+            parameters=self.shape.parameters(),
+            tokens_per_step=self.config.train.global_batch * length,
+            layout=self.config.parallel,
+            device=str(self.mesh.device.type),
+            precision=self.config.train.precision,
+            threads=torch.get_num_threads(),
+            folder=self.folder,
+        )
+        if self.step:
+            self.display.note(f"resumed after step {self.step}")
 
     def _after_step(self, result: StepResult, timer: _Timer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
         self.validation_loss = None
         if (every and self.step % every == 0) or self.step == self.config.train.steps:
-            self._validate()
+            self.validation_loss = self.engine.evaluate(self.samples["validation"])
+            self.display.validation(self.validation_loss, self.step)
         if self.step % self.config.metrics.log_every == 0 or last or self.step == 1:
             self._log(result, timer, peak)
+        self.display.progress(self.step, self.config.train.steps)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not last:
             self._save(block=False)
@@ -113,15 +132,21 @@ class Trainer:
         if not self.first:
             return
         if stopped:
-            self.display.stopped(self.step, self.folder)
-        else:
-            sample = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=self.config.train.seed)
-            self.display.finish(self.validation_loss, sample, self.folder)
+            self.display.close()
+            self.display.note(
+                f"stopped after step {self.step}, which is saved; go on with: shoal train --resume {self.folder}"
+            )
+            return
+        text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=self.config.train.seed)
+        self.display.finish(
+            folder=self.folder,
+            seconds=time.monotonic() - self.begin,
+            validation_loss=self.validation_loss,
+            prompt=SAMPLE_PROMPT,
+            sample=text.removeprefix(SAMPLE_PROMPT),
+        )
 
     # ---- around the step ---------------------------------------------------------------------------------------
-
-    def _validate(self) -> None:
-        self.validation_loss = self.engine.evaluate(self.samples["validation"])
 
     def _log(self, result: StepResult, timer: _Timer, peak: float | None) -> None:
         memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
@@ -161,7 +186,7 @@ class Trainer:
             self.checkpoints.wait()
             return
         extra = {
-            "model": self.shape.model_dump(),
+            "model": self.shape.model_dump(mode="json"),
             "step": self.step,
             "optimizer": self.config.optimizer.name,
             "layout": self.config.parallel.describe(),
@@ -178,7 +203,7 @@ class Trainer:
         """
         found, refused = newest_good(self.folder / "checkpoints", group=self.group)
         for error in refused:
-            self.display.note(f"checkpoint refused: {error}", warning=True)
+            self.display.note(f"checkpoint refused: {error}")
         if found is None:
             raise CheckpointError(
                 f"--resume {self.folder}: it holds no good checkpoint"
@@ -190,7 +215,7 @@ class Trainer:
                 f"--resume {self.folder}: step {found.step} is done, and train.steps = {self.config.train.steps}."
                 "\n  Raise train.steps to go on."
             )
-        load(found.path, self.engine.state(), group=self.group, model=self.shape.model_dump())
+        load(found.path, self.engine.state(), group=self.group, model=self.shape.model_dump(mode="json"))
         self.engine.restored(found.step)
         return found.step
 

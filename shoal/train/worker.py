@@ -33,7 +33,8 @@ def run(payload: dict[str, Any]) -> int:
         made = [str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""]
         dist.broadcast_object_list(made)
         folder = made[0]
-    samples = {split: open_dataset(config.data, seed=config.train.seed, split=split) for split in ("train", "validation")}
+    seed = config.train.seed
+    samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     trainer = Trainer(config, check(config), mesh, samples, Path(folder), resume=payload["resume"])
     code = trainer.run()
     dist.barrier()
