@@ -101,8 +101,8 @@ class Pool:
                 ``torch.distributed``.
             ranks: processes in the group.
             args: the same for every rank; must pickle.
-            timeout: seconds for the whole call; collectives time out a little earlier, so that a rank that hangs is
-                told apart from those that wait for it.
+            timeout: seconds for the whole call; collectives time out after three quarters of it, so that a rank that
+                hangs is told apart from those that wait for it.
 
         Returns:
             Each rank's return value, in the order of the ranks.
@@ -265,7 +265,7 @@ def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str
     value = pickle.dumps(("finished", None))
     try:
         fn, args = pickle.loads(call)
-        init_world(rank, ranks, dist.FileStore(store, ranks), "cpu", 0.9 * timeout)
+        init_world(rank, ranks, dist.FileStore(store, ranks), "cpu", 0.75 * timeout)
         value = pickle.dumps(("finished", fn(*args)))
         if dist.is_initialized():
             dist.barrier()  # nobody closes a connection that a peer still reads from

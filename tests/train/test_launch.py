@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def start_parent(folder: Path, act: str) -> subprocess.Popen:
     payload = json.dumps({"folder": str(folder), "act": act})
     return subprocess.Popen([sys.executable, "-c", PARENT, payload, str(folder / "logs")],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def reports(folder: Path, ranks: int = 2, seconds: float = 60) -> list[dict]:
@@ -153,7 +153,7 @@ def test_a_killed_parent_leaves_no_orphan(folder):
 def test_a_request_to_stop_reaches_each_rank_once(folder):
     with start_parent(folder, "stop") as parent:
         reports(folder)
-        parent.send_signal(signal.SIGTERM)
+        os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         assert parent.wait(30) == 0
         assert parent.stderr.read() == ""
     for rank in range(2):
