@@ -103,12 +103,12 @@ def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
 
 def compare(job: Job) -> RankReport:
     """Run every rule of the job on this rank and compare each step."""
-    rank = dist.get_rank()
-    report = RankReport("", 0)
+    layout = next(iter(job.rules.values())).parallel
     with FAULTS[job.plant].plant() if job.plant else nullcontext():
+        # One mesh for all rules: groups are made once, since their names depend on how many a process has made.
+        mesh = Mesh(layout, dist.get_rank())
+        report = RankReport(mesh.describe(), dist.get_rank() // layout.tp % layout.dp)
         for rule, config in job.rules.items():
-            mesh = Mesh(config.parallel, rank)
-            report.where, report.replica = mesh.describe(), mesh.index("dp")
             samples = Recorded(synthetic(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
             report.held = [

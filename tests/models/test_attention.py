@@ -1,0 +1,56 @@
+"""The attention core and rotary positions, for every size."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.models.attention import AttentionCore, document_mask, explicit_attention, rotary_table, rotate
+
+SMALL = st.integers(1, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(b=SMALL, groups=SMALL, kv=st.integers(1, 3), s=st.integers(1, 9), d=SMALL, packed=st.booleans(), seed=SMALL)
+def test_explicit_attention_is_sdpa(b: int, groups: int, kv: int, s: int, d: int, packed: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    q = torch.randn(b, groups * kv, s, d, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, b, kv, s, d, dtype=torch.float64).unbind()
+    mask = document_mask(torch.randint(0, 2, (b, s)).cumsum(1)) if packed else None
+    k.requires_grad_(), v.requires_grad_()
+    expected = AttentionCore()(q, k, v, mask)
+    got = explicit_attention(q, k, v, mask)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(got)
+    for a, b_ in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b_)
+
+
+def test_a_document_mask_by_hand() -> None:
+    mask = document_mask(torch.tensor([[0, 0, 1]]))
+    assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(s=st.integers(1, 12), half=st.integers(1, 8), shift=st.integers(0, 20))
+def test_rotary_positions_keep_lengths_and_see_only_distances(s: int, half: int, shift: int) -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_table(s + shift, 2 * half, 10000.0, torch.device("cpu"), torch.float64)
+    q, k = torch.randn(2, 1, 1, s, 2 * half, dtype=torch.float64).unbind()
+    here = [rotate(x, cos[:s], sin[:s]) for x in (q, k)]
+    there = [rotate(x, cos[shift:], sin[shift:]) for x in (q, k)]
+    torch.testing.assert_close(here[0].norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(here[0] @ here[1].transpose(2, 3), there[0] @ there[1].transpose(2, 3))
+    torch.testing.assert_close(here[0][..., 0, :], q[..., 0, :])  # position 0 is not turned
+
+
+def test_rotary_angles_stay_exact_far_out_in_half_precision() -> None:
+    """Position 10,000 in bf16 would be a multiple of 64: the angles must be computed before they are rounded."""
+    s = 10_001
+    cos, _ = rotary_table(s, 2, 10000.0, torch.device("cpu"), torch.bfloat16)
+    exact = torch.tensor(10_000.0, dtype=torch.float64).cos()
+    assert cos.dtype == torch.bfloat16
+    assert abs(cos[-1, 0].double() - exact) < 2**-8

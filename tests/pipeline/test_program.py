@@ -1,0 +1,126 @@
+"""Schedules, the checker that proves them, and the split of layers over stages."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shoal.pipeline.checker import ProgramError, check
+from shoal.pipeline.program import Action, Op, Program, add_transfers, build
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.pipeline.split import stage_layers
+
+STAGES, MICROBATCHES = st.integers(1, 8), st.integers(1, 12)
+NAMES = st.sampled_from(sorted(SCHEDULES))
+
+
+@given(NAMES, STAGES, MICROBATCHES, st.integers(0, 3))
+def test_every_schedule_is_proved_for_every_size(name: str, p: int, m: int, zero: int) -> None:
+    cost = check(build(SCHEDULES[name], p, m, zero=zero))
+    assert cost.bubble == pytest.approx((p - 1) / (m + p - 1))
+    alive = {"gpipe": [m] * p, "1f1b": [min(p - rank, m) for rank in range(p)]}[name]
+    assert list(cost.peak_live) == alive
+
+
+@given(NAMES, STAGES, MICROBATCHES, st.integers(0, 3))
+def test_the_optimizer_steps_once_and_last(name: str, p: int, m: int, zero: int) -> None:
+    for stage, actions in enumerate(build(SCHEDULES[name], p, m, zero=zero).actions):
+        after = [Action(Op.REDUCE, stage), Action(Op.STEP)]
+        if zero in (1, 2):
+            after.append(Action(Op.GATHER, stage))
+        assert list(actions[-len(after) :]) == after
+
+
+@given(NAMES, STAGES, MICROBATCHES)
+def test_what_is_received_was_asked_for_one_computation_early(name: str, p: int, m: int) -> None:
+    for actions in build(SCHEDULES[name], p, m).actions:
+        computed = 0
+        posted: dict[Action, int] = {}
+        for action in actions:
+            if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
+                op = Op.FORWARD if action.op is Op.RECV_FORWARD else Op.BACKWARD
+                posted[replace(action, op=op)] = computed
+            elif action.op in (Op.FORWARD, Op.BACKWARD):
+                assert posted.get(action, max(0, computed - 1)) == max(0, computed - 1)
+                computed += 1
+
+
+# ---- defects -------------------------------------------------------------------------------------------------------
+
+
+def changed(program: Program, rank: int, actions: list[Action]) -> Program:
+    return replace(
+        program, actions=(*program.actions[:rank], tuple(actions), *program.actions[rank + 1 :])
+    )
+
+
+@given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
+def test_an_action_that_is_missing_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
+    program = build(SCHEDULES[name], p, m)
+    rank = data.draw(st.integers(0, p - 1))
+    actions = list(program.actions[rank])
+    removed = actions.pop(data.draw(st.integers(0, len(actions) - 1)))
+    assume(removed.op is not Op.REDUCE)  # a program may have nothing to reduce
+    with pytest.raises(ProgramError):
+        check(changed(program, rank, actions))
+
+
+@given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
+def test_an_action_that_is_there_twice_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
+    program = build(SCHEDULES[name], p, m)
+    rank = data.draw(st.integers(0, p - 1))
+    actions = list(program.actions[rank])
+    i = data.draw(st.integers(0, len(actions) - 1))
+    assume(actions[i].op is not Op.REDUCE)
+    with pytest.raises(ProgramError):
+        check(changed(program, rank, [*actions[: i + 1], *actions[i:]]))
+
+
+@given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
+def test_messages_in_another_order_than_expected_are_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
+    program = build(SCHEDULES[name], p, m)
+    rank = data.draw(st.integers(0, p - 2))
+    actions = list(program.actions[rank])
+    first, second = [i for i, a in enumerate(actions) if a.op is Op.SEND_FORWARD][:2]
+    actions[first], actions[second] = actions[second], actions[first]
+    with pytest.raises(ProgramError, match=r"messages of FORWARD|deadlock"):
+        check(changed(program, rank, actions))
+
+
+def test_a_deadlock_is_told_with_who_waits_where() -> None:
+    """Stage 1 wants a forward's result before stage 0, which waits for a gradient first, can send it."""
+    first = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 1)]
+    second = [Action(Op.FORWARD, 1, 0), Action(Op.FORWARD, 1, 1), Action(Op.BACKWARD, 1, 0), Action(Op.BACKWARD, 1, 1)]
+    actions = [[*order, Action(Op.STEP)] for order in add_transfers([first, second], (0, 1))]
+    with pytest.raises(ProgramError, match="deadlock: pipeline rank 0 waits at 0B0; pipeline rank 1 waits at 1F1"):
+        check(Program(tuple(map(tuple, actions)), (0, 1), 2))
+
+
+def test_an_optimizer_that_steps_before_the_last_backward_is_noticed() -> None:
+    program = build(SCHEDULES["gpipe"], 1, 2)
+    step = Action(Op.STEP)
+    actions = [a for a in program.actions[0] if a != step]
+    with pytest.raises(ProgramError, match="before the last backward"):
+        check(changed(program, 0, [*actions[:3], step, *actions[3:]]))
+
+
+def test_a_backward_before_its_forward_is_noticed() -> None:
+    program = build(SCHEDULES["gpipe"], 1, 1)
+    forward, backward, *rest = program.actions[0]
+    with pytest.raises(ProgramError, match="0B0 comes before its forward"):
+        check(changed(program, 0, [backward, forward, *rest]))
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 130), st.integers(1, 40))
+def test_no_layer_is_ever_lost(layers: int, stages: int) -> None:
+    assume(stages <= layers)
+    parts = stage_layers(layers, stages)
+    assert len(parts) == stages
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == min(sizes)  # the last stage also has the head
