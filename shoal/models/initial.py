@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.pieces import Box
 
-_BLOCK = 1 << 22  # elements at a time: bounds the scratch memory of a large shard
+_BLOCK = 1 << 18  # elements at a time: the scratch memory stays in the cache, and small for any shard
 
 
 class Initial(NamedTuple):
