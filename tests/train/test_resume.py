@@ -1,0 +1,205 @@
+"""A run that was killed or stopped goes on as if it had not: bit for bit on its layout, to rounding on others."""
+
+import os
+import shutil
+import signal
+import tomllib
+
+import pytest
+
+from shoal.cli import main
+
+from .runs import (
+    FOUR_RANKS,
+    checkpoints,
+    copy_until,
+    curve,
+    interrupt,
+    same_bits,
+    send,
+    shoal,
+    small_config,
+    start,
+    train_in,
+)
+
+STEPS = 40
+
+
+# ---- killed and stopped, on the same layout --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def survivor(base_config, tmp_path_factory):
+    """A run that is killed twice and stopped twice, each time resumed: its folder, and how each part of it ended."""
+    folder = tmp_path_factory.mktemp("survivor") / "run"
+    parts = {}
+
+    def part(name, step, act, *words):
+        parts[name] = interrupt(start("train", *words), folder, step, act)
+
+    part("rank killed", 8, send(3, signal.SIGKILL), base_config, "--run-folder", folder)
+    part("parent killed", 14, send(0, signal.SIGKILL), "--resume", folder)
+    part("SIGINT", 20, send(0, signal.SIGINT), "--resume", folder)
+    parts["after SIGINT"] = max(checkpoints(folder))
+    part("SIGTERM", parts["after SIGINT"] + 4, send(0, signal.SIGTERM), "--resume", folder)
+    parts["after SIGTERM"] = max(checkpoints(folder))
+    parts["end"] = shoal("train", "--resume", folder)
+    return folder, parts
+
+
+def test_a_killed_rank_ends_the_run_and_names_the_rank(survivor):
+    code, output, _ = survivor[1]["rank killed"]
+    assert code == 128 + signal.SIGKILL
+    assert "rank 2 was killed by SIGKILL; the other ranks were stopped" in output
+    assert "Traceback" not in output
+
+
+def test_no_rank_outlives_a_killed_parent(survivor):
+    assert survivor[1]["parent killed"][0] == -signal.SIGKILL  # `interrupt` waited for the ranks to go
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stop_is_clean_quick_and_saved(survivor, name):
+    folder, parts = survivor
+    code, output, seconds = parts[name]
+    assert code == 0, output
+    step = parts[f"after {name}"]
+    assert f"stopped after step {step}, which is saved; go on with: shoal train --resume {folder}" in output
+    assert "Traceback" not in output
+    assert "a sample of what it writes" not in output
+    assert seconds < 10
+
+
+def test_the_end_is_that_of_a_run_without_interruptions_bit_for_bit(survivor, base_run):
+    folder, parts = survivor
+    code, output = parts["end"]
+    assert code == 0, output
+    assert f"resumed after step {parts['after SIGTERM']}" in output
+    assert curve(folder) == curve(base_run[0])
+    assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(base_run[0])[STEPS])
+
+
+# ---- on other layouts ------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "micro_batch": 2},
+    "tp 2 + sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batch": 1},
+    "pp 2": {"pp": 2, "micro_batch": 2},
+    "one device": {"micro_batch": 4},
+}
+BOUNDS = {"fp32": 2e-5, "fp64": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, pool, tmp_path_factory):
+    """By precision, the config and folder of 24 steps on 4 ranks."""
+    runs = {}
+    for precision in BOUNDS:
+        train = {"precision": precision, "steps": 24, "validate_every": 0}
+        config = small_config(corpus, FOUR_RANKS, train=train)
+        runs[precision] = config, train_in(pool, config, tmp_path_factory.mktemp(precision) / "run")
+    return runs
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_continues_the_same_curve(layout, precision, uninterrupted, pool, tmp_path):
+    config, whole = uninterrupted[precision]
+    folder = copy_until(whole, tmp_path / "run", 12)
+    changed = config.model_copy(update={"parallel": type(config.parallel)(**LAYOUTS[layout])})
+    train_in(pool, changed, folder, resume=True)
+    assert curve(folder)[:12] == curve(whole)[:12]
+    assert curve(folder) != curve(whole)  # it did compute the rest anew
+    for (step, loss, norm), (same_step, same_loss, same_norm) in zip(curve(folder), curve(whole), strict=True):
+        assert step == same_step
+        assert loss == pytest.approx(same_loss, rel=BOUNDS[precision], abs=0)
+        assert norm == pytest.approx(same_norm, rel=20 * BOUNDS[precision], abs=0)
+
+
+# ---- what is kept, and what is refused -------------------------------------------------------------------------------
+
+
+def test_the_newest_k_are_kept(corpus, pool, tmp_path):
+    config = small_config(corpus, train={"steps": 10, "validate_every": 0}, checkpoint={"every": 3, "keep": 2})
+    assert sorted(checkpoints(train_in(pool, config, tmp_path / "run"))) == [9, 10]
+
+
+@pytest.fixture
+def half(base_run, tmp_path):
+    """A copy of the run on 4 ranks as it was at step 20."""
+    return copy_until(base_run[0], tmp_path / "run", 20)
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(("name", "value", "was"), [
+    ("train.global_batch", "16", "8"),
+    ("train.seed", "1", "0"),
+    ("data.sequence_length", "16", "32"),
+    ("data.validation_fraction", "0.1", "0.02"),
+])
+def test_what_would_change_the_order_of_the_data_is_refused_by_name(half, name, value, was, capfd):
+    before = contents(half)
+    assert main(["train", "--resume", str(half), f"--{name}", value]) == 2
+    said = capfd.readouterr().err
+    assert f"{name} = {value}, but the run in {half} was started with {was}" in said
+    assert f"Leave {name} out, or start a new run." in said
+    assert contents(half) == before
+
+
+def test_two_folders_are_refused(half, tmp_path, capfd):
+    assert main(["train", "--resume", str(half), "--run-folder", str(tmp_path / "other")]) == 2
+    assert "name two folders" in capfd.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capfd):
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "this is no run folder" in capfd.readouterr().err
+
+
+ONE_RANK = ("--parallel.dp", "1", "--parallel.tp", "1", "--parallel.zero", "0")
+
+
+def test_a_finished_run_is_refused_and_says_how_to_go_on(base_run, tmp_path):
+    folder = shutil.copytree(base_run[0], tmp_path / "run")
+    code, output = shoal("train", "--resume", folder, *ONE_RANK)
+    assert code == 2
+    assert f"step {STEPS} is done, and train.steps = {STEPS}" in output
+    assert "Raise train.steps to go on." in output
+    assert "Traceback" not in output
+    assert curve(folder) == curve(base_run[0])
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
+    damaged = next(checkpoints(half)[20].glob("*.safetensors"))
+    with open(damaged, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    code, output = shoal("train", "--resume", half, *ONE_RANK, "--train.steps", "22")
+    assert code == 0, output
+    assert "checkpoint refused:" in output and damaged.name in output
+    assert "resumed after step 16" in output
+    assert [step for step, _, _ in curve(half)] == list(range(1, 23))
+    assert 20 in checkpoints(half)
+    assert any(path.name.startswith("set-aside-step-00000020") for path in (half / "checkpoints").iterdir())
+
+
+def test_without_a_good_checkpoint_it_says_so(half):
+    for path in checkpoints(half).values():
+        shutil.rmtree(path)
+    code, output = shoal("train", "--resume", half, *ONE_RANK)
+    assert code == 2
+    assert "holds no good checkpoint (the run stopped before its first)" in output
+    assert "Traceback" not in output
+
+
+def test_the_run_keeps_the_config_that_it_was_started_with(survivor, base_config):
+    folder, _ = survivor
+    assert tomllib.loads((folder / "run.toml").read_text()) == tomllib.loads(base_config.read_text())
