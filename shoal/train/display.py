@@ -126,7 +126,7 @@ class Display:
         self._line(f"step {step}: validation loss {loss:.4f} nats per token", style="green")
 
     def note(self, text: str) -> None:
-        """A line of its own: a checkpoint was saved, a step was skipped."""
+        """A line of its own: a checkpoint was refused, the run was resumed."""
         self._line(text, style="dim")
 
     def finish(
@@ -250,7 +250,6 @@ def _columns(width: int, steps: int) -> list[_Column]:
     ]
     if width >= WIDE:
         columns.insert(2, _Column("validation", 10, lambda m: _known(m.validation_loss)))
-        columns.append(_Column("skipped", 7, lambda m: str(m.skipped)))
     return columns
 
 

@@ -56,9 +56,6 @@ class StepMetrics:
     validation_loss: float | None = None
     """Nats per unmasked token, in steps that validated."""
 
-    skipped: int = 0
-    """Steps so far whose update was left out because loss or gradient was not finite."""
-
     def values(self) -> dict[str, float]:
         """All numbers that are known, by name, without the step."""
         return {name: value for name, value in asdict(self).items()

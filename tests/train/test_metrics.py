@@ -18,7 +18,7 @@ SAMPLE = StepMetrics(step=1, steps=20, loss=5.5, learning_rate=1e-3, gradient_no
 
 
 def test_records_come_back_as_written(tmp_path):
-    written = [SAMPLE, replace(SAMPLE, step=2, mfu=None, validation_loss=2.5, skipped=1)]
+    written = [SAMPLE, replace(SAMPLE, step=2, mfu=None, validation_loss=2.5)]
     with MetricsWriter(tmp_path, 0, PLAIN) as writer:
         for record in written:
             writer.write(record)
