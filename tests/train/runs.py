@@ -53,18 +53,19 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
 # ---- as a user does --------------------------------------------------------------------------------------------------
 
 
-def start(*words: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+def start(*words: str | Path, launcher: tuple[str, ...] = (), cwd: Path = ROOT) -> subprocess.Popen:
     """``shoal WORDS``, as a process of its own; stderr goes to its stdout's pipe."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    environment["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "shoal", *map(str, words)],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
 
 
-def shoal(*words: str | Path, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Run ``shoal WORDS`` to its end; returns the exit code and what it said."""
-    process = start(*words, launcher=launcher)
+def shoal(*words: str | Path, **options: Any) -> tuple[int, str]:
+    """Run ``shoal WORDS`` to its end (options as of `start`); returns the exit code and what it said."""
+    process = start(*words, **options)
     output = process.communicate(timeout=DEADLINE)[0]
     return process.returncode, output
 
