@@ -91,6 +91,11 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, however that ends (Linux; elsewhere nothing).
 

@@ -7,30 +7,38 @@ import time
 import torch
 
 from shoal.catalog.accelerators import match
+from shoal.comm.world import usable_cores
 
 _SIZE = 1024  # large enough for the peak rate of a core, small enough for a fraction of a second
 
 
-def peak_flops(dtype: torch.dtype, device: torch.device) -> float | None:
+def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -> float | None:
     """Peak FLOP/s of dense matrix products on this rank's device.
 
     On CUDA the data sheet's (None for a device that the catalog does not know). On the CPU, where no sheet says what
     these threads can reach, the best of some products measured now.
+
+    Args:
+        local_ranks: ranks that share this machine's cores.
     """
     if device.type == "cuda":
         known = match(torch.cuda.get_device_name(device))
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, "")
         return known.peak_flops.get(kind) if known else None
-    return measured_matmul_flops(dtype)
+    wanted = local_ranks * torch.get_num_threads()
+    return measured_matmul_flops(dtype) * min(1.0, usable_cores() / wanted)
 
 
 def measured_matmul_flops(dtype: torch.dtype, *, size: int = _SIZE, products: int = 6) -> float:
-    """FLOP/s of the fastest of some ``size``-cubed products on the CPU, with the threads that torch has now."""
+    """FLOP/s of the fastest of some ``size``-cubed products on the CPU, with the threads that torch has now.
+
+    By the CPU time that they take, not by the clock on the wall: what else the machine does must not lower the peak.
+    """
     a, b = torch.rand(size, size).to(dtype), torch.rand(size, size).to(dtype)
     out = a @ b
     best = float("inf")
     for _ in range(products):
-        begin = time.perf_counter()
+        begin = time.process_time()
         torch.mm(a, b, out=out)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+        best = min(best, time.process_time() - begin)
+    return 2 * size**3 / best * torch.get_num_threads()

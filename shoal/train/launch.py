@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shoal.comm.world import die_with_parent, init_world, pick_device
+from shoal.comm.world import die_with_parent, init_world, pick_device, usable_cores
 from shoal.errors import UsageError
 from shoal.train.allocator import allocator_environment, tune_allocator
 
@@ -213,8 +213,7 @@ def _record_path(scratch: Path, rank: int) -> Path:
 
 
 def _share_of_cores(local_ranks: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // local_ranks)
+    return max(1, usable_cores() // local_ranks)
 
 
 # ---- the rank --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Trainer:
         samples: "train" and "validation" data.
         folder: of the run, which is there.
         resume: continue from its newest good checkpoint.
+        local_ranks: ranks on this machine.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Trainer:
         folder: Path,
         *,
         resume: bool,
+        local_ranks: int,
     ):
         self.config, self.shape, self.mesh, self.samples, self.folder = config, shape, mesh, samples, folder
+        self.local_ranks = local_ranks
         self.first = mesh.rank == 0
         self.display = Display(None if self.first else Console(quiet=True))
         self.begin = time.monotonic()
@@ -173,8 +176,8 @@ class Trainer:
         self.display.step(metrics)
 
     def _peak(self) -> float | None:
-        """Peak FLOP/s of all ranks together; they measure at the same time, as they will compute."""
-        own = peak_flops(self.engine.policy.compute, self.mesh.device)
+        """Peak FLOP/s of all ranks together, None where one does not know its own."""
+        own = peak_flops(self.engine.policy.compute, self.mesh.device, self.local_ranks)
         total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
         rate, unknown = all_reduce(total, self.mesh.group("world")).tolist()
         return None if unknown else rate

@@ -35,7 +35,15 @@ def run(payload: dict[str, Any]) -> int:
         folder = made[0]
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
-    trainer = Trainer(config, check(config), mesh, samples, Path(folder), resume=payload["resume"])
+    trainer = Trainer(
+        config,
+        check(config),
+        mesh,
+        samples,
+        Path(folder),
+        resume=payload["resume"],
+        local_ranks=member.local_world_size,
+    )
     code = trainer.run()
     dist.barrier()
     destroy_world()
