@@ -1,0 +1,44 @@
+"""Counts the collectives of a rank, by the function that starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.comm.mesh import Mesh
+from shoal.config import RunConfig
+from shoal.parallel import bucket, data
+from shoal.train.engine import Engine
+from shoal.verify.case import prepare
+from shoal.verify.rank import synthetic
+
+
+def engine_of(config: RunConfig) -> Engine:
+    """This rank's engine on synthetic data."""
+    case = prepare(config, own_precision=True, accumulate=False)
+    return Engine(case.config, case.shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, case.shape))
+
+
+@contextmanager
+def watched(note: Callable[[str], Any]) -> Iterator[None]:
+    """Call ``note`` with all_reduce, reduce_scatter_flat or all_gather_flat as each is started."""
+    places = [(dist, "all_reduce"), (data, "reduce_scatter_flat"), (bucket, "all_gather_flat")]
+    right = [getattr(owner, name) for owner, name in places]
+
+    def noting(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            note(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for (owner, name), function in zip(places, right, strict=True):
+        setattr(owner, name, noting(name, function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(places, right, strict=True):
+            setattr(owner, name, function)

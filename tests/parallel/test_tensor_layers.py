@@ -1,0 +1,120 @@
+"""Each split layer against the whole one: outputs, gradients of inputs, gradients of parameters."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.comm.pool import Pool
+from shoal.layout import Layout
+from shoal.models.transformer import IGNORE, Transformer
+from shoal.parallel.split import Split
+from shoal.parallel.tensor import TENSOR_PARALLEL, apply_tensor_parallel, matches
+
+LLAMA = ModelShape(
+    family="llama", layers=1, hidden=10, heads=8, kv_heads=2, head_dim=4, ffn=12, vocab=13, max_sequence=8, tied=False
+)
+GPT = LLAMA.model_copy(update={"family": "gpt", "kv_heads": 8})
+
+
+def load(model: nn.Module, splits: dict[str, Split], whole: nn.Module) -> None:
+    """Give each rank its part of the whole model's values; padding gets values that must not matter."""
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.fill_(100.0)
+            box = splits[name].box
+            p[tuple(slice(n) for n in box.shape)] = values[name][box.slices]
+
+
+def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
+    """On one rank: the largest difference of everything that each layer gives, by layer."""
+    mesh = Mesh(Layout(tp=dist.get_world_size(), sequence_parallel=sequence_parallel), dist.get_rank())
+    torch.manual_seed(0)
+    whole = Transformer(shape).double()
+    with torch.no_grad():
+        for p in whole.parameters():
+            p.normal_(std=0.3)
+    split = copy.deepcopy(whole)
+    splits = apply_tensor_parallel(split, shape, mesh)
+    load(split, splits, whole)
+    tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
+    targets[0, :5] = IGNORE
+    context = whole._context(tokens, None, torch.float64)
+    x = torch.randn(3, 8, shape.hidden, dtype=torch.float64)
+    layers = {
+        "embed": lambda model, x: model.embed(tokens) + x,
+        "attention": lambda model, x: model.layers["0"].attention(x, context),
+        "mlp": lambda model, x: model.layers["0"].mlp(x),
+        "block": lambda model, x: model.layers["0"](x, context),
+        "head and loss": lambda model, x: model.loss(model.head(model.norm(x)), targets),
+    }
+
+    def part(t: Tensor) -> Tensor:
+        """What this rank has of activations [b, s, h]; the loss is whole."""
+        return t.chunk(mesh.size("tp"), 1)[mesh.index("tp")] if sequence_parallel and t.dim() else t
+
+    found = {}
+    for layer, run in layers.items():
+        whole.zero_grad(), split.zero_grad()
+        one, mine = x.clone().requires_grad_(), part(x).clone().requires_grad_()
+        expected, got = run(whole, one), run(split, mine)
+        weight = torch.randn_like(expected)
+        expected.backward(weight), got.backward(part(weight))
+        pairs = [(got, part(expected)), (mine.grad, part(one.grad))]
+        reference = dict(whole.named_parameters())
+        for name, p in split.named_parameters():
+            if reference[name].grad is not None:
+                gradient = p.grad.clone()
+                for axis in splits[name].sum_over:
+                    all_reduce(gradient, mesh.group(axis))
+                box = splits[name].box
+                pairs.append((gradient[tuple(slice(n) for n in box.shape)], reference[name].grad[box.slices]))
+        found[layer] = max((a - b).abs().max().item() for a, b in pairs if a.numel())
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [LLAMA, GPT, LLAMA.model_copy(update={"vocab": 5})],  # 5 ids over 4 ranks: the last rank has none
+    ids=["llama", "gpt", "small vocabulary"],
+)
+def test_split_layers_compute_what_whole_ones_do(
+    pool: Pool, shape: ModelShape, ranks: int, sequence_parallel: bool
+) -> None:
+    for rank, found in enumerate(pool.run(errors, ranks, shape, sequence_parallel)):
+        for layer, error in found.items():
+            assert error < 1e-12, f"{layer} on rank {rank}"
+
+
+def memory(shape: ModelShape) -> tuple[int, int]:
+    mesh = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank())
+    with torch.device("meta"):
+        model = Transformer(shape)
+        whole = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+        apply_tensor_parallel(model, shape, mesh)
+    return whole, sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+
+
+def test_every_matrix_is_held_once(pool: Pool) -> None:
+    shape = LLAMA.model_copy(update={"kv_heads": 4, "vocab": 12})
+    for whole, here in pool.run(memory, 4, shape):
+        assert here * 4 == whole
+
+
+def test_the_table_names_every_module_with_a_matrix_and_nothing_twice() -> None:
+    for shape in (LLAMA, GPT):
+        with torch.device("meta"):
+            modules = dict(Transformer(shape).named_modules())
+        for name, module in modules.items():
+            rules = [pattern for pattern in TENSOR_PARALLEL if matches(pattern, name)]
+            assert len(rules) <= 1, name
+            if isinstance(module, nn.Linear | nn.Embedding):
+                assert rules, name

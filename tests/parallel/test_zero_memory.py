@@ -1,0 +1,105 @@
+"""Bytes per rank of each ZeRO stage, on the tensors themselves: the formulas of Rajbhandari et al. 2020, figure 1."""
+
+from itertools import pairwise
+
+import pytest
+import torch.distributed as dist
+
+from shoal.comm.pool import Pool
+from shoal.config import RunConfig
+from shoal.parallel.bucket import Bucket
+from tests.parallel.counting import engine_of
+from tests.verify.runs import small_run
+
+DP = 4
+BYTES = {  # of one element: weights computed with, weights updated (where they are others), gradient, both moments
+    "fp32": (4, 0, 4, 8),
+    "bf16": (2, 4, 4, 8),
+}
+
+
+def held(config: RunConfig) -> dict[str, int]:
+    engine = engine_of(config)
+    engine.step(0)
+    padding = sum(bucket.full.numel() - bucket.numel for bucket in engine.stage.parameters.buckets)
+    elements = sum(bucket.numel for bucket in engine.stage.parameters.buckets)
+    return {
+        **engine.stage.parameters.bytes(),
+        "optimizer": engine.optimizer.bytes(),
+        "elements": elements,
+        "padding": padding,
+        "buckets": len(engine.stage.parameters.buckets),
+    }
+
+
+@pytest.mark.parametrize("precision", BYTES)
+@pytest.mark.parametrize("shards", [4, 2], ids=["all of dp", "hybrid"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_fall_as_the_formulas_say(pool: Pool, zero: int, shards: int, precision: str) -> None:
+    parallel = {"dp": DP, "zero": zero} | ({"zero_shard": shards} if zero else {})
+    config = small_run(parallel, {"hidden": 32, "ffn": 48}, precision=precision)
+    compute, storage, gradient, moments = BYTES[precision]
+    parts = [1 if zero < stage else shards for stage in (3, 2, 1)]  # parameters, gradients, optimizer
+    for found in pool.run(held, DP, config):
+        size = found["elements"] + found["padding"]
+        assert found["padding"] < 64 * DP * found["buckets"]
+        # Master weights are the optimizer's, in the paper's words: they are sharded from stage 1 on.
+        whole = 0 if zero == 3 else compute * size
+        master = (storage or (compute if zero == 3 else 0)) * size // parts[2]
+        assert found["parameters"] == whole + master
+        assert found["gradients"] == gradient * size // parts[1]
+        # The optimizer has no padding to update, but where the shards end is not where the padding is.
+        assert found["optimizer"] <= moments * size // parts[2]
+        assert found["optimizer"] >= moments * (size // parts[2] - found["padding"])
+
+
+def gathered_units(config: RunConfig) -> tuple[int, int, int]:
+    """The most bytes of whole parameters alive during a step, the two largest neighbours' bytes, and those after it."""
+    engine = engine_of(config)
+    buckets = engine.stage.parameters.buckets
+    seen = [0]
+    gather = Bucket.gather
+
+    def watching(bucket: Bucket, group) -> None:
+        gather(bucket, group)
+        seen.append(sum(b.full.untyped_storage().size() for b in buckets))
+
+    Bucket.gather = watching
+    try:
+        engine.step(0)
+    finally:
+        Bucket.gather = gather
+    sizes = [b.full.numel() * b.full.element_size() for b in buckets]
+    pairs = max(a + b for a, b in pairwise(sizes))
+    dist.barrier()
+    return max(seen), pairs, sum(b.full.untyped_storage().size() for b in buckets)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_3_never_has_more_than_two_units_whole(pool: Pool, recompute: str) -> None:
+    config = small_run({"dp": 2, "zero": 3, "recompute": recompute}, {"layers": 5})
+    for peak, two, after in pool.run(gathered_units, 2, config):
+        assert peak <= two
+        assert after == 0
+
+
+def whole_gradients(config: RunConfig) -> int:
+    """The most whole gradient buffers alive after any micro-batch's reduction started."""
+    engine = engine_of(config)
+    parameters = engine.stage.parameters
+    most = 0
+    settle = parameters._settle
+
+    def watching(keep: int = 0) -> None:
+        nonlocal most
+        settle(keep)
+        most = max(most, sum(g.whole is not None for g in parameters.gradients) + len(parameters._scattering))
+
+    parameters._settle = watching
+    engine.step(0)
+    return most
+
+
+def test_zero_2_has_at_most_two_whole_gradient_buckets(pool: Pool) -> None:
+    config = small_run({"dp": 2, "zero": 2, "bucket_mb": 0.001}, {"layers": 5})
+    assert max(pool.run(whole_gradients, 2, config)) <= 2

@@ -1,0 +1,80 @@
+"""Faults are planted, and the verifier says what is wrong and where."""
+
+import pytest
+
+from shoal.comm.pool import Pool
+from shoal.verify.case import prepare, run_case
+from shoal.verify.faults import FAULTS
+from shoal.verify.judge import Finding
+from tests.verify.runs import small_run
+
+# What the first difference must be: its phase, and its module or parameter.
+EXPECTED = {
+    "row-sum": ("forward", "layers.0.attention"),
+    "entry-gradient": ("backward", "norm"),  # what the head sends back
+    "vocabulary-padding": ("forward", "loss"),
+    "norm-gradients": ("gradient", "norm.weight"),
+    "key-value-copies": ("gradient", "layers.2.attention.k.weight"),
+    "tied-ends": ("gradient", "embed.token.weight"),
+    "dropped-layer": ("structure", "layers.2.attention_norm.weight"),
+    "wrong-targets": ("forward", "loss"),
+    "accumulation-scale": ("backward", "loss"),
+    "local-tokens": ("loss", ""),
+    "same-samples": ("samples", ""),
+    "wrong-group": ("gradient", "head.weight"),
+    "mean-over-replicas": ("gradient", "head.weight"),
+    "zero1-stale": ("in use", "embed.token.weight"),
+    "zero2-forgets": ("gradient", "head.weight"),
+    "norm-counts-copies": ("gradient norm", ""),
+    "clip-per-rank": ("gradient", "head.weight"),
+}
+
+
+def first_difference(pool: Pool, name: str, plant: str) -> Finding | None:
+    model = {"tied": True} if name == "tied-ends" else {}
+    run = small_run(FAULTS[name].needs, model)
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant=plant)
+    return verdict.findings[0] if verdict.findings else None
+
+
+def test_every_fault_has_an_expectation() -> None:
+    assert set(EXPECTED) == set(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_where_it_is(pool: Pool, name: str) -> None:
+    found = first_difference(pool, name, plant=name)
+    assert found is not None
+    assert (found.phase, found.place) == EXPECTED[name], found.text
+    if found.step >= 0:
+        assert found.ranks
+        assert found.step == 0
+
+
+@pytest.mark.parametrize("name", ["row-sum", "key-value-copies", "clip-per-rank"])
+def test_without_the_fault_the_same_run_is_the_same(pool: Pool, name: str) -> None:
+    assert first_difference(pool, name, plant="") is None
+
+
+def test_only_the_ranks_that_differ_are_named(pool: Pool) -> None:
+    """The last stage alone scores targets."""
+    found = first_difference(pool, "wrong-targets", plant="wrong-targets")
+    assert found.ranks == ("rank 1 (pp 1)",)
+
+
+def test_a_rank_that_fails_is_a_difference_too(pool: Pool) -> None:
+    """A shape that does not fit: ZeRO-1's gather over a group that is not the one that shards."""
+    run = small_run({"dp": 2, "zero": 1}, global_batch=8)
+    run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"learning_rate": 1e300})})
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=3)
+    assert verdict.findings[0].phase == "failure"
+    assert "NonFinite" in verdict.findings[0].text
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_gone_after_its_context(name: str) -> None:
+    fault = FAULTS[name]
+    right = fault.owner.__dict__[fault.name]
+    with fault.plant():
+        assert fault.owner.__dict__[fault.name] is not right
+    assert fault.owner.__dict__[fault.name] is right

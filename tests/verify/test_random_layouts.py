@@ -1,0 +1,69 @@
+"""The promise of shoal: every valid layout computes what one device computes."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from shoal.comm.pool import Pool
+from shoal.config import RunConfig
+from shoal.verify.case import prepare, run_case
+from shoal.verify.draw import draw_run
+from shoal.verify.judge import TOLERANCES
+from tests.verify.runs import runs, small_run
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(run=runs(max_ranks=8))
+def test_any_layout_computes_what_one_device_computes(pool: Pool, run: RunConfig) -> None:
+    verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert verdict.worst_gradient <= 1e-9
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp": 2, "zero": 1, "tp": 2, "sequence_parallel": True},
+        {"dp": 2, "zero": 3, "pp": 2, "recompute": "full"},
+    ],
+    ids=["dp-tp", "dp-pp"],
+)
+def test_the_runs_own_precision_stays_within_its_rounding(pool: Pool, precision: str, parallel: dict) -> None:
+    case = prepare(small_run(parallel, precision=precision), own_precision=True)
+    verdict, _ = run_case(case, pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    # ... and it is the run's precision that ran: an error of fp64's size would mean that it was not.
+    assert verdict.worst_gradient > 1e-9
+    assert verdict.worst_gradient < TOLERANCES[precision].gradient
+
+
+def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
+    drawn = [draw_run(random.Random(i).choice) for i in range(400)]
+    for run in drawn:
+        prepare(run, own_precision=False)  # raises if it is not valid
+    layouts = [run.parallel for run in drawn]
+    assert max(layout.world_size for layout in layouts) == 8
+    corners = {
+        "every ZeRO stage with hybrid shards": {
+            layout.zero for layout in layouts if 1 < layout.dp_shard < layout.dp
+        } == {1, 2, 3},
+        "every schedule": {layout.schedule for layout in layouts if layout.pp > 1} == {"gpipe", "1f1b"},
+        "every recomputation": {layout.recompute for layout in layouts} == {"none", "selective", "full"},
+        "both families, tied and not": len({(run.model.name, run.model.tied) for run in drawn}) == 4,
+        "three axes at once": any(min(layout.dp, layout.tp, layout.pp) > 1 for layout in layouts),
+        "replicated key/value heads": any(run.model.kv_heads < run.parallel.tp for run in drawn),
+        "vocabulary not divisible": any(run.model.vocab % run.parallel.tp for run in drawn),
+        "layers not divisible": any(run.model.layers % run.parallel.pp for run in drawn),
+        "sequence parallel": any(layout.sequence_parallel for layout in layouts),
+        "document masks": any(run.data.document_mask for run in drawn),
+        "tied over a pipeline": any(run.model.tied and run.parallel.pp > 1 for run in drawn),
+    }
+    assert all(corners.values()), [name for name, reached in corners.items() if not reached]

@@ -1,0 +1,46 @@
+"""`shoal verify` through the command line: what it prints, and its exit codes."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.config import save
+from tests.verify.runs import small_run
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    save(small_run({"tp": 2}), path)
+    return path
+
+
+def test_a_right_layout_and_a_planted_fault(run_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["verify", str(run_file), "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "tp 2" in out and "the same" in out and "attention out" in out and "weight, adamw" in out
+    assert main(["verify", str(run_file), "--steps", "1", "--plant", "row-sum"]) == 1
+    out = capsys.readouterr().out
+    assert "output of layers.0.attention" in out and "rank 1 (tp 1)" in out
+
+
+def test_drawn_layouts(capsys: pytest.CaptureFixture) -> None:
+    assert main(["verify", "--random", "3", "--steps", "1"]) == 0
+    assert "3 layouts, 0 differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--plant", "row-sun"], "did you mean 'row-sum'?"),
+        (["--plant", "zero2-forgets"], "It shows on a layout with --parallel.dp 2 --parallel.zero 2."),
+        (["--plant", "row-sum", "--random", "2"], "leave --plant"),
+        (["--parallel.dp", "64", "--train.global-batch", "256"], "at most 64"),
+        (["--parallel.tp", "3"], "does not divide model.heads"),
+        (["--model.name", "llama-3.1-405b", "--model.vocab", "128256", "--model.layers", "126"], "GiB"),
+    ],
+)
+def test_refusals(run_file: Path, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["verify", str(run_file), *options]) == 2
+    assert message in capsys.readouterr().err
