@@ -25,6 +25,7 @@ FAILURES = Path("verify-failures")
 """Where drawn runs that differ are written, to be verified alone."""
 
 _DRAWN_RANKS = 8
+_LINE_EVERY = 20
 # Weights, whole and reduced gradients, two moments and what is read of the reference; float64.
 _BYTES_PER_PARAMETER = 8 * 6
 
@@ -92,6 +93,8 @@ def _verify_drawn(console: Console, count: int, steps: int, seed: int) -> int:
                     f"         again: shoal verify {file}"
                 )
             progress.advance(task)
+            if not console.is_terminal and (i + 1) % _LINE_EVERY == 0:  # where there is no bar
+                console.print(f"{i + 1} of {count} layouts, {failures} differ, {time.monotonic() - start:.0f} s")
     colour = "red" if failures else "green"
     console.print(
         f"[bold {colour}]{count} layouts, {failures} differ[/]; largest relative error of a gradient {worst:.1e}; "
