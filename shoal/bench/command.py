@@ -8,7 +8,7 @@ import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypedDict, TypeVar
 
 import torch
 import tyro
@@ -24,6 +24,8 @@ from shoal.comm.world import pick_device
 from shoal.config import Section, validate
 from shoal.errors import UsageError, did_you_mean
 from shoal.train.allocator import allocator_environment, tune_allocator
+
+T = TypeVar("T", bound=Section)
 
 
 class StepOptions(Section):
@@ -92,9 +94,18 @@ def main(args: list[str]) -> int:
     return command(_parse(f"shoal bench {name}", options, rest), Console())
 
 
-def _parse(prog: str, options: type[Section], args: list[str]) -> Any:
-    given = tyro.cli(Annotated[options, tyro.conf.arg(name="")], prog=prog, description=options.__doc__, args=args)
-    return validate(options, given.model_dump(), where="command line")
+def _parse(prog: str, options: type[T], args: list[str]) -> T:
+    """Options from a command line; their values are checked by `validate`, in the words of the config."""
+    fields = {
+        name: Annotated[(field.annotation, tyro.conf.arg(help=field.description))]
+        for name, field in options.model_fields.items()
+    }
+    given = tyro.cli(
+        TypedDict(options.__name__, fields),  # type: ignore[operator]
+        default={name: field.default for name, field in options.model_fields.items()},
+        prog=prog, description=options.__doc__, args=args,
+    )
+    return validate(options, given, where="command line")
 
 
 # ---- step --------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def model(workload: Workload, kernel: str) -> Transformer:
 
 def best_kernel() -> str:
     """The attention kernel that shoal takes, for the references too: what is compared is the parallelism."""
-    return attention_kernel("auto", torch.device("cpu"))
+    return attention_kernel("auto", torch.device("cpu"), torch.float32)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:

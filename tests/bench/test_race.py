@@ -1,0 +1,143 @@
+"""What comes out of a race, and that contenders which do different work are refused."""
+
+import csv
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from shoal.bench import command
+from shoal.bench.attention import measure
+from shoal.bench.crew import Contender, Crew, Failed, Turn
+from shoal.bench.peak import Product
+from shoal.bench.race import Disagreement, Lap, Race, check_agreement, rows
+from shoal.bench.races import NAMES, races
+from shoal.bench.workload import Workload
+from shoal.errors import UsageError
+
+WORK = Workload()
+
+
+def lap(name: str, *turns: list[float], losses: float = 1.0) -> Lap:
+    contender = Contender(name, build, WORK)
+    return Lap(contender, [Turn(seconds, seconds, [losses] * len(seconds)) for seconds in turns])
+
+
+def build(workload: Workload, rank: int, ranks: int, fails: bool = False):
+    """A contender whose losses tell who and where it is."""
+
+    def step(number: int) -> float:
+        if fails and number == 2:
+            raise ValueError("third step")
+        return number + 0.25 * rank
+
+    return step
+
+
+def test_ratio_is_that_of_medians_against_the_fastest_reference():
+    ours, slow, fast = lap("ours", [1.0, 9.0], [1.0, 1.0]), lap("slow", [4.0], [4.0]), lap("fast", [2.0], [3.0])
+    race = Race("x", (ours.contender,), (slow.contender, fast.contender), target=2.6)
+    first, second, third = rows(race, [ours, slow, fast])
+    assert first.ratio == pytest.approx(2.5)  # median of 2 and 3, over that of 1, 9, 1, 1
+    assert first.met is False and first.tokens_per_second == WORK.tokens
+    assert second.ratio == pytest.approx(2.5 / 4) and second.target is None and second.met is None
+    assert third.ratio == 1.0 and third.spread == (1.0, 1.0)
+
+
+def test_share_of_a_peak_compares_flops():
+    ours = lap("ours", [2.0])
+    product = Lap(Contender("product", build, Product(side=1000)), [Turn([1.0], [1.0], [0.0])])
+    race = Race("x", (ours.contender,), (product.contender,), target=0.5)
+    assert rows(race, [ours, product])[0].ratio == pytest.approx(WORK.flops / 2.0 / 2e9)
+
+
+def test_flops_of_a_step_are_those_of_the_definition():
+    shape = WORK.shape
+    matrices = 8 * (4 * 256 * 256 + 3 * 256 * 688) + 8192 * 256
+    assert WORK.flops == 2048 * (6 * matrices + 12 * 8 * 256 * 256)
+    assert shape.parameters() == matrices + 8192 * 256 + 17 * 256
+
+
+def test_different_losses_are_refused():
+    check_agreement([lap("a", [1.0]), lap("b", [1.0], losses=1.0001)], 1e-3)
+    with pytest.raises(Disagreement, match=r"a has the loss 1\.000000, b 1\.100000"):
+        check_agreement([lap("a", [1.0]), lap("b", [1.0], losses=1.1)], 1e-3)
+
+
+def test_crew_steps_on_from_turn_to_turn_and_adds_the_shares_of_the_ranks():
+    with Crew(Contender("c", build, WORK, ranks=2)) as crew:
+        assert crew.run(2).losses == [0.25, 2.25]
+        turn = crew.run(1)
+    assert turn.losses == [4.25] and len(turn.seconds) == len(turn.cpu_seconds) == 1
+
+
+def test_crew_tells_which_contender_failed_and_why():
+    with Crew(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as crew:
+        crew.run(2)
+        with pytest.raises(Failed, match=r"broken, rank \d[\s\S]*third step"):
+            crew.run(1)
+
+
+def test_batches_of_the_parts_make_up_the_step():
+    whole = WORK.batch(5)
+    parts = [WORK.batch(5, part, 2) for part in range(2)]
+    assert torch.equal(whole.tokens, torch.cat([part.tokens for part in parts]))
+    assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
+    assert torch.equal(whole.tokens, WORK.batch(9).tokens) and not torch.equal(whole.tokens, WORK.batch(6).tokens)
+
+
+def test_attention_kernels_agree():
+    timing = measure(32, "fp32", torch.device("cpu"), tokens=64, heads=2, head_dim=8, repeats=1)
+    assert timing.difference < 1e-5 and set(timing.seconds) == {"sdpa", "explicit"}
+
+
+def test_every_race_can_be_asked_for():
+    assert {race.name.split()[0] for race in races(WORK)} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["stpe"], "did you mean 'step'"),
+        (["step", "--only", "dp,fsdq"], "did you mean 'fsdp'"),
+        (["step", "--out", "table.xls"], "ending in .csv or .json"),
+        (["step", "--turns", "0"], "turns = 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(args, message):
+    with pytest.raises(UsageError, match=message):
+        command.main(args)
+
+
+def test_foreign_allocator_settings_are_refused(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    with pytest.raises(UsageError, match="unset MALLOC_MMAP_MAX_"):
+        command.main(["step", "--quick"])
+
+
+@pytest.mark.parametrize("ending", ["csv", "json"])
+def test_table_is_written(tmp_path, ending):
+    ours, theirs = lap("ours", [1.0]), lap("theirs", [2.0])
+    table = rows(Race("x", (ours.contender,), (theirs.contender,), target=1.5), [ours, theirs])
+    out = tmp_path / f"table.{ending}"
+    command.write(table, out)
+    if ending == "csv":
+        records = list(csv.DictReader(out.open()))
+        assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
+    else:
+        assert json.loads(out.read_text())["rows"][0]["ratio"] == 2.0
+
+
+def test_all_contenders_of_a_small_model_do_the_same_work():
+    """Every kind of reference beside one of ours, on the tiny model: equal losses show that equal work is compared."""
+    small = Workload("tiny", sequence_length=16, sequences=8)
+    ddp, dtensor, pipeline = "DDP, buckets of 8 MB", "DTensor, inputs prepared", "torch ZBVZeroBubble"
+    wanted = {"shoal tp 2", "FSDP2 fully_shard", ddp, dtensor, pipeline}
+    contenders = [c for race in races(small) for c in (*race.ours, *race.references) if c.name in wanted]
+    laps = []
+    for contender in contenders:
+        with Crew(contender) as crew:
+            laps.append(Lap(contender, [crew.run(3)]))
+    assert {lap.contender.name for lap in laps} == wanted
+    check_agreement(laps, 1e-5)
