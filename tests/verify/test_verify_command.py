@@ -38,7 +38,7 @@ def test_drawn_layouts(capsys: pytest.CaptureFixture) -> None:
         (["--plant", "row-sum", "--random", "2"], "leave --plant"),
         (["--parallel.dp", "64", "--train.global-batch", "256"], "at most 64"),
         (["--parallel.tp", "3"], "does not divide model.heads"),
-        (["--model.name", "llama-3.1-405b", "--model.vocab", "128256", "--model.layers", "126"], "GiB"),
+        (["--model.hidden", "65536", "--model.vocab", "1000000"], "GiB are free"),
     ],
 )
 def test_refusals(run_file: Path, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
