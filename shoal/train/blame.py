@@ -1,11 +1,13 @@
 """Where a number that is not finite came from: the step is run again, without its update, and every value watched.
 
-The weights are those before the step and its samples follow from its number, so the run shows the same values. The
-first module, in the order of execution, whose output or gradient is not finite is named, with its rank.
+The weights are those before the step and its samples follow from its number, so the run shows the same values. What is
+not finite spreads with every collective, so nearly all ranks find some; the one that found its own first is named, with
+the module.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,56 +16,84 @@ from torch import Tensor, nn
 
 from shoal.train.engine import Engine, NonFinite
 
+WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which one spoils the next
+NAMED = 2  # ranks, of those that found one at the same place
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The first value that is not finite on one rank.
+
+    Attributes:
+        when: smallest where it began: the kind of the value; how many pipeline stages it may have come through; how
+            many values the rank had looked at (ranks of one stage look at the same ones in the same order).
+        where: the rank.
+        what: the module or parameter.
+    """
+
+    when: tuple[int, int, int]
+    where: str
+    what: str
+
+
+class _Watch:
+    """Looks at this rank's values until one is not finite."""
+
+    def __init__(self, engine: Engine):
+        self.mesh = engine.mesh
+        self.position = 0
+        self.found: _Finding | None = None
+
+    def look(self, kind: int, what: str, value: Tensor) -> None:
+        if self.found is not None:
+            return
+        self.position += 1
+        if not _finite(value):
+            stage = self.mesh.index("pp")
+            before = {WEIGHTS: 0, FORWARD: stage, BACKWARD: self.mesh.layout.pp - 1 - stage}[kind]
+            self.found = _Finding((kind, before, self.position), self.mesh.describe(), what)
+
+    def look_at_output(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self.look(FORWARD, f"forward: the output of {name}", output)
+        if output.requires_grad:
+            output.register_hook(partial(self.look, BACKWARD, f"backward: the gradient at the output of {name}"))
+
 
 def blame(engine: Engine, step: int, error: NonFinite) -> str:
     """A message that names the first rank and module where a value of ``step`` is not finite. Collective."""
-    findings: list[str] = []
+    watch = _Watch(engine)
+    for name, pieces in engine.stage.parameters.weights().items():
+        for piece in pieces:
+            watch.look(WEIGHTS, f"the weights of {name}", piece.tensor)
     hooks = [
-        hook
+        module.register_forward_hook(partial(watch.look_at_output, name or "the model"))
         for name, module in engine.stage.module.named_modules()
         if not isinstance(module, nn.ModuleDict)
-        for hook in (module.register_forward_hook(partial(_watch_output, findings, name or "the model")),)
     ]
     hooks += [
-        parameter.register_hook(partial(_watch, findings, f"backward: the gradient of {name}"))
+        parameter.register_hook(partial(watch.look, BACKWARD, f"backward: the gradient of {name}"))
         for name, parameter in engine.stage.module.named_parameters()
     ]
-    weights = [name for name, p in engine.stage.parameters.weights().items() if not all(_finite(x.tensor) for x in p)]
+    watch.position = 0  # shards differ in how many weights they hold
     try:
         engine.step(step, dry=True)
     finally:
         for hook in hooks:
             hook.remove()
-    own = f"the weights of {weights[0]}" if weights else (findings[0] if findings else "")
-    mine = f"{engine.mesh.describe()}, {own}" if own else ""
-    every = [""] * engine.mesh.layout.world_size
-    if dist.is_initialized() and len(every) > 1:
-        dist.all_gather_object(every, mine)
-    else:
-        every = [mine]
-    # Wherever it started, later values are not finite either: the earliest pass tells, and weights before any.
-    found = sorted((line for line in every if line), key=_how_early)
+    every = [watch.found]
+    if engine.mesh.layout.world_size > 1:
+        every = [None] * engine.mesh.layout.world_size
+        dist.all_gather_object(every, watch.found)
+    found = [finding for finding in every if finding is not None]
     if not found:
         return f"{error}. Run again, the step is finite everywhere: the fault was not in weights, data or code."
-    others = len(found) - 1
-    return f"{error}. First on {found[0]}" + (f" (and on {others} other ranks)" if others else "") + \
-        ". The weights are unchanged and saved."
-
-
-def _how_early(line: str) -> int:
-    return next(i for i, kind in enumerate(("the weights", "forward", "backward", "")) if kind in line)
-
-
-def _watch_output(findings: list[str], name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-    _watch(findings, f"forward: the output of {name}", output)
-    if output.requires_grad:
-        output.register_hook(partial(_watch, findings, f"backward: the gradient at the output of {name}"))
-
-
-def _watch(findings: list[str], where: str, value: Tensor) -> None:
-    if not findings and not _finite(value):
-        findings.append(where)
+    first = min(found, key=lambda finding: finding.when)
+    where = [finding.where for finding in found if finding.when == first.when]
+    at_once = " and ".join(where[:NAMED]) + (f" and {len(where) - NAMED} more at once" if len(where) > NAMED else "")
+    spread = f"; it spread to {len(found) - len(where)} other ranks" if len(found) > len(where) else ""
+    return f"{error}. First on {at_once}, {first.what}{spread}. The weights are unchanged and saved."
 
 
 def _finite(value: Tensor) -> bool:
-    return bool(torch.isfinite(value).all())
+    # Detached: what autograd saves must not depend on it, or recomputation finds another number of tensors.
+    return bool(torch.isfinite(value.detach()).all())
