@@ -76,7 +76,10 @@ class Mesh:
             purpose: asks for a group of its own over the same ranks, so that unrelated traffic is not ordered with it.
         """
         ranks = tuple(self.ranks(axis))
-        if len(ranks) == 1:
+        # torch names a group by its ranks and by how many its process has: all members must have made equally many.
+        # So the stages between the ends make one too, of themselves alone.
+        between = axis == "ends" and self.size("pp") > 2 and len(ranks) == 1
+        if len(ranks) == 1 and not between:
             return None
         key = (purpose, ranks)
         if key not in self._groups:
@@ -84,7 +87,7 @@ class Mesh:
                 self._groups[key] = dist.group.WORLD
             else:
                 self._groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._groups[key]
+        return None if between else self._groups[key]
 
     def neighbour(self, axis: str, step: int) -> int:
         """The global rank ``step`` places further along an axis.

@@ -46,6 +46,8 @@ def build_stage(
     keep_stage(model, stage, layout.pp)  # first: what is not here need not be split
     splits = apply_tensor_parallel(model, shape, mesh)  # on the meta device, so no rank ever allocates a whole matrix
     splits = share_tied(splits, shape, stage, layout.pp)
+    if shape.tied and layout.pp > 1:
+        mesh.group("ends")  # on every stage, at the same point
     for layer in model.layers.values():
         layer.attention.core.kernel = kernel
     apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute
