@@ -115,7 +115,8 @@ def train_here(values: dict[str, Any], folder: Path, resume: bool) -> int:
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = {split: open_dataset(config.data, seed=config.train.seed, split=split)
                for split in ("train", "validation")}
-    return Trainer(config, check(config), mesh, samples, folder, resume=resume).run()
+    here = dist.get_world_size()
+    return Trainer(config, check(config), mesh, samples, folder, resume=resume, local_ranks=here).run()
 
 
 def train_in(pool, config: RunConfig, folder: Path, *, resume: bool = False) -> Path:

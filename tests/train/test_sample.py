@@ -1,0 +1,137 @@
+"""What a trained model writes: the same for the same seed, and from a checkpoint of any layout."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from shoal.checkpoint import Checkpointer, load, newest_good
+from shoal.cli import main
+from shoal.comm.mesh import Mesh
+from shoal.config import build, plain
+from shoal.data.batches import open_dataset
+from shoal.errors import UsageError
+from shoal.train.command import check
+from shoal.train.engine import Engine
+from shoal.train.sample import generate, sample_checkpoint
+
+from .runs import checkpoints, small_config, train_in
+
+LAYOUTS = {
+    "tp 2": {"tp": 2, "micro_batch": 2},
+    "pp 2": {"pp": 2, "micro_batch": 2},
+    "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "micro_batch": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The model is so small that several threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def run(request, corpus, pool, tmp_path_factory):
+    """A run on one device, and its config."""
+    config = small_config(corpus, {"micro_batch": 8}, model={"tied": request.param}, train={"steps": 20})
+    return config, train_in(pool, config, tmp_path_factory.mktemp("sample") / "run")
+
+
+def write(folder, prompt="def ", tokens=40, temperature=0.8, seed=0) -> str:
+    return sample_checkpoint(folder, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+
+def test_the_seed_decides_what_is_written(run):
+    _, folder = run
+    assert write(folder, seed=1) == write(folder, seed=1)
+    assert len({write(folder, seed=seed) for seed in range(4)}) > 1
+    assert write(folder).startswith("def ")
+
+
+def test_at_temperature_0_it_is_the_likeliest_whatever_the_seed(run):
+    _, folder = run
+    assert write(folder, temperature=0, seed=1) == write(folder, temperature=0, seed=2)
+
+
+def cut_anew(values, source, target) -> None:
+    """Load a checkpoint into another layout, and save it from there."""
+    config = build(values)
+    shape = check(config)
+    samples = open_dataset(config.data, seed=0, split="train")
+    engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), samples)
+    group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    found, _ = newest_good(source / "checkpoints", group=group)
+    extra = load(found.path, engine.state(), group=group, model=shape.model_dump(mode="json"))
+    engine.restored(found.step)
+    saver = Checkpointer(target / "checkpoints", group=group, keep=1, asynchronous=False)
+    saver.save(found.step, engine.state(), extra)
+    saver.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_layout_writes_the_same(layout, run, pool, tmp_path):
+    config, folder = run
+    changed = config.model_copy(update={"parallel": type(config.parallel)(**LAYOUTS[layout])})
+    check(changed)
+    shutil.copy(folder / "run.toml", tmp_path / "run.toml")
+    pool.run(cut_anew, changed.parallel.world_size, plain(changed), folder, tmp_path)
+    assert len(list(checkpoints(tmp_path)[20].glob("rank-*"))) == 2
+    assert write(tmp_path, seed=3, temperature=1.0) == write(folder, seed=3, temperature=1.0)
+
+
+class Counts(torch.nn.Module):
+    """Says the last token plus one, surely."""
+
+    def __init__(self):
+        super().__init__()
+        self.longest = 0
+
+    def forward(self, tokens):
+        self.longest = max(self.longest, tokens.shape[1])
+        return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * 100.0
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_it_stops_at_the_end_of_the_document_and_sees_no_more_than_its_window(temperature):
+    model = Counts()
+    ids = generate(model, torch.tensor([3]), 20, temperature=temperature, window=4, stop=9,
+                   generator=torch.Generator())
+    assert ids.tolist() == [3, 4, 5, 6, 7, 8] and model.longest == 4
+    ids = generate(model, torch.tensor([3]), 2, temperature=temperature, window=4, stop=9, generator=torch.Generator())
+    assert ids.tolist() == [3, 4, 5]
+
+
+def test_the_command_prints_the_text(run, capsys):
+    _, folder = run
+    assert main(["sample", str(folder), "def ", "--tokens", "30", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == write(folder, tokens=30, temperature=0) + "\n"
+
+
+def test_what_is_no_run_is_refused(run, tmp_path, capsys):
+    _, folder = run
+    assert main(["sample", str(tmp_path), "def "]) == 2
+    assert f"{tmp_path} is not the folder of a run (run.toml is missing)" in capsys.readouterr().err
+    shutil.copy(folder / "run.toml", tmp_path / "run.toml")
+    assert main(["sample", str(tmp_path), "def "]) == 2
+    assert "holds no good checkpoint" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        write(folder, prompt="")
+
+
+def test_the_weights_that_it_uses_are_those_of_the_checkpoint(run, tmp_path):
+    """Change one stored weight, and the checksum refuses it: nothing else can be behind the text."""
+    _, folder = run
+    shutil.copytree(folder, tmp_path / "run")
+    for path in checkpoints(tmp_path / "run").values():
+        file = next(path.glob("rank-*"))
+        assert load_file(file)
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(UsageError, match="holds no good checkpoint"):
+        write(tmp_path / "run")
