@@ -91,7 +91,7 @@ class Trainer:
                     raise NonFinite(blame(self.engine, self.step, error)) from None
                 timer.stop()
                 self.step += 1
-                stopped = result.stop
+                stopped = result.stop and self.step < self.config.train.steps
                 self._after_step(result, timer, peak, last=stopped or self.step == self.config.train.steps)
             self._finish(stopped)
         return 0
