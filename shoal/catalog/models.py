@@ -72,10 +72,13 @@ class ModelShape(BaseModel):
         The definition of PaLM (Chowdhery et al. 2022, appendix B), used for every MFU that shoal prints: attention
         counted in full (not halved for causality), recomputation not counted, and neither is the embedding look-up.
         """
-        h, kv, q = self.hidden, self.kv_heads * self.head_dim, self.heads * self.head_dim
-        mlp = (3 if self.family == "llama" else 2) * h * self.ffn
-        matrices = self.layers * (2 * h * q + 2 * h * kv + mlp) + self.vocab * h
-        return 6 * matrices + 12 * self.layers * q * sequence_length
+        matrices = self.layers * self.layer_matrices() + self.vocab * self.hidden
+        return 6 * matrices + 12 * self.layers * self.heads * self.head_dim * sequence_length
+
+    def layer_matrices(self) -> int:
+        """Parameters of one layer that take part in matrix products."""
+        kv, q = self.kv_heads * self.head_dim, self.heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv + (3 if self.family == "llama" else 2) * self.ffn)
 
 
 @dataclass(frozen=True)

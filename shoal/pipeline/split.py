@@ -9,27 +9,40 @@ from shoal.models.transformer import Transformer
 from shoal.parallel.split import Split
 
 
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """Consecutive layers for each stage, as even as can be.
+def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
+    """Consecutive layers for each stage, so that the slowest stage has as little to do as can be.
 
-    Left-over layers go to the later stages, which keep fewer micro-batches alive, but to the last one (which also has
-    the head) after all others.
+    The last stage also has the head, and gives up layers for it, as Llama 3 was split (Dubey et al. 2024, section 3.3.2).
+    Left-over layers go to the later of the other stages, which keep fewer micro-batches alive.
+
+    Args:
+        head: work of the head, in layers.
 
     >>> stage_layers(7, 4)
     [range(0, 2), range(2, 4), range(4, 6), range(6, 7)]
-    >>> stage_layers(6, 4)
-    [range(0, 1), range(1, 3), range(3, 5), range(5, 6)]
+    >>> stage_layers(8, 2, head=2.7)
+    [range(0, 5), range(5, 8)]
     """
-    sizes = [layers // stages] * stages
-    for stage in [*range(stages - 2, -1, -1), stages - 1][: layers % stages]:
-        sizes[stage] += 1
+    others = stages - 1
+    if not others:
+        return [range(layers)]
+
+    def cost(last: int) -> tuple[float, float, int]:
+        """The slowest stage; how far the last one lags by more than one layer; its layers."""
+        slowest_other = -(-(layers - last) // others)
+        return max(slowest_other, last + head), max(0, slowest_other - 1 - last - head), last
+
+    last = min(range(1, layers - others + 1), key=cost)
+    even, more = divmod(layers - last, others)
+    sizes = [even] * (others - more) + [even + 1] * more + [last]
     starts = [sum(sizes[:i]) for i in range(stages)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def keep_stage(model: Transformer, stage: int, stages: int) -> None:
     """Take out of a model, in place, everything that another stage computes."""
-    keep = stage_layers(len(model.layers), stages)[stage]
+    head = model.shape.vocab * model.shape.hidden / model.shape.layer_matrices()
+    keep = stage_layers(len(model.layers), stages, head)[stage]
     for name in list(model.layers):
         if int(name) not in keep:
             del model.layers[name]

@@ -76,6 +76,7 @@ def rank_environment(rank: int, ranks: int, scratch: Path) -> dict[str, str]:
     """The variables of one local rank: its place, where the ranks meet, threads and allocator."""
     return {
         "OMP_NUM_THREADS": str(_share_of_cores(ranks)),
+        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
         "NCCL_SOCKET_IFNAME": "lo",
         **allocator_environment(),

@@ -109,7 +109,7 @@ def _count_copies(right: Callable) -> Callable:
 
 
 def _rest_dropped(right: Callable) -> Callable:
-    def stage_layers(layers: int, stages: int) -> list[range]:
+    def stage_layers(layers: int, stages: int, head: float) -> list[range]:
         each = layers // stages
         return [range(each * stage, each * (stage + 1)) for stage in range(stages)]
 

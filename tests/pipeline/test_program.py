@@ -124,3 +124,14 @@ def test_no_layer_is_ever_lost(layers: int, stages: int) -> None:
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes)  # the last stage also has the head
+
+
+@given(st.integers(1, 130), st.integers(2, 40), st.floats(0, 20))
+def test_no_other_split_has_a_faster_slowest_stage(layers: int, stages: int, head: float) -> None:
+    assume(stages <= layers)
+    parts = stage_layers(layers, stages, head)
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    assert min(len(part) for part in parts) >= 1
+    slowest = max(max(len(part) for part in parts[:-1]), len(parts[-1]) + head)
+    best = min(max(-(-(layers - last) // (stages - 1)), last + head) for last in range(1, layers - stages + 2))
+    assert slowest == best
