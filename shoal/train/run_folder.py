@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
+from shoal.precision import POLICIES
 
 RUNS = Path("runs")
 
@@ -47,8 +49,8 @@ def _fresh_name(config: RunConfig) -> Path:
 def check_resume(config: RunConfig, folder: Path) -> None:
     """Refuse to resume what would not continue the same run.
 
-    The order of the samples follows from the step's number, so what that depends on must not change; layout, precision,
-    number of steps, learning rate and the rest may.
+    The order of the samples follows from the step's number, so what that depends on must not change, nor what decides
+    which tensors are kept; layout, number of steps, learning rate and the rest may (the model is compared on loading).
 
     Raises:
         UsageError: naming the field, the run's value and the new one; or the folder holds no run.
@@ -56,17 +58,26 @@ def check_resume(config: RunConfig, folder: Path) -> None:
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
     first = load(folder / RUN_FILE)
-    fixed = {
+    order = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
         **{f"data.{name}": (lambda c, name=name: getattr(c.data, name)) for name in _DATA_ORDER},
     }
-    for name, value in fixed.items():
+    for name, value in order.items():
         if value(first) != value(config):
-            raise UsageError(
-                f"{name} = {value(config)!r}, but the run in {folder} was started with {value(first)!r}: "
-                f"its data would not continue where it stopped.\n  Leave {name} out, or start a new run."
-            )
+            _refuse(name, value(config), value(first), folder, "its data would not continue where it stopped")
+    was, now = first.train.precision, config.train.precision
+    if POLICIES[was].storage != POLICIES[now].storage:
+        _refuse("train.precision", now, was, folder, "it keeps its weights in another dtype")
+    if first.optimizer.name != config.optimizer.name:
+        _refuse("optimizer.name", config.optimizer.name, first.optimizer.name, folder, "they keep different states")
+
+
+def _refuse(name: str, now: object, was: object, folder: Path, why: str) -> NoReturn:
+    raise UsageError(
+        f"{name} = {now!r}, but the run in {folder} was started with {was!r}: {why}."
+        f"\n  Leave {name} out, or start a new run."
+    )
 
 
 _DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",

@@ -141,12 +141,14 @@ def contents(folder) -> dict[str, bytes]:
     ("train.seed", "1", "0"),
     ("data.sequence_length", "16", "32"),
     ("data.validation_fraction", "0.1", "0.02"),
+    ("train.precision", "fp64", "fp32"),
+    ("optimizer.name", "sgd", "adamw"),
 ])
-def test_what_would_change_the_order_of_the_data_is_refused_by_name(half, name, value, was, capfd):
+def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, was, capfd):
     before = contents(half)
     assert main(["train", "--resume", str(half), f"--{name}", value]) == 2
     said = capfd.readouterr().err
-    assert f"{name} = {value}, but the run in {half} was started with {was}" in said
+    assert f"{name} = {value}, but the run in {half} was started with {was}: " in said.replace("'", "")
     assert f"Leave {name} out, or start a new run." in said
     assert contents(half) == before
 
@@ -173,6 +175,12 @@ def test_a_finished_run_is_refused_and_says_how_to_go_on(base_run, tmp_path):
     assert "Raise train.steps to go on." in output
     assert "Traceback" not in output
     assert curve(folder) == curve(base_run[0])
+
+
+def test_another_model_is_refused_by_the_field_that_differs(half):
+    code, output = shoal("train", "--resume", half, *ONE_RANK, "--model.layers", "3")
+    assert code == 2
+    assert "layers: 2 saved, 3 here" in output and "Traceback" not in output
 
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
