@@ -15,6 +15,7 @@ started once and kept, and each call gets a fresh process group of exactly the r
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -251,6 +252,7 @@ def _serve(pipe: Connection, parent: int, stack: Path, setup: Callable[[], objec
         setup()
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
+        gc.freeze()  # what is imported by now stays, and need not be looked through after each run
         pipe.send_bytes(pickle.dumps("ready"))
         while True:
             try:
@@ -272,5 +274,6 @@ def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str
     except BaseException:
         # Before this rank leaves the group and its peers fail: the cause must be first.
         pipe.send_bytes(pickle.dumps(("raised", (time.monotonic(), traceback.format_exc()))))
+    gc.collect()  # groups that are left in reference cycles would keep their threads and connections
     destroy_world()
     pipe.send_bytes(value)

@@ -32,7 +32,7 @@ class FlatOptimizer:
         options = [
             {"params": parameters, "weight_decay": config.weight_decay if decay else 0.0}
             for decay, parameters in groups.items()
-        ]
+        ] or [{"params": []}]  # a rank whose shards are padding alone updates nothing
         if config.name == "adamw":
             self.rule: torch.optim.Optimizer = torch.optim.AdamW(
                 options, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True

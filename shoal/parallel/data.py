@@ -16,6 +16,7 @@ Gradients are sums, never means: the loss is divided by the global number of tok
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -100,13 +101,12 @@ class ShardedParameters:
         self.last_microbatch = True
         self._scattering: list[_Reduction] = []
         self._replicating: list[Pending] = []
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+        # A parameter owns its hook where Python's garbage collector does not look, and this engine owns the parameter:
+        # the hook must not own the engine.
+        engine = weakref.ref(self)
+        for b, bucket in enumerate(self.buckets):
             for i, slot in enumerate(bucket.slots):
-                slot.parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, i=i, bucket=bucket, gradients=gradients: self._ready(
-                        parameter, i, bucket, gradients
-                    )
-                )
+                slot.parameter.register_post_accumulate_grad_hook(lambda p, b=b, i=i: engine()._ready(p, b, i))
 
     def _allocate_gradients(self, bucket: Bucket) -> _Gradients:
         dtype, device = self.policy.reduce, self.mesh.device
@@ -124,8 +124,9 @@ class ShardedParameters:
             for slot in bucket.slots:
                 slot.parameter.grad = None
 
-    def _ready(self, parameter: nn.Parameter, i: int, bucket: Bucket, gradients: _Gradients) -> None:
-        """Backward has produced a parameter's gradient."""
+    def _ready(self, parameter: nn.Parameter, b: int, i: int) -> None:
+        """Backward has produced the gradient of the parameter in slot ``i`` of bucket ``b``."""
+        bucket, gradients = self.buckets[b], self.gradients[b]
         if gradients.whole is None:
             gradients.whole = torch.empty(bucket.full.numel(), dtype=self.policy.reduce, device=self.mesh.device)
             gradients.whole[bucket.numel :].zero_()

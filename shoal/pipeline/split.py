@@ -12,7 +12,7 @@ from shoal.parallel.split import Split
 def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     """Consecutive layers for each stage, so that the slowest stage has as little to do as can be.
 
-    The last stage also has the head, and gives up layers for it, as Llama 3 was split (Dubey et al. 2024, section 3.3.2).
+    The last stage also has the head, and gives up layers for it (as Llama 3's: Dubey et al. 2024, section 3.3.2).
     Left-over layers go to the later of the other stages, which keep fewer micro-batches alive.
 
     Args:

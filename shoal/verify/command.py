@@ -77,7 +77,9 @@ def verify(
 def _verify_drawn(console: Console, count: int, steps: int, seed: int) -> int:
     start, failures, worst = time.monotonic(), 0, 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Pool(_DRAWN_RANKS) as pool, Progress(*columns, console=console) as progress:
+    with Pool(_DRAWN_RANKS) as pool, Progress(
+        *columns, console=console, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(f"layouts drawn from seed {seed}", total=count)
         for i in range(count):
             run = draw_run(random_numbers.Random(f"{seed}:{i}").choice, _DRAWN_RANKS)
