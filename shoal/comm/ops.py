@@ -27,11 +27,36 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Until its result can be used."""
+
+
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce ``x`` in place over the group; every rank gets the same bits."""
-    if group is not None:
+    """Reduce contiguous ``x`` in place over the group; every rank gets the same bits."""
+    if group is None:
+        return x
+    if op == dist.ReduceOp.SUM:
+        start_all_reduce(x, group).wait()
+    else:
         dist.all_reduce(x, op, group=group)
     return x
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start summing contiguous ``x`` in place over the group.
+
+    Two CPU ranks exchange all they have and add: one round, where gloo's ring takes two and was measured up to three
+    times slower (2 MiB: 1.2 against 3.6 ms). The sum of two numbers has the same bits in either order.
+    """
+    if x.device.type == "cpu" and group.size() == 2:
+        received, sizes = torch.empty_like(x), [0, 0]
+        sizes[1 - group.rank()] = x.numel()
+        work = dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=group, async_op=True)
+        return _Added(work, received, x)
+    return dist.all_reduce(x, group=group, async_op=True)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -55,13 +80,6 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return out
 
 
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Until its result can be used."""
-
-
 @dataclass
 class _Exchanged:
     """The parts of a sum on their way to the rank that adds them, always in rank order."""
@@ -73,6 +91,19 @@ class _Exchanged:
     def wait(self) -> None:
         self.work.wait()
         torch.sum(self.received, 0, out=self.part)
+
+
+@dataclass
+class _Added:
+    """The other rank's numbers on their way to be added to this rank's."""
+
+    work: dist.Work
+    received: Tensor
+    own: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.own.add_(self.received)
 
 
 def all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> Pending:

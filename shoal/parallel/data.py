@@ -22,11 +22,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat
+from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
 from shoal.parallel.bucket import Bucket, Run
 from shoal.parallel.split import Split
 from shoal.pieces import Piece
@@ -171,7 +170,7 @@ class ShardedParameters:
             if reduction.shard is not shard:
                 shard += reduction.shard
             if reduction.last and self.replicate_group is not None:
-                self._replicating.append(dist.all_reduce(shard, group=self.replicate_group, async_op=True))
+                self._replicating.append(start_all_reduce(shard, self.replicate_group))
 
     def finish(self) -> None:
         """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and ties left partial."""

@@ -232,10 +232,10 @@ class VocabularyCrossEntropy(torch.autograd.Function):
             padding.fill_(float("-inf"))
         # A rank may hold nothing but padding, so its maximum is kept finite.
         top = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)  # [b, s]
-        softmax = (logits - top.unsqueeze(-1)).exp_()  # [b, s, v/tp], still to be scaled
         mine = (targets >= 0) & (targets < here) & counts
         target = targets.masked_fill(~mine, 0).unsqueeze(-1)  # [b, s, 1]
         at_target = logits.gather(-1, target).squeeze(-1).masked_fill(~mine, 0)
+        softmax = (logits - top.unsqueeze(-1)).exp_()  # [b, s, v/tp], still to be scaled
         tops, sums, at_targets = all_gather(
             torch.stack((top, softmax.sum(-1), at_target)).unsqueeze(0), group
         ).unbind(1)  # each [tp, b, s]
