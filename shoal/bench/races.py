@@ -27,8 +27,8 @@ def races(workload: Workload) -> list[Race]:
     return [
         Race(
             "dp",
-            (two("shoal zero 0", partial(ours.engine, dp=RANKS)),
-             two("shoal zero 1", partial(ours.engine, dp=RANKS, zero=1))),
+            (two("shoal zero 0", partial(ours.engine, dp=RANKS, bucket_mb=8)),
+             two("shoal zero 1", partial(ours.engine, dp=RANKS, zero=1, bucket_mb=8))),
             tuple(two(f"DDP, buckets of {mb} MB", partial(references.ddp, bucket_mb=mb)) for mb in (8, 64)),
             target=1.0,
         ),

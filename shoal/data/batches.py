@@ -55,6 +55,9 @@ class Dataset(Protocol):
     samples: int
     """Sequences in one epoch."""
 
+    fingerprint: str
+    """Equal fingerprints hold the same text, tokenised alike."""
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """The sequences at these indexes, which start at 0 and run on over epochs without end."""
         ...
@@ -72,6 +75,7 @@ class PackedDataset:
     ) -> None:
         """``end_of_document`` is given where attention and loss stay inside documents."""
         self.vocab_size = stream.manifest.vocab_size
+        self.fingerprint = stream.folder.name  # the cache is keyed by content
         self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one target more
         if self.samples < 1:
             raise UsageError(_too_short(stream, sequence_length))
@@ -106,6 +110,7 @@ class SyntheticDataset:
         if vocab_size < 2:
             raise UsageError(f"vocab_size = {vocab_size}: at least 2, so that there is something to predict.")
         self.vocab_size = vocab_size
+        self.fingerprint = f"synthetic, {masked:g} masked{', documents' if documents else ''}"
         self._length, self._seed, self._masked = sequence_length, seed, masked
         self._end = vocab_size - 1 if documents else None
 

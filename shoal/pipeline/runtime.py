@@ -54,7 +54,23 @@ class Runtime:
         self.groups = {
             direction: mesh.group("pp", purpose=direction) for direction in (Op.FORWARD, Op.BACKWARD)
         }
+        self._connect()
         self._reset()
+
+    def _connect(self) -> None:
+        """Exchange one number with each neighbour, from the first stage to the last and back.
+
+        NCCL connects two ranks at their first transfer and holds both until the other is there; in a step, where each
+        waits at a place of its own, that could be never.
+        """
+        ranks, here = self.mesh.ranks("pp"), self.mesh.index("pp")
+        number = torch.zeros(1, device=self.mesh.device)
+        for direction, order in ((Op.FORWARD, ranks), (Op.BACKWARD, ranks[::-1])):
+            place, group = order.index(ranks[here]), self.groups[direction]
+            if place > 0:
+                dist.recv(number, order[place - 1], group=group)
+            if place < len(order) - 1:
+                dist.send(number, order[place + 1], group=group)
 
     def _reset(self) -> None:
         self._hidden: dict[tuple[int, int], Tensor] = {}

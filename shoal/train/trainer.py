@@ -17,7 +17,7 @@ from shoal.comm.ops import all_reduce
 from shoal.comm.world import peak_memory, synchronize
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
-from shoal.data.batches import Dataset, open_tokenizer
+from shoal.data.batches import Dataset
 from shoal.errors import UsageError
 from shoal.train.blame import blame
 from shoal.train.display import Display
@@ -26,6 +26,7 @@ from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.sample import sample_checkpoint
 
 SAMPLE_PROMPT = "def "
+SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not loaded whole on one host without being asked for
 
 
 class Trainer:
@@ -73,16 +74,16 @@ class Trainer:
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Train to the last step, or until a stop is asked for; returns the exit code."""
+    def run(self) -> None:
+        """Train to the last step, or until a stop is asked for; the state is then saved."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._ask_to_stop)
         self._banner()
         peak = self._peak()
-        stopped = False
+        stopped, steps = False, self.config.train.steps
         timer = _Timer(self.mesh.device)
         with self.display:
-            while self.step < self.config.train.steps and not stopped:
+            while self.step < steps and not stopped:
                 timer.start()
                 try:
                     result = self.engine.step(self.step, stop=self._stop)
@@ -91,10 +92,35 @@ class Trainer:
                     raise NonFinite(blame(self.engine, self.step, error)) from None
                 timer.stop()
                 self.step += 1
-                stopped = result.stop and self.step < self.config.train.steps
-                self._after_step(result, timer, peak, last=stopped or self.step == self.config.train.steps)
-            self._finish(stopped)
-        return 0
+                stopped = result.stop and self.step < steps
+                self._after_step(result, timer, peak, last=stopped or self.step == steps)
+            self._save(block=True)
+            self.checkpoints.close()
+            if self.writer:
+                self.writer.close()
+
+    def conclude(self) -> None:
+        """Rank 0's last words, for which no other rank has to wait: a sample, or how to go on."""
+        if not self.first:
+            return
+        if self.step < self.config.train.steps:
+            self.display.note(
+                f"stopped after step {self.step}, which is saved; go on with: shoal train --resume {self.folder}"
+            )
+            return
+        text = ""
+        if self.shape.parameters() <= SAMPLED_PARAMETERS:
+            seed = self.config.train.seed
+            text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
+        else:
+            self.display.note(f"let it write: shoal sample {self.folder} '{SAMPLE_PROMPT}'")
+        self.display.finish(
+            folder=self.folder,
+            seconds=time.monotonic() - self.begin,
+            validation_loss=self.validation_loss,
+            prompt=SAMPLE_PROMPT,
+            sample=text.removeprefix(SAMPLE_PROMPT),
+        )
 
     def _banner(self) -> None:
         length = self.config.data.sequence_length
@@ -126,28 +152,6 @@ class Trainer:
 
     def _ask_to_stop(self, *_) -> None:
         self._stop = True  # all ranks learn of it at the end of the step, and stop after the same one
-
-    def _finish(self, stopped: bool) -> None:
-        self._save(block=True)
-        self.checkpoints.close()
-        if self.writer:
-            self.writer.close()
-        if not self.first:
-            return
-        if stopped:
-            self.display.close()
-            self.display.note(
-                f"stopped after step {self.step}, which is saved; go on with: shoal train --resume {self.folder}"
-            )
-            return
-        text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=self.config.train.seed)
-        self.display.finish(
-            folder=self.folder,
-            seconds=time.monotonic() - self.begin,
-            validation_loss=self.validation_loss,
-            prompt=SAMPLE_PROMPT,
-            sample=text.removeprefix(SAMPLE_PROMPT),
-        )
 
     # ---- around the step ---------------------------------------------------------------------------------------
 
@@ -193,7 +197,7 @@ class Trainer:
             "step": self.step,
             "optimizer": self.config.optimizer.name,
             "layout": self.config.parallel.describe(),
-            "tokenizer": open_tokenizer(self.config.data).fingerprint,
+            "data": self.samples["train"].fingerprint,
         }
         self.checkpoints.save(self.step, self.engine.state(), extra, block=block)
         self.saved = self.step
@@ -218,7 +222,14 @@ class Trainer:
                 f"--resume {self.folder}: step {found.step} is done, and train.steps = {self.config.train.steps}."
                 "\n  Raise train.steps to go on."
             )
-        load(found.path, self.engine.state(), group=self.group, model=self.shape.model_dump(mode="json"))
+        state, model = self.engine.state(), self.shape.model_dump(mode="json")
+        saved = load(found.path, state, group=self.group, model=model)
+        if saved["data"] != self.samples["train"].fingerprint:
+            raise UsageError(
+                f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
+                f"(corpus {saved['data']}, now {self.samples['train'].fingerprint})."
+                "\n  Put the old files back, or start a new run."
+            )
         self.engine.restored(found.step)
         return found.step
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import destroy_world, pick_device
 from shoal.config import build
-from shoal.data.batches import open_dataset
+from shoal.data.batches import Dataset, open_dataset
+from shoal.errors import UsageError
 from shoal.train.command import check
 from shoal.train.launch import become_rank, read_payload
 from shoal.train.run_folder import new_run
@@ -35,6 +36,7 @@ def run(payload: dict[str, Any]) -> int:
         folder = made[0]
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
+    _agree_on_data(samples)
     trainer = Trainer(
         config,
         check(config),
@@ -44,10 +46,29 @@ def run(payload: dict[str, Any]) -> int:
         resume=payload["resume"],
         local_ranks=member.local_world_size,
     )
-    code = trainer.run()
+    trainer.run()
     dist.barrier()
     destroy_world()
-    return code
+    trainer.conclude()  # when no rank waits for this one any more
+    return 0
+
+
+def _agree_on_data(samples: dict[str, Dataset]) -> None:
+    """Every rank must read the same text: machines may hold different files under one name.
+
+    Raises:
+        UsageError: naming the ranks that differ from rank 0.
+    """
+    mine = [samples["train"].fingerprint, samples["validation"].fingerprint]
+    every: list[list[str]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+    if others:
+        raise UsageError(
+            f"data: ranks {', '.join(map(str, others[:8]))} read another corpus than rank 0 "
+            f"({every[others[0]][0]}, not {every[0][0]})."
+            "\n  Give all machines the same files (and, for stdlib, the same Python)."
+        )
 
 
 if __name__ == "__main__":
