@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from shoal.pipeline.program import Action, Op, Program
 
+PASSES = (Op.FORWARD, Op.BACKWARD)
+TRANSFERS = (Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
+
 
 class ProgramError(ValueError):
     """A program that would compute something else, or hang."""
@@ -29,8 +32,9 @@ def check(program: Program, *, forward: float = 1.0, backward: float = 2.0) -> C
     """Play a program and prove it.
 
     Raises:
-        ProgramError: a computation is missing, repeated, on the wrong rank or before what it needs; a message has no
-            counterpart or arrives in another order than it is expected in; or every rank waits for another.
+        ProgramError: an action is missing, repeated, on the wrong rank or before what it needs (for each stage: last
+            BACKWARD, REDUCE, STEP, and GATHER if the program gathers); a message has no counterpart or arrives in
+            another order than it is expected in; or every rank waits for another.
     """
     _check_complete(program)
     _check_messages(program)
@@ -46,14 +50,14 @@ def check(program: Program, *, forward: float = 1.0, backward: float = 2.0) -> C
 
 
 def _check_complete(program: Program) -> None:
+    """Each rank does all that its stages need, once, and nothing before what it needs."""
     for rank, actions in enumerate(program.actions):
-        counts = Counter(a for a in actions if a.op in (Op.FORWARD, Op.BACKWARD))
-        wanted = {
-            Action(op, stage, m)
-            for op in (Op.FORWARD, Op.BACKWARD)
-            for stage in program.stages_of(rank)
-            for m in range(program.microbatches)
-        }
+        stages = program.stages_of(rank)
+        counts = Counter(a for a in actions if a.op not in TRANSFERS)
+        wanted = {Action(op, s, m) for op in PASSES for s in stages for m in range(program.microbatches)}
+        wanted |= {Action(Op.REDUCE, s) for s in stages} | {Action(Op.STEP)}
+        if program.gathers:
+            wanted |= {Action(Op.GATHER, s) for s in stages}
         for what, wrong in (("is missing", wanted - set(counts)), ("does not belong here", set(counts) - wanted)):
             if wrong:
                 raise ProgramError(f"pipeline rank {rank}: {min(wrong, key=str)} {what}")
@@ -62,13 +66,24 @@ def _check_complete(program: Program) -> None:
             raise ProgramError(f"pipeline rank {rank}: {twice[0]} is there {counts[twice[0]]} times")
         seen: set[Action] = set()
         for action in actions:
-            if action.op is Op.BACKWARD and Action(Op.FORWARD, action.stage, action.microbatch) not in seen:
-                raise ProgramError(f"pipeline rank {rank}: {action} comes before its forward")
-            if action.op in (Op.REDUCE, Op.STEP) and len([a for a in seen if a.op is Op.BACKWARD]) < len(wanted) // 2:
-                raise ProgramError(f"pipeline rank {rank}: {action} comes before the last backward")
+            late = [needed for needed in _needs(action, program, stages) if needed not in seen]
+            if late:
+                raise ProgramError(f"pipeline rank {rank}: {action} comes before {late[-1]}")
             seen.add(action)
-        if sum(a.op is Op.STEP for a in actions) != 1:
-            raise ProgramError(f"pipeline rank {rank}: the optimizer must step exactly once")
+
+
+def _needs(action: Action, program: Program, stages: list[int]) -> list[Action]:
+    """What the same rank must have done before an action; transfers are proved by playing the program."""
+    match action.op:
+        case Op.BACKWARD:
+            return [Action(Op.FORWARD, action.stage, action.microbatch)]
+        case Op.REDUCE:
+            return [Action(Op.BACKWARD, action.stage, m) for m in range(program.microbatches)]
+        case Op.STEP:
+            return [Action(Op.REDUCE, stage) for stage in stages]
+        case Op.GATHER:
+            return [Action(Op.STEP)]
+    return []
 
 
 def _check_messages(program: Program) -> None:

@@ -54,11 +54,13 @@ class Program:
         actions: for each pipeline rank, its actions in order.
         stage_rank: for each stage, the pipeline rank that holds it.
         microbatches: how many micro-batches flow through.
+        gathers: whether each stage's updated parameters must be gathered after the step.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
     microbatches: int
+    gathers: bool = False
 
     @property
     def stages(self) -> int:
@@ -82,8 +84,9 @@ def build(
     stage_rank = tuple(range(ranks))
     compute = [schedule(rank, ranks, microbatches) for rank in range(ranks)]
     actions = add_transfers(compute, stage_rank)
-    whole = tuple((*order, *_finish(rank, stage_rank, zero)) for rank, order in enumerate(actions))
-    return Program(whole, stage_rank, microbatches)
+    gathers = zero in (1, 2)
+    whole = tuple((*order, *_finish(rank, stage_rank, gathers)) for rank, order in enumerate(actions))
+    return Program(whole, stage_rank, microbatches, gathers)
 
 
 def add_transfers(compute: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> list[list[Action]]:
@@ -125,7 +128,7 @@ def _send(action: Action, stage_rank: Sequence[int], last: int) -> Action | None
     return None
 
 
-def _finish(rank: int, stage_rank: Sequence[int], zero: int) -> list[Action]:
+def _finish(rank: int, stage_rank: Sequence[int], gathers: bool) -> list[Action]:
     stages = [stage for stage, holder in enumerate(stage_rank) if holder == rank]
-    gathers = [Action(Op.GATHER, stage) for stage in stages] if zero in (1, 2) else []
-    return [*(Action(Op.REDUCE, stage) for stage in stages), Action(Op.STEP), *gathers]
+    reduces, updated = ([Action(op, stage) for stage in stages] for op in (Op.REDUCE, Op.GATHER))
+    return [*reduces, Action(Op.STEP), *(updated if gathers else ())]

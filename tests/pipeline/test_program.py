@@ -57,22 +57,20 @@ def changed(program: Program, rank: int, actions: list[Action]) -> Program:
 
 @given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
 def test_an_action_that_is_missing_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
-    program = build(SCHEDULES[name], p, m)
+    program = build(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
     rank = data.draw(st.integers(0, p - 1))
     actions = list(program.actions[rank])
-    removed = actions.pop(data.draw(st.integers(0, len(actions) - 1)))
-    assume(removed.op is not Op.REDUCE)  # a program may have nothing to reduce
+    actions.pop(data.draw(st.integers(0, len(actions) - 1)))
     with pytest.raises(ProgramError):
         check(changed(program, rank, actions))
 
 
 @given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
 def test_an_action_that_is_there_twice_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
-    program = build(SCHEDULES[name], p, m)
+    program = build(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
     rank = data.draw(st.integers(0, p - 1))
     actions = list(program.actions[rank])
     i = data.draw(st.integers(0, len(actions) - 1))
-    assume(actions[i].op is not Op.REDUCE)
     with pytest.raises(ProgramError):
         check(changed(program, rank, [*actions[: i + 1], *actions[i:]]))
 
@@ -92,23 +90,50 @@ def test_a_deadlock_is_told_with_who_waits_where() -> None:
     """Stage 1 wants a forward's result before stage 0, which waits for a gradient first, can send it."""
     first = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 1)]
     second = [Action(Op.FORWARD, 1, 0), Action(Op.FORWARD, 1, 1), Action(Op.BACKWARD, 1, 0), Action(Op.BACKWARD, 1, 1)]
-    actions = [[*order, Action(Op.STEP)] for order in add_transfers([first, second], (0, 1))]
+    orders = add_transfers([first, second], (0, 1))
+    actions = [[*order, Action(Op.REDUCE, stage), Action(Op.STEP)] for stage, order in enumerate(orders)]
     with pytest.raises(ProgramError, match="deadlock: pipeline rank 0 waits at 0B0; pipeline rank 1 waits at 1F1"):
         check(Program(tuple(map(tuple, actions)), (0, 1), 2))
 
 
+@given(NAMES, st.integers(1, 4), st.integers(1, 5), st.data())
+def test_what_follows_the_last_backward_is_noticed_in_any_other_order(
+    name: str, p: int, m: int, data: st.DataObject
+) -> None:
+    """REDUCE, STEP, GATHER: the only order in which the weights are those of the whole batch, on every rank."""
+    program = build(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
+    rank = data.draw(st.integers(0, p - 1))
+    actions = list(program.actions[rank])
+    last = max(i for i, a in enumerate(actions) if a.op is Op.BACKWARD)
+    after = [i for i, a in enumerate(actions) if a.op in (Op.REDUCE, Op.STEP, Op.GATHER)]
+    moved = data.draw(st.sampled_from(after))
+    earlier = data.draw(st.sampled_from([i for i in (last, *after) if i < moved]))
+    actions.insert(earlier, actions.pop(moved))
+    with pytest.raises(ProgramError, match="comes before"):
+        check(changed(program, rank, actions))
+
+
+@given(NAMES, STAGES, MICROBATCHES, st.integers(0, 3))
+def test_parameters_are_gathered_where_zero_keeps_them_whole_and_nowhere_else(
+    name: str, p: int, m: int, zero: int
+) -> None:
+    program = build(SCHEDULES[name], p, m, zero=zero)
+    with pytest.raises(ProgramError, match=r"0G (is missing|does not belong here)"):
+        check(replace(program, gathers=not program.gathers))
+
+
 def test_an_optimizer_that_steps_before_the_last_backward_is_noticed() -> None:
     program = build(SCHEDULES["gpipe"], 1, 2)
-    step = Action(Op.STEP)
-    actions = [a for a in program.actions[0] if a != step]
-    with pytest.raises(ProgramError, match="before the last backward"):
-        check(changed(program, 0, [*actions[:3], step, *actions[3:]]))
+    finish = [Action(Op.REDUCE, 0), Action(Op.STEP)]
+    actions = [a for a in program.actions[0] if a not in finish]
+    with pytest.raises(ProgramError, match="0R comes before 0B1"):
+        check(changed(program, 0, [*actions[:3], *finish, *actions[3:]]))
 
 
 def test_a_backward_before_its_forward_is_noticed() -> None:
     program = build(SCHEDULES["gpipe"], 1, 1)
     forward, backward, *rest = program.actions[0]
-    with pytest.raises(ProgramError, match="0B0 comes before its forward"):
+    with pytest.raises(ProgramError, match="0B0 comes before 0F0"):
         check(changed(program, 0, [backward, forward, *rest]))
 
 
