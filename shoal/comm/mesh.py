@@ -89,18 +89,6 @@ class Mesh:
                 self._groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
         return None if between else self._groups[key]
 
-    def neighbour(self, axis: str, step: int) -> int:
-        """The global rank ``step`` places further along an axis.
-
-        Raises:
-            IndexError: there is none.
-        """
-        ranks = self.ranks(axis)
-        place = ranks.index(self.rank) + step
-        if not 0 <= place < len(ranks):
-            raise IndexError(f"rank {self.rank} has no neighbour {step:+d} along {axis}")
-        return ranks[place]
-
     def describe(self) -> str:
         """This rank's coordinates, for messages: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
         where = ", ".join(f"{axis} {i}" for axis, i in self.coordinate.items() if self.size(axis) > 1)
