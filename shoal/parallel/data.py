@@ -199,7 +199,7 @@ class ShardedParameters:
             total += torch.linalg.vector_norm(gradient).double().square() / (run.copies * replicas)
         return total
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: float) -> None:
         """Multiply every gradient."""
         for gradients in self.gradients:
             gradients.shard.mul_(factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.pieces import Box, flat_range
@@ -35,7 +36,7 @@ class Split:
         """Elements allocated, padding included."""
         return math.prod(self.local)
 
-    def boxes(self, start: int, stop: int):
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
         """The boxes of the whole parameter in elements ``start:stop`` of the flat local one, padding left out.
 
         Yields:

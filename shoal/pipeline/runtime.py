@@ -79,7 +79,7 @@ class Runtime:
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._flights: dict[tuple[int, int], _Flight] = {}
 
-    def step(self, batches: Sequence[Batch], scale: Tensor | float, update: Callable[[Tensor], None]) -> None:
+    def step(self, batches: Sequence[Batch], scale: float, update: Callable[[Tensor], None]) -> None:
         """Run one step.
 
         Args:
@@ -123,7 +123,7 @@ class Runtime:
 
     # ---- computations ------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, batch: Batch, scale: Tensor | float) -> None:
+    def _forward(self, action: Action, batch: Batch, scale: float) -> None:
         key = (action.stage, action.microbatch)
         self._arrived(Op.RECV_FORWARD, action)
         hidden = self._hidden.pop(key, None)

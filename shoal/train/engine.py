@@ -20,7 +20,7 @@ from shoal.optim.schedule import learning_rate
 from shoal.parallel.apply import build_stage, initialise
 from shoal.pieces import Piece
 from shoal.pipeline.checker import check
-from shoal.pipeline.program import build
+from shoal.pipeline.program import Program, build
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.precision import POLICIES
@@ -81,7 +81,7 @@ class Engine:
         self.optimizer = FlatOptimizer(config.optimizer, ((run.decay, weight, grad) for run, weight, grad in runs))
         self.runtime = self._runtime(self.program)
 
-    def _runtime(self, program) -> Runtime:
+    def _runtime(self, program: Program) -> Runtime:
         layout, s = self.config.parallel, self.config.data.sequence_length
         local = s // layout.tp if layout.sequence_parallel else s
         return Runtime(

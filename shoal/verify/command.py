@@ -112,7 +112,7 @@ def _check_size(case: Case) -> None:
             f"parallel: {layout.equation()}; verify starts them all on this machine, at most {MAX_RANKS}."
             "\n  Verify the same axes with smaller degrees: what differs at dp 64 differs at dp 2 or 4."
         )
-    # Data- and tensor-parallel ranks may each hold everything (DDP); stages and shards hold less.
+    # Each replica may hold everything (DDP), cut over its tensor and pipeline ranks; ZeRO's shards hold less.
     needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (layout.dp + 1)
     available = psutil.virtual_memory().available
     if needed > available:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -87,7 +86,7 @@ def _wrong_group(right: Callable) -> Callable:
 def _mean_over_replicas(right: Callable) -> Callable:
     def finish(parameters: data.ShardedParameters) -> None:
         right(parameters)
-        parameters.scale(torch.tensor(1 / parameters.mesh.size("dp"), dtype=torch.float64))
+        parameters.scale(1 / parameters.mesh.size("dp"))
 
     return finish
 

@@ -85,7 +85,6 @@ class Verdict:
     Attributes:
         table: the largest relative error by (row, column); see `row_of` and `column_of`.
         findings: the differences beyond tolerance, first in the way of a step first.
-        worst: the largest relative error of all, gradients alone.
     """
 
     table: dict[tuple[str, str], float] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def test_only_the_ranks_that_differ_are_named(pool: Pool) -> None:
 
 
 def test_a_rank_that_fails_is_a_difference_too(pool: Pool) -> None:
-    """A shape that does not fit: ZeRO-1's gather over a group that is not the one that shards."""
+    """A learning rate of 1e300: the first step ruins the weights, and every rank raises in the next."""
     run = small_run({"dp": 2, "zero": 1}, global_batch=8)
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"learning_rate": 1e300})})
     verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=3)
