@@ -109,14 +109,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
 # ---- in the pool -----------------------------------------------------------------------------------------------------
 
 
-def train_here(values: dict[str, Any], folder: Path, resume: bool) -> int:
-    """One rank's training, in a process group that is there; returns the exit code."""
+def train_here(values: dict[str, Any], folder: Path, resume: bool) -> None:
+    """One rank's training, in a process group that is there."""
     config = build(values)
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = {split: open_dataset(config.data, seed=config.train.seed, split=split)
                for split in ("train", "validation")}
     here = dist.get_world_size()
-    return Trainer(config, check(config), mesh, samples, folder, resume=resume, local_ranks=here).run()
+    Trainer(config, check(config), mesh, samples, folder, resume=resume, local_ranks=here).run()
 
 
 def train_in(pool, config: RunConfig, folder: Path, *, resume: bool = False) -> Path:
@@ -125,8 +125,7 @@ def train_in(pool, config: RunConfig, folder: Path, *, resume: bool = False) -> 
     prepare(config.data)
     if not resume:
         new_run(config, folder)
-    codes = pool.run(train_here, config.parallel.world_size, plain(config), folder, resume, timeout=DEADLINE)
-    assert set(codes) == {0}
+    pool.run(train_here, config.parallel.world_size, plain(config), folder, resume, timeout=DEADLINE)
     return folder
 
 
