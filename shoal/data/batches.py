@@ -12,11 +12,9 @@ import torch
 from shoal.config import DataConfig
 from shoal.data.order import SampleOrder
 from shoal.data.shards import SPLITS, TokenStream, open_shards
-from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
-
-IGNORE = -100
-"""The target of a token that does not count in the loss."""
+from shoal.models.transformer import IGNORE
 
 Split = Literal["train", "validation"]
 
@@ -147,15 +145,6 @@ def _next_token(windows: np.ndarray, end_of_document: int | None) -> Batch:
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents))
 
 
-def open_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that ``config.tokenizer`` names.
-
-    Raises:
-        UsageError: it is neither ``bytes`` nor a usable ``tokenizer.json``.
-    """
-    return load_tokenizer(config.tokenizer)
-
-
 def open_dataset(
     config: DataConfig, *, seed: int, split: Split, progress: bool = False, vocab_size: int | None = None
 ) -> Dataset:
@@ -172,7 +161,7 @@ def open_dataset(
     Raises:
         UsageError: whatever is wrong with the input, by name.
     """
-    tokenizer = open_tokenizer(config)
+    tokenizer = load_tokenizer(config.tokenizer)
     if config.source == "synthetic":
         size = tokenizer.vocab_size if vocab_size is None else vocab_size
         split_seed = len(SPLITS) * seed + SPLITS.index(split)

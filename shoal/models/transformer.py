@@ -21,7 +21,8 @@ from shoal.catalog import ModelShape
 from shoal.models.attention import AttentionCore, document_mask, rotary_table, rotate
 from shoal.models.initial import Initial
 
-IGNORE = -100  # a target that does not count, F.cross_entropy's own convention
+IGNORE = -100
+"""A target that does not count in the loss, by F.cross_entropy's own convention."""
 
 
 class Context(NamedTuple):

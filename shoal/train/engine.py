@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
-from shoal.data.batches import Batch
+from shoal.data.batches import Batch, Dataset
 from shoal.optim.build import FlatOptimizer
 from shoal.optim.schedule import learning_rate
 from shoal.parallel.apply import build_stage, initialise
@@ -24,12 +23,6 @@ from shoal.pipeline.program import Program, build
 from shoal.pipeline.runtime import Runtime
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.precision import POLICIES
-
-
-class Samples(Protocol):
-    """What the engine reads: batches by global sample index."""
-
-    def batch(self, indices: Sequence[int]) -> Batch: ...
 
 
 class NonFinite(RuntimeError):
@@ -65,7 +58,7 @@ class Engine:
         samples: the training data; every rank sees the same.
     """
 
-    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Samples):
+    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         self.config, self.shape, self.mesh, self.samples = config, shape, mesh, samples
         layout, train = config.parallel, config.train
         self.policy = POLICIES[train.precision]
@@ -112,7 +105,7 @@ class Engine:
         self.runtime.step(batches, 1.0 / tokens, update)
         return result
 
-    def _batch(self, samples: Samples, step: int, microbatch: int) -> Batch:
+    def _batch(self, samples: Dataset, step: int, microbatch: int) -> Batch:
         """This replica's samples of one micro-batch: consecutive replicas take consecutive runs of indices."""
         layout, n = self.config.parallel, self.config.parallel.micro_batch
         start = step * self.config.train.global_batch + (microbatch * layout.dp + self.mesh.index("dp")) * n
@@ -139,7 +132,7 @@ class Engine:
         self.optimizer.step(rate)
         return StepResult(mean, norm, rate, tokens, stop=totals[2] > 0)
 
-    def evaluate(self, samples: Samples) -> float:
+    def evaluate(self, samples: Dataset) -> float:
         """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes."""
         per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
         passes = -(-self.config.train.validation_sequences // per_pass)

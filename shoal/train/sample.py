@@ -11,7 +11,7 @@ from shoal.catalog import ModelShape
 from shoal.checkpoint import CheckpointError, load, newest_good
 from shoal.config import RUN_FILE
 from shoal.config import load as load_config
-from shoal.data.batches import open_tokenizer
+from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
 from shoal.pieces import Box, Piece
@@ -32,7 +32,7 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
     if not (run_folder / RUN_FILE).is_file():
         raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
     config = load_config(run_folder / RUN_FILE)
-    tokenizer = open_tokenizer(config.data)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     start = tokenizer.encode(prompt).tolist()
     if not start:
         raise UsageError("the prompt is empty; give at least one character.")

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from shoal.catalog import ModelShape
 from shoal.comm.pool import Pool, RankError
 from shoal.config import OptimizerConfig, RunConfig
-from shoal.data.batches import open_tokenizer
+from shoal.data.tokenizer import load_tokenizer
 from shoal.verify.judge import Finding, Verdict, judge
 from shoal.verify.rank import Job, RankReport, compare, synthetic
 from shoal.verify.reference import StepFacts, run_reference
@@ -50,7 +50,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
         UsageError: the layout does not fit the model or the batch.
     """
     shape = config.model.shape(
-        vocab=open_tokenizer(config.data).vocab_size, sequence_length=config.data.sequence_length
+        vocab=load_tokenizer(config.data.tokenizer).vocab_size, sequence_length=config.data.sequence_length
     )
     train, notes = config.train, []
     length = config.data.sequence_length

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config import DataConfig
-from shoal.data.batches import IGNORE, SyntheticDataset, open_dataset
+from shoal.data.batches import SyntheticDataset, open_dataset
 from shoal.data.commands import inspect, prepare, train_tokenizer
 from shoal.data.shards import TokenStream, open_shards
 from shoal.data.tokenizer import BytesTokenizer
 from shoal.errors import UsageError
+from shoal.models.transformer import IGNORE
 
 END = BytesTokenizer.end_of_document
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
-from shoal.data.batches import IGNORE, Batch, SyntheticDataset, open_dataset
-from shoal.models.transformer import Transformer
+from shoal.data.batches import Batch, SyntheticDataset, open_dataset
+from shoal.models.transformer import IGNORE, Transformer
 from shoal.train.command import check
 from shoal.train.engine import Engine
 
