@@ -20,7 +20,7 @@ from shoal.bench import attention, peak
 from shoal.bench.race import Row, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
-from shoal.comm.world import pick_device
+from shoal.comm.world import pick_device, usable_cores
 from shoal.config import Section, validate
 from shoal.errors import UsageError, did_you_mean
 from shoal.train.allocator import allocator_environment, tune_allocator
@@ -171,9 +171,8 @@ def step_table(rows: list[Row]) -> Table:
 
 def machine() -> str:
     """What was measured on, in one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"torch {torch.__version__}, {platform.machine()}, {cores} cores{load}"
+    return f"torch {torch.__version__}, {platform.machine()}, {usable_cores()} cores{load}"
 
 
 def write(rows: list[Row], out: Path) -> None:

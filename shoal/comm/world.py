@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
@@ -77,6 +78,11 @@ def synchronize(device: torch.device) -> None:
     """Wait until all work queued on the device is done (the CPU queues none)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls a CUDA device; the CPU's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from shoal.catalog.accelerators import match
-from shoal.comm.world import usable_cores
+from shoal.comm.world import device_name, usable_cores
 
 _SIZE = 1024  # large enough for the peak rate of a core, small enough for a fraction of a second
 
@@ -22,7 +22,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -
         local_ranks: ranks that share this machine's cores.
     """
     if device.type == "cuda":
-        known = match(torch.cuda.get_device_name(device))
+        known = match(device_name(device))
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, "")
         return known.peak_flops.get(kind) if known else None
     wanted = local_ranks * torch.get_num_threads()
