@@ -24,9 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
-from shoal.models.initial import fill
-from shoal.models.transformer import Transformer, initial
-from shoal.pieces import Box
+from shoal.models.transformer import Transformer, initialise
 from shoal.train.engine import attention_kernel
 
 Step = Callable[[int], float]
@@ -37,11 +35,7 @@ def model(workload: Workload, kernel: str) -> Transformer:
     built = Transformer(workload.shape)
     for layer in built.layers.values():
         layer.attention.core.kernel = kernel
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            whole = tuple(parameter.shape)
-            start = initial(name, workload.shape)
-            fill(parameter, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=SEED)
+    initialise(built, SEED)
     return built
 
 

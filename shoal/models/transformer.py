@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
 from shoal.models.attention import AttentionCore, document_mask, rotary_table, rotate
-from shoal.models.initial import Initial
+from shoal.models.initial import Initial, fill
+from shoal.pieces import Box
 
 IGNORE = -100
 """A target that does not count in the loss, by F.cross_entropy's own convention."""
@@ -190,3 +191,12 @@ def initial(name: str, shape: ModelShape) -> Initial:
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
         return Initial(mean=0.0, std=0.02 / math.sqrt(2 * shape.layers))
     return Initial(mean=0.0, std=0.02)
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill a whole model with the initial values of ``seed``, the same as any layout starts from."""
+    for name, parameter in model.named_parameters():
+        whole = tuple(parameter.shape)
+        start = initial(name, model.shape)
+        fill(parameter, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=seed)

@@ -17,10 +17,8 @@ from torch import Tensor
 from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.batches import Dataset
-from shoal.models.initial import fill
-from shoal.models.transformer import Transformer, initial
+from shoal.models.transformer import Transformer, initialise
 from shoal.optim.schedule import learning_rate
-from shoal.pieces import Box
 from shoal.verify.trace import Tracer
 
 
@@ -72,11 +70,7 @@ def run_reference(
         trace: also write the activations of the last step to a `trace_file`.
     """
     model = Transformer(shape).double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            whole = tuple(p.shape)
-            start = initial(name, shape)
-            fill(p, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=config.train.seed)
+    initialise(model, config.train.seed)
     optimizer = plain_optimizer(model, config.optimizer)
     facts = []
     for step in range(steps):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.catalog import ModelShape
-from shoal.models.transformer import IGNORE, Transformer
+from shoal.models.transformer import IGNORE, Transformer, initial, initialise
 
 LLAMA = ModelShape(
     family="llama", layers=2, hidden=12, heads=4, kv_heads=2, head_dim=6, ffn=10, vocab=11, max_sequence=9, tied=False
@@ -154,3 +154,17 @@ def test_stages_in_turn_are_the_whole_model() -> None:
     hidden = first(tokens)
     assert hidden.shape == (2, 6, LLAMA.hidden)
     torch.testing.assert_close(last(tokens, targets, hidden=hidden), model(tokens, targets), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_seed_gives_every_parameter_its_start(shape: ModelShape) -> None:
+    starts = []
+    for seed in (1, 1, 2):
+        model = random_model(shape)
+        initialise(model, seed)
+        starts.append(dict(model.named_parameters()))
+    for name, once in starts[0].items():
+        mean, std = initial(name, shape)
+        assert torch.equal(once, starts[1][name])
+        assert torch.equal(once, starts[2][name]) == (std == 0)
+        assert (once - mean).abs().max() <= 6 * std
