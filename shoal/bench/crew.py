@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.workload import Workload
-from shoal.comm.world import destroy_world, die_with_parent, init_world
+from shoal.comm.world import destroy_world, die_with_parent, init_world, loopback
 from shoal.train.allocator import tune_allocator
 
 Step = Callable[[int], float]
@@ -135,7 +134,7 @@ class Crew:
 
 def _serve(pipe: Connection, parent: int, contender: Contender, rank: int, store: str) -> None:
     die_with_parent(parent)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(contender.threads)
     if contender.tuned:
         tune_allocator()

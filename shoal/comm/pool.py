@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.world import destroy_world, die_with_parent, init_world
+from shoal.comm.world import destroy_world, die_with_parent, init_world, loopback
 
 START_SECONDS = 180.0  # to import torch, on a machine that is busy
 GRACE_SECONDS = 5.0  # for the peers of a failed rank to fail in turn
@@ -247,7 +247,7 @@ def _serve(pipe: Connection, parent: int, stack: Path, setup: Callable[[], objec
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if setup is not None:
         setup()
     with open(stack, "w") as file:

@@ -97,6 +97,11 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def loopback() -> str:
+    """The network interface over which processes of one machine meet."""
+    return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.catalog import ModelShape
+from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.data.tokenizer import load_tokenizer
@@ -33,6 +34,7 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
     check(config, ranks=member.world_size if member else ranks)
+    device = pick_device(config.train.device, member.local_rank if member else config.parallel.world_size - 1)
     if resume is not None:
         check_resume(config, resume)
     payload = {
@@ -49,7 +51,7 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True
     logs = Path(payload["folder"]) / "logs"
-    return launch("shoal.train.worker", payload, config.parallel.world_size, logs, device=config.train.device)
+    return launch("shoal.train.worker", payload, config.parallel.world_size, logs, device=device.type)
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shoal.comm.world import die_with_parent, init_world, pick_device, usable_cores
+from shoal.comm.world import die_with_parent, init_world, loopback, pick_device, usable_cores
 from shoal.errors import UsageError
 from shoal.train.allocator import allocator_environment, tune_allocator
 
@@ -42,7 +42,7 @@ def launch(
     ranks: int,
     log_folder: Path,
     environment: dict[str, str] | None = None,
-    device: str = "auto",
+    device: str = "cpu",
 ) -> int:
     """Run ``python -m module`` as ``ranks`` processes on this machine, and wait for them.
 
@@ -56,30 +56,26 @@ def launch(
         ranks: processes to start.
         log_folder: made if missing; logs of an earlier launch are replaced.
         environment: variables that override those of this process and those set here.
-        device: ``auto``, ``cpu`` or ``cuda``.
+        device: the type that every rank computes on: ``cpu`` or ``cuda``.
 
     Returns:
         0 if every rank returned 0; else the exit code of the rank that failed first (2 for a `UsageError`), or
         128 + the signal that ended it.
-
-    Raises:
-        UsageError: there are fewer CUDA devices than ranks.
     """
-    pick_device(device, ranks - 1)
     log_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="shoal-launch-") as scratch:
         Path(scratch, "payload.json").write_text(json.dumps(payload))
-        return _Crew(log_folder, Path(scratch)).run(module, ranks, environment or {})
+        return _Crew(log_folder, Path(scratch), device).run(module, ranks, environment or {})
 
 
-def rank_environment(rank: int, ranks: int, scratch: Path) -> dict[str, str]:
-    """The variables of one local rank: its place, where the ranks meet, threads and allocator."""
+def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
+    """The variables of one local rank: its place, where the ranks meet, threads and, on the CPU, the allocator."""
     return {
         "OMP_NUM_THREADS": str(_share_of_cores(ranks)),
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
-        "NCCL_SOCKET_IFNAME": "lo",
-        **allocator_environment(),
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": loopback(),
+        **(allocator_environment() if device == "cpu" else {}),
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -116,8 +112,8 @@ class _Failure:
 class _Crew:
     """The local ranks of one launch, as their parent sees them."""
 
-    def __init__(self, log_folder: Path, scratch: Path):
-        self.log_folder, self.scratch = log_folder, scratch
+    def __init__(self, log_folder: Path, scratch: Path, device: str):
+        self.log_folder, self.scratch, self.device = log_folder, scratch, device
         self.processes: list[subprocess.Popen] = []
         self.stops = 0  # requests to stop so far
 
@@ -142,7 +138,7 @@ class _Crew:
         with open(self._log(rank), "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**rank_environment(rank, ranks, self.scratch), **environment},
+                env={**rank_environment(rank, ranks, self.scratch, self.device), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.train.allocator import allocator_environment
-from shoal.train.launch import Membership, _Crew, _expand_counts, _first_host, joined, launch
+from shoal.train.launch import Membership, _Crew, _expand_counts, _first_host, joined, launch, rank_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,7 +129,7 @@ def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, sa
 def test_the_cause_is_found_among_its_consequences(codes, random):
     """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
     with tempfile.TemporaryDirectory() as folder:
-        crew = _Crew(Path(folder), Path(folder))
+        crew = _Crew(Path(folder), Path(folder), "cpu")
         for rank, code in enumerate(codes):
             crew.processes.append(Mock(returncode=code, poll=lambda code=code: code))
             Path(folder, f"rank-{rank}.log").touch()
@@ -265,3 +265,11 @@ def test_the_allocator_reuses_pages():
     assert faults("plain", {}) > 2000
     assert faults("tuned", {}) < 500
     assert faults("plain", allocator_environment()) < 500
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
+    for name in allocator_environment():
+        monkeypatch.delenv(name, raising=False)
+    found = rank_environment(0, 1, Path("scratch"), device).keys() & allocator_environment().keys()
+    assert found == (allocator_environment().keys() if device == "cpu" else set())

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shoal.checkpoint import verify
@@ -94,11 +95,13 @@ BAD = {
     "a model that is not in the catalog": (["--model.name", "tinny"], ["tinny", "did you mean 'tiny'?"]),
     "a batch that does not divide": (["--train.global_batch", "6"], ["train.global_batch = 6"]),
     "a value out of its range": (["--train.steps", "0"], ["train.steps = 0"]),
+    "a device that is not there": (["--train.device", "cuda"], ["torch sees no CUDA device here"]),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_is_refused_before_anything_is_made(what, base_config, tmp_path, capfd):
+def test_what_cannot_be_is_refused_before_anything_is_made(what, base_config, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words, expected = BAD[what]
     assert main(["train", str(base_config), "--run-folder", str(tmp_path / "run"), *words]) == 2
     said = capfd.readouterr().err
