@@ -143,6 +143,15 @@ def checkpoint_verify(args: list[str]) -> int:
     return 0
 
 
+def checkpoint_inspect(args: list[str]) -> int:
+    """Show what tensors a checkpoint holds, and how cut: shoal checkpoint inspect PATH"""
+    options, _ = parse("checkpoint inspect", CheckpointOptions, args)
+    from shoal.checkpoint.table import inspect
+
+    inspect(options.path)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "verify": verify,
@@ -151,6 +160,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data inspect": data_inspect,
     "bench": bench,
     "checkpoint verify": checkpoint_verify,
+    "checkpoint inspect": checkpoint_inspect,
 }
 
 

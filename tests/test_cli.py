@@ -145,6 +145,12 @@ def test_checkpoint_verify(called, capsys):
     assert capsys.readouterr().out == "x/step-10: complete and undamaged\n"
 
 
+def test_checkpoint_inspect(called):
+    calls = called("shoal.checkpoint.table", "inspect")
+    assert main(["checkpoint", "inspect", "x/step-10"]) == 0
+    assert calls == [((Path("x/step-10"),), {})]
+
+
 # ---- resume --------------------------------------------------------------------------------------------------------
 
 
