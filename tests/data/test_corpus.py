@@ -1,5 +1,7 @@
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -70,8 +72,74 @@ def test_hub_reads_a_dataset(tmp_path):
         list(open_corpus(config.model_copy(update={"field": "boddy"})).documents())
 
 
+class Rows:
+    """As much of a `datasets.Dataset` as the corpus uses."""
+
+    def __init__(self, rows: list[dict], fingerprint: str = "f"):
+        self.rows, self._fingerprint = rows, fingerprint
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self.rows[0])
+
+    def select_columns(self, name: str) -> "Rows":
+        return Rows([{name: row[name]} for row in self.rows])
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A package `datasets` that knows one dataset in two configurations; the loads that it saw."""
+    loads = []
+    known = {
+        ("owner/name", None): Rows([{"n": 1, "body": "one"}, {"n": 2, "body": "tw\u00f6"}], "a"),
+        ("owner/name", "en"): Rows([{"n": 1, "body": "three"}, {"n": 2, "body": None}], "b"),
+    }
+
+    def load_dataset(path, configuration, split):
+        loads.append((path, configuration, split))
+        if (path, configuration) not in known:
+            raise FileNotFoundError("no such dataset")
+        return known[path, configuration]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return loads
+
+
+def test_hub_loads_the_train_split_once(hub, tmp_path):
+    found = open_corpus(DataConfig(source="hub", dataset="owner/name", field="body"))
+    assert list(found.documents()) == list(found.documents()) == ["one", "tw\u00f6"]
+    found.fingerprint(tmp_path / "memo")
+    assert hub == [("owner/name", None, "train")]
+
+
+def test_hub_fingerprints_tell_configurations_and_fields_apart(hub, tmp_path):
+    names = [("owner/name", "body"), ("owner/name:en", "body"), ("owner/name", "n"), ("owner/name", "body")]
+    prints = [
+        open_corpus(DataConfig(source="hub", dataset=name, field=field)).fingerprint(tmp_path / "memo")
+        for name, field in names
+    ]
+    assert prints[0] == prints[3]
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "owner/name", "field": "boddy"}, "did you mean 'body'"),
+        ({"dataset": "owner/name:en", "field": "body"}, "dataset owner/name:en, row 1"),
+        ({"dataset": "owner/none", "field": "body"}, "'owner/none' cannot be loaded: no such dataset"),
+    ],
+)
+def test_hub_says_what_is_wrong(hub, settings, message):
+    with pytest.raises(UsageError, match=message):
+        documents(source="hub", **settings)
+
+
 def test_hub_without_the_extra_says_so(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"shoal\[hub\]"):
         documents(source="hub", dataset="owner/name")
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -70,3 +71,52 @@ def test_a_missing_tracker_names_its_extra(tmp_path, monkeypatch, extra):
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(UsageError, match=rf"shoal\[{extra}\]"):
         MetricsWriter(tmp_path, 0, MetricsConfig(tensorboard=False, **{extra: "x"}))
+
+
+class Recorder(SimpleNamespace):
+    """Stands for a tracker's package: writes down what is called, and with what."""
+
+    def __init__(self):
+        super().__init__(calls=[])
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.calls.append((name, args, options))
+            return self
+
+        return call
+
+
+def tracked(folder, monkeypatch, extra) -> list[tuple[str, tuple, dict]]:
+    """The calls that a tracker's package sees of a run of two steps."""
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, extra, package)
+    run = {"model": {"layers": 2}, "train": {"steps": 20, "seed": 3}}
+    with MetricsWriter(folder, 0, MetricsConfig(tensorboard=False, **{extra: "project"}), run) as writer:
+        writer.write(SAMPLE)
+        writer.write(replace(SAMPLE, step=2, loss=5.0, validation_loss=2.5))
+    assert [record.step for record in read_metrics(folder)] == [1, 2]
+    return package.calls
+
+
+SECOND = SAMPLE.values() | {"loss": 5.0, "validation_loss": 2.5}
+
+
+def test_wandb_gets_every_value_and_the_settings(tmp_path, monkeypatch):
+    start, *writes, end = tracked(tmp_path / "run-7", monkeypatch, "wandb")
+    assert start == ("init", (), {
+        "project": "project", "name": "run-7", "dir": tmp_path / "run-7", "id": "run-7", "resume": "allow",
+        "config": {"model": {"layers": 2}, "train": {"steps": 20, "seed": 3}},
+    })
+    assert writes == [("log", (SAMPLE.values(),), {"step": 1}), ("log", (SECOND,), {"step": 2})]
+    assert end == ("finish", (), {})
+
+
+def test_mlflow_gets_every_value_and_the_settings(tmp_path, monkeypatch):
+    experiment, start, model, train, *writes, end = tracked(tmp_path / "run-7", monkeypatch, "mlflow")
+    assert experiment == ("set_experiment", ("project",), {})
+    assert start == ("start_run", (), {"run_name": "run-7"})
+    assert model == ("log_params", ({"model.layers": 2},), {})
+    assert train == ("log_params", ({"train.steps": 20, "train.seed": 3},), {})
+    assert writes == [("log_metrics", (SAMPLE.values(),), {"step": 1}), ("log_metrics", (SECOND,), {"step": 2})]
+    assert end == ("end_run", (), {})
