@@ -53,8 +53,13 @@ def destroy_world() -> None:
         dist.destroy_process_group()
 
 
-def pick_device(choice: str, local_rank: int = 0) -> torch.device:
+def pick_device(choice: str, local_rank: int = 0, *, bound: bool = False) -> torch.device:
     """The device of one rank: ``auto`` takes CUDA where there is one, else the CPU.
+
+    Args:
+        choice: ``auto``, ``cpu`` or ``cuda``.
+        local_rank: among the ranks of this machine; it takes the CUDA device of the same index.
+        bound: the rank may see its own CUDA device alone (SLURM's ``--gpus-per-task=1``), which has then index 0.
 
     Raises:
         UsageError: ``cuda`` where there is none, or more local ranks than CUDA devices.
@@ -66,6 +71,8 @@ def pick_device(choice: str, local_rank: int = 0) -> torch.device:
     devices = torch.cuda.device_count()
     if devices == 0:
         raise UsageError("train.device = 'cuda', but torch sees no CUDA device here.\n  Use train.device cpu or auto.")
+    if bound and devices == 1:
+        local_rank = 0
     if local_rank >= devices:
         raise UsageError(
             f"local rank {local_rank} has no CUDA device: there are {devices} on this machine, one for each rank."

@@ -34,7 +34,8 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
     check(config, ranks=member.world_size if member else ranks)
-    device = pick_device(config.train.device, member.local_rank if member else config.parallel.world_size - 1)
+    choice = config.train.device
+    device = member.device(choice) if member else pick_device(choice, config.parallel.world_size - 1)
     if resume is not None:
         check_resume(config, resume)
     payload = {

@@ -230,6 +230,10 @@ class Membership:
     master: tuple[str, int] | None = None
     """Address and port where the ranks meet; None where they meet in a file."""
 
+    def device(self, choice: str) -> torch.device:
+        """`pick_device` for this rank."""
+        return pick_device(choice, self.local_rank, bound=self.how == "slurm")
+
 
 def joined() -> Membership | None:
     """Whether this process was started as one rank of a run, and as which; None where it is to start ranks itself.
@@ -323,7 +327,7 @@ def become_rank(device: str = "auto", threads: int = 0, timeout: float = 600.0) 
         die_with_parent(int(os.environ.get("SHOAL_PARENT", os.getppid())))
     if threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads or _share_of_cores(membership.local_world_size))
-    picked = pick_device(device, membership.local_rank)
+    picked = membership.device(device)
     if picked.type == "cpu":
         tune_allocator()
     store = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.world import destroy_world, pick_device
+from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError
@@ -28,7 +28,7 @@ def run(payload: dict[str, Any]) -> int:
     """
     config = build(payload["config"])
     member = become_rank(config.train.device, config.train.threads)
-    mesh = Mesh(config.parallel, member.rank, pick_device(config.train.device, member.local_rank))
+    mesh = Mesh(config.parallel, member.rank, member.device(config.train.device))
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:
         made = [str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""]

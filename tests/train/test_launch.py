@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -216,6 +217,14 @@ def test_slurm_on_several_nodes(monkeypatch):
                         "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     assert joined() == Membership(6, 7, 0, 1, "slurm", ("gpu007", 20036))
+
+
+def test_a_slurm_task_bound_to_one_gpu_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = {"rank": 3, "world_size": 4, "local_rank": 3, "local_world_size": 4}
+    assert Membership(**place, how="slurm").device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="local rank 3 has no CUDA device"):
+        Membership(**place, how="torchrun").device("cuda")
 
 
 @pytest.mark.parametrize("nodes, first", [
