@@ -29,9 +29,9 @@ LAYOUTS = {
 }
 
 
-def numbers_config(parallel, train=None, optimizer=None):
+def numbers_config(parallel, train=None, optimizer=None, layers=2):
     """A run on random tokens in float64."""
-    model = {"name": "tiny", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12}
+    model = {"name": "tiny", "layers": layers, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12}
     train = {"global_batch": 8, "precision": "fp64", "steps": 10, "validation_sequences": 8} | (train or {})
     optimizer = {"name": "sgd", "learning_rate": 0.5, "clip_norm": 0, "weight_decay": 0, "warmup_steps": 0,
                  "schedule": "constant"} | (optimizer or {})
@@ -247,3 +247,22 @@ def test_compiled_layers_compute_the_same(corpus, pool):
         config = small_config(corpus, {"micro_batch": 8}, train={"compile": compile}, model={"layers": 1})
         found[compile] = pool.run(losses, 1, plain(config), 3, timeout=300)[0]
     assert found[True] == pytest.approx(found[False], rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=["tp 2", "dp 2, ZeRO-3"])
+def test_compiled_layers_compute_the_same_on_two_ranks(pool, parallel):
+    """Where the layers hold collectives (tp), or parameters that come and go (ZeRO-3)."""
+    found = {}
+    for compile in (False, True):
+        train = {"compile": compile, "precision": "fp32"}
+        config = numbers_config({**parallel, "micro_batch": 4}, train, layers=1)
+        found[compile] = pool.run(uneven_losses, 2, plain(config), 2, timeout=300)
+    assert found[True][0] == found[True][1]
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-5)
+    assert found[True][0][0] != found[True][0][1]  # the second loss is of weights that a compiled backward made
+
+
+def uneven_losses(values, steps: int) -> list[float]:
+    engine, _ = engine_of(values)
+    return [engine.step(step).loss for step in range(steps)]
