@@ -54,7 +54,7 @@ def launch(
         module: it calls `become_rank`, and finds ``payload`` by `read_payload`.
         payload: plain values, fit for JSON.
         ranks: processes to start.
-        log_folder: made if missing; logs of an earlier launch are replaced.
+        log_folder: made if missing; logs of earlier launches are continued.
         environment: variables that override those of this process and those set here.
         device: the type that every rank computes on: ``cpu`` or ``cuda``.
 
@@ -114,6 +114,7 @@ class _Crew:
 
     def __init__(self, log_folder: Path, scratch: Path, device: str):
         self.log_folder, self.scratch, self.device = log_folder, scratch, device
+        self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
         self.processes: list[subprocess.Popen] = []
         self.stops = 0  # requests to stop so far
 
@@ -135,7 +136,9 @@ class _Crew:
                 signal.signal(signum, handler)
 
     def _start(self, module: str, rank: int, ranks: int, environment: dict[str, str]) -> None:
-        with open(self._log(rank), "wb") as log:
+        with open(self._log(rank), "a") as log:  # what an earlier launch said before it died stays
+            log.write(self.header)
+            log.flush()
             process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 env={**rank_environment(rank, ranks, self.scratch, self.device), **environment},
@@ -187,7 +190,8 @@ class _Crew:
             return code
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         log = self._log(cause.rank)
-        report = cause.report or "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        said = log.read_text(errors="replace").rpartition(self.header)[2]
+        report = cause.report or "\n".join(said.splitlines()[-TAIL_LINES:])
         print(f"rank {cause.rank} {cause.how}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             print(report.rstrip(), file=sys.stderr)
@@ -348,7 +352,7 @@ def _record_and_exit(kind: type[BaseException], error: BaseException, where: Tra
         partial = record.with_suffix(".partial")
         partial.write_text(json.dumps({"when": time.monotonic(), "report": report}))
         partial.rename(record)  # whole or not at all, should a signal end this process meanwhile
-    print(report, file=sys.stderr)
+    # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
+    print(report, file=sys.__stderr__, flush=True)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(2 if usage else 1)

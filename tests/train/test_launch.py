@@ -139,6 +139,16 @@ def test_the_cause_is_found_among_its_consequences(codes, random):
         assert crew._watch() == 128 + signal.SIGKILL
 
 
+def test_a_log_goes_on_where_the_last_launch_died(folder, capfd):
+    for act in ("raise", "die"):
+        launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu")
+    log = (folder / "logs" / "rank-1.log").read_text()
+    assert len(re.findall(r"^---- started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d by process \d+ ----$", log, re.M)) == 2
+    assert "the real cause" in log
+    shown = capfd.readouterr().err
+    assert "the real cause" not in shown[shown.index("was killed by SIGKILL"):]  # that is what the first launch said
+
+
 def test_a_usage_error_passes_through_without_traceback(folder, capfd):
     assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
     assert capfd.readouterr().err == "steps = -1; allowed: 1 or more\n"
