@@ -298,6 +298,11 @@ def plain(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
 
 
-def save(config: RunConfig, path: Path) -> None:
-    """Write a config as TOML that `load` reads back to the same."""
-    path.write_text(tomli_w.dumps(plain(config)))
+def save(config: RunConfig, path: Path, *, new: bool = False) -> None:
+    """Write a config as TOML that `load` reads back to the same.
+
+    Args:
+        new: the file must not be there (FileExistsError).
+    """
+    with open(path, "x" if new else "w") as file:
+        file.write(tomli_w.dumps(plain(config)))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +21,7 @@ RUNS = Path("runs")
 
 
 def new_run(config: RunConfig, folder: Path | None) -> Path:
-    """Make the folder of a new run and put its config into it.
+    """Make the folder of a new run and put its config into it. Of starts at the same time, each gets its own folder.
 
     Args:
         folder: where; None takes a fresh name under ``runs/``.
@@ -29,21 +30,30 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         UsageError: the folder is there and is not empty.
     """
     if folder is None:
-        folder = _fresh_name(config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        folder = _fresh_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise FileExistsError
+        save(config, folder / RUN_FILE, new=True)
+    except FileExistsError:
         raise UsageError(
             f"--run-folder {folder} exists already, and a run never writes over what it did not make."
             f"\n  Go on with that run by --resume {folder}, or name another folder."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    save(config, folder / RUN_FILE)
+        ) from None
     return folder
 
 
-def _fresh_name(config: RunConfig) -> Path:
+def _fresh_folder(config: RunConfig) -> Path:
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
-    names = (RUNS / (stem + (f"-{i}" if i else "")) for i in range(1000))
-    return next(name for name in names if not name.exists())
+    for number in itertools.count():
+        folder = RUNS / (stem + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # started within the same second
+            continue
+        return folder
+    raise AssertionError("names do not run out")
 
 
 def check_resume(config: RunConfig, folder: Path) -> None:
