@@ -63,7 +63,7 @@ def load(
     try:
         manifest = read_manifest(path)
         extra = manifest.extra
-        _check_model(path, extra.get("model"), model)
+        check_model(path, extra.get("model"), model)
         _check_names(path, set(manifest.tensors), every, unwanted)
         _check_tensors(path, manifest, state, convert)
         _fill(path, manifest, state)
@@ -110,7 +110,12 @@ def newest_good(folder: Path, *, group: Group = None) -> tuple[Committed | None,
 # ---- what must agree before anything is read -------------------------------------------------------------------------
 
 
-def _check_model(path: Path, saved: Any, wanted: dict[str, Any] | None) -> None:
+def check_model(path: Path, saved: Any, wanted: dict[str, Any] | None) -> None:
+    """Require that a checkpoint holds the wanted model (None: any), both as JSON values.
+
+    Raises:
+        CheckpointError: naming every field that differs.
+    """
     if wanted is None or saved == wanted:
         return
     if not isinstance(saved, dict):

@@ -11,6 +11,7 @@ from shoal.data.commands import prepare
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.train.launch import joined, launch
+from shoal.train.metrics import check_trackers
 from shoal.train.run_folder import check_resume, new_run
 
 
@@ -33,11 +34,12 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
-    check(config, ranks=member.world_size if member else ranks)
+    shape = check(config, ranks=member.world_size if member else ranks)
+    check_trackers(config.metrics)
     choice = config.train.device
     device = member.device(choice) if member else pick_device(choice, config.parallel.world_size - 1)
     if resume is not None:
-        check_resume(config, resume)
+        check_resume(config, shape, resume)
     payload = {
         "config": plain(config),
         "folder": str(resume or run_folder) if resume or run_folder else None,

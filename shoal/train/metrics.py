@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class MetricsWriter:
         run: dict[str, Any] | None = None,
     ):
         config = config or MetricsConfig()
+        check_trackers(config)
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers: list[_Tracker] = []
         if config.tensorboard:
@@ -114,6 +116,20 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_trackers(config: MetricsConfig) -> None:
+    """Look for the packages of the trackers that are asked for, without importing them.
+
+    Raises:
+        UsageError: one is not installed.
+    """
+    for package, value in (("wandb", config.wandb), ("mlflow", config.mlflow)):
+        if value and find_spec(package) is None:
+            raise UsageError(
+                f"metrics.{package} = {value!r} needs the package {package}, which is not installed."
+                f"\n  Install shoal[{package}], or leave metrics.{package} out."
+            )
 
 
 def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
@@ -167,26 +183,17 @@ def _tensorboard(folder: Path, resume_step: int) -> _Tracker:
 
 
 def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _Tracker:
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError(_missing("metrics.wandb", project, "wandb")) from None
+    import wandb
+
     session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
     return _Tracker(lambda step, values: session.log(values, step=step), session.finish)
 
 
 def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _Tracker:
-    try:
-        import mlflow
-    except ImportError:
-        raise UsageError(_missing("metrics.mlflow", experiment, "mlflow")) from None
+    import mlflow
+
     mlflow.set_experiment(experiment)
     mlflow.start_run(run_name=folder.name)
     for section, values in run.items():
         mlflow.log_params({f"{section}.{key}": value for key, value in values.items()})
     return _Tracker(lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run)
-
-
-def _missing(key: str, value: str, extra: str) -> str:
-    return (f"{key} = {value!r} needs the package {extra}, which is not installed."
-            f"\n  Install shoal[{extra}], or leave {key} out.")

@@ -13,6 +13,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from shoal.catalog import ModelShape
+from shoal.checkpoint import CheckpointError, newest, verify
+from shoal.checkpoint.load import check_model
+from shoal.checkpoint.manifest import read_manifest
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 from shoal.precision import POLICIES
@@ -56,14 +60,18 @@ def _fresh_folder(config: RunConfig) -> Path:
     raise AssertionError("names do not run out")
 
 
-def check_resume(config: RunConfig, folder: Path) -> None:
+def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
     """Refuse to resume what would not continue the same run.
 
     The order of the samples follows from the step's number, so what that depends on must not change, nor what decides
-    which tensors are kept; layout, number of steps, learning rate and the rest may (the model is compared on loading).
+    which tensors are kept; layout, number of steps, learning rate and the rest may.
+
+    Args:
+        shape: the model of ``config``.
 
     Raises:
-        UsageError: naming the field, the run's value and the new one; or the folder holds no run.
+        UsageError: naming the field, the run's value and the new one; or the folder holds no run, no checkpoint, or all
+            the steps already.
     """
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
@@ -81,6 +89,36 @@ def check_resume(config: RunConfig, folder: Path) -> None:
         _refuse("train.precision", now, was, folder, "it keeps its weights in another dtype")
     if first.optimizer.name != config.optimizer.name:
         _refuse("optimizer.name", config.optimizer.name, first.optimizer.name, folder, "they keep different states")
+    _check_checkpoint(config, shape, folder)
+
+
+def _check_checkpoint(config: RunConfig, shape: ModelShape, folder: Path) -> None:
+    """What the newest checkpoint's manifest tells. A damaged one is left to the ranks, which take the one before."""
+    found = newest(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
+        )
+    try:
+        extra = read_manifest(found.path).extra
+        if found.step >= config.train.steps:
+            verify(found.path)  # if it is damaged, steps are left to do
+    except CheckpointError:
+        return
+    check_model(found.path, extra.get("model"), shape.model_dump(mode="json"))
+    check_steps_left(folder, found.step, config.train.steps)
+
+
+def check_steps_left(folder: Path, done: int, steps: int) -> None:
+    """Refuse to resume what has all its steps.
+
+    Raises:
+        UsageError: ``done`` is not below ``steps``.
+    """
+    if done >= steps:
+        raise UsageError(
+            f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to go on."
+        )
 
 
 def _refuse(name: str, now: object, was: object, folder: Path, why: str) -> NoReturn:

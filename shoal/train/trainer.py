@@ -23,6 +23,7 @@ from shoal.train.blame import blame
 from shoal.train.display import Display
 from shoal.train.engine import Engine, NonFinite, StepResult
 from shoal.train.metrics import MetricsWriter, StepMetrics
+from shoal.train.run_folder import check_steps_left
 from shoal.train.sample import sample_checkpoint
 
 SAMPLE_PROMPT = "def "
@@ -213,15 +214,9 @@ class Trainer:
             self.display.note(f"checkpoint refused: {error}")
         if found is None:
             raise CheckpointError(
-                f"--resume {self.folder}: it holds no good checkpoint"
-                + (f" ({len(refused)} damaged)." if refused else " (the run stopped before its first).")
-                + "\n  Start a new run."
+                f"--resume {self.folder}: it holds no good checkpoint ({len(refused)} damaged).\n  Start a new run."
             )
-        if found.step >= self.config.train.steps:
-            raise UsageError(
-                f"--resume {self.folder}: step {found.step} is done, and train.steps = {self.config.train.steps}."
-                "\n  Raise train.steps to go on."
-            )
+        check_steps_left(self.folder, found.step, self.config.train.steps)
         state, model = self.engine.state(), self.shape.model_dump(mode="json")
         saved = load(found.path, state, group=self.group, model=model)
         if saved["data"] != self.samples["train"].fingerprint:

@@ -96,12 +96,16 @@ BAD = {
     "a batch that does not divide": (["--train.global_batch", "6"], ["train.global_batch = 6"]),
     "a value out of its range": (["--train.steps", "0"], ["train.steps = 0"]),
     "a device that is not there": (["--train.device", "cuda"], ["torch sees no CUDA device here"]),
+    "wandb, not installed": (["--metrics.wandb", "mine"], ["metrics.wandb = 'mine'", "Install shoal[wandb]"]),
+    "mlflow, not installed": (["--metrics.mlflow", "mine"], ["metrics.mlflow = 'mine'", "Install shoal[mlflow]"]),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_cannot_be_is_refused_before_anything_is_made(what, base_config, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for package in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, package, None)
     words, expected = BAD[what]
     assert main(["train", str(base_config), "--run-folder", str(tmp_path / "run"), *words]) == 2
     said = capfd.readouterr().err
