@@ -26,7 +26,7 @@ from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.run_folder import check_steps_left
 from shoal.train.sample import sample_checkpoint
 
-SAMPLE_PROMPT = "def "
+SAMPLE_PROMPT = "def main("
 SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not loaded whole on one host without being asked for
 
 
