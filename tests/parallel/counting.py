@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.comm import ops
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.parallel import bucket, data
@@ -24,8 +25,13 @@ def engine_of(config: RunConfig) -> Engine:
 
 @contextmanager
 def watched(note: Callable[[str], Any]) -> Iterator[None]:
-    """Call ``note`` with all_reduce, reduce_scatter_flat or all_gather_flat as each is started."""
-    places = [(dist, "all_reduce"), (data, "reduce_scatter_flat"), (bucket, "all_gather_flat")]
+    """Call ``note`` with start_all_reduce, reduce_scatter_flat or all_gather_flat as each is started."""
+    places = [
+        (ops, "start_all_reduce"),
+        (data, "start_all_reduce"),
+        (data, "reduce_scatter_flat"),
+        (bucket, "all_gather_flat"),
+    ]
     right = [getattr(owner, name) for owner, name in places]
 
     def noting(name: str, function: Callable) -> Callable:

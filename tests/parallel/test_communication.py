@@ -31,13 +31,13 @@ def count(config: RunConfig) -> tuple[Counter, int]:
 def test_tensor_parallel_all_reduces(pool: Pool) -> None:
     """Two a layer and direction; the embedding's in forward, the head's in backward; and one for the gradient norm."""
     for counts, _ in pool.run(count, 2, run_of({"tp": 2})):
-        assert counts["all_reduce"] == MICROBATCHES * (4 * LAYERS + 2) + 1
+        assert counts["start_all_reduce"] == MICROBATCHES * (4 * LAYERS + 2) + 1
 
 
 def test_sequence_parallelism_needs_no_all_reduce_in_the_layers(pool: Pool) -> None:
     """But one a step for the gradients of the norms, and one for the gradient norm."""
     for counts, _ in pool.run(count, 2, run_of({"tp": 2, "sequence_parallel": True})):
-        assert counts["all_reduce"] == 2
+        assert counts["start_all_reduce"] == 2
 
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.004])
@@ -50,13 +50,13 @@ def test_replicas_reduce_each_bucket_once_a_step_if_they_can_accumulate(
         scatters = {0: 0, 1: buckets, 2: MICROBATCHES * buckets}[zero]
         assert counts["reduce_scatter_flat"] == scatters
         assert counts["all_gather_flat"] == (buckets if zero else 0)
-        assert counts["all_reduce"] == 2 + (buckets if zero == 0 else 0)  # token count, gradient norm
+        assert counts["start_all_reduce"] == 2 + (buckets if zero == 0 else 0)  # token count, gradient norm
 
 
 def test_hybrid_shards_are_summed_over_replicas_once_a_step(pool: Pool) -> None:
     for counts, buckets in pool.run(count, 4, run_of({"dp": 4, "zero": 2, "zero_shard": 2, "bucket_mb": 0.004})):
         assert counts["reduce_scatter_flat"] == MICROBATCHES * buckets
-        assert counts["all_reduce"] == 2 + buckets
+        assert counts["start_all_reduce"] == 2 + buckets
 
 
 def test_zero_3_gathers_each_unit_for_forward_and_for_backward(pool: Pool) -> None:
@@ -78,7 +78,7 @@ def order(config: RunConfig) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize(("zero", "collective"), [(0, "all_reduce"), (1, "reduce_scatter_flat")])
+@pytest.mark.parametrize(("zero", "collective"), [(0, "start_all_reduce"), (1, "reduce_scatter_flat")])
 def test_reductions_start_while_backward_goes_on(pool: Pool, zero: int, collective: str) -> None:
     for events in pool.run(order, 2, run_of({"dp": 2, "zero": zero, "bucket_mb": 0.004})):
         ends = [i for i, event in enumerate(events) if event == "backward ends"]
