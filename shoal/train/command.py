@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.catalog import ModelShape
 from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
-from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
+from shoal.train.check import check
 from shoal.train.launch import joined, launch
 from shoal.train.metrics import check_trackers
 from shoal.train.run_folder import check_resume, new_run
@@ -55,20 +54,3 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
     payload["made"] = True
     logs = Path(payload["folder"]) / "logs"
     return launch("shoal.train.worker", payload, config.parallel.world_size, logs, device=device.type)
-
-
-def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
-    """The model of a run, if its layout can split it and its ranks are there.
-
-    Raises:
-        UsageError: naming the field that cannot be.
-    """
-    vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
-    config.parallel.check(
-        shape,
-        global_batch=config.train.global_batch,
-        sequence_length=config.data.sequence_length,
-        ranks=ranks,
-    )
-    return shape

@@ -13,7 +13,7 @@ from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError
-from shoal.train.command import check
+from shoal.train.check import check
 from shoal.train.launch import become_rank, read_payload
 from shoal.train.run_folder import new_run
 from shoal.train.trainer import Trainer

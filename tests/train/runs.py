@@ -23,7 +23,7 @@ from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig, build, plain
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
-from shoal.train.command import check
+from shoal.train.check import check
 from shoal.train.metrics import StepMetrics, read_metrics
 from shoal.train.run_folder import new_run
 from shoal.train.trainer import Trainer

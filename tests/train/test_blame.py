@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.train.blame import blame
-from shoal.train.command import check
+from shoal.train.check import check
 from shoal.train.engine import Engine, NonFinite
 
 from .runs import checkpoints, curve, shoal, stored

@@ -16,7 +16,7 @@ from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.data.batches import Batch, SyntheticDataset, open_dataset
 from shoal.models.transformer import IGNORE, Transformer
-from shoal.train.command import check
+from shoal.train.check import check
 from shoal.train.engine import Engine
 
 from .runs import small_config

@@ -13,7 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.data.batches import open_dataset
 from shoal.errors import UsageError
-from shoal.train.command import check
+from shoal.train.check import check
 from shoal.train.engine import Engine
 from shoal.train.sample import generate, sample_checkpoint
 

@@ -1,0 +1,24 @@
+"""What must hold before a run starts: the model, its layout and the ranks fit each other."""
+
+from __future__ import annotations
+
+from shoal.catalog import ModelShape
+from shoal.config import RunConfig
+from shoal.data.tokenizer import load_tokenizer
+
+
+def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
+    """The model of a run, if its layout can split it and its ranks are there.
+
+    Raises:
+        UsageError: naming the field that cannot be.
+    """
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    config.parallel.check(
+        shape,
+        global_batch=config.train.global_batch,
+        sequence_length=config.data.sequence_length,
+        ranks=ranks,
+    )
+    return shape
