@@ -209,10 +209,10 @@ def _empty(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of logits split by token id, with one collective of 3 numbers a token.
+    """Summed cross-entropy of logits split by token id, with one collective of 2 numbers a token.
 
-    Each rank's maximum, sum of exponentials and target logit are gathered and combined (the online softmax of
-    Milakov & Gimelshein 2018); the gradient, softmax minus one-hot, is local.
+    Each rank's log-sum-exp and target logit are gathered and combined (the online softmax of Milakov & Gimelshein
+    2018); the gradient, softmax minus one-hot, is local.
     """
 
     @staticmethod
@@ -227,27 +227,21 @@ class VocabularyCrossEntropy(torch.autograd.Function):
         ctx.dtype = logits.dtype
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
-        padding = logits[..., here:]
-        if padding.shape[-1]:
-            padding.fill_(float("-inf"))
-        # A rank may hold nothing but padding, so its maximum is kept finite.
-        top = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)  # [b, s]
+        # Finite, since a rank may hold nothing but padding.
+        logits[..., here:] = torch.finfo(logits.dtype).min
         mine = (targets >= 0) & (targets < here) & counts
         target = targets.masked_fill(~mine, 0).unsqueeze(-1)  # [b, s, 1]
         at_target = logits.gather(-1, target).squeeze(-1).masked_fill(~mine, 0)
-        softmax = (logits - top.unsqueeze(-1)).exp_()  # [b, s, v/tp], still to be scaled
-        tops, sums, at_targets = all_gather(
-            torch.stack((top, softmax.sum(-1), at_target)).unsqueeze(0), group
-        ).unbind(1)  # each [tp, b, s]
-        highest = tops.amax(0)
-        total = (sums * (tops - highest).exp()).sum(0)
-        softmax.mul_(((top - highest).exp() / total).unsqueeze(-1))
-        ctx.save_for_backward(softmax, target, mine, counts)
-        return (total.log() + highest - at_targets.sum(0)).masked_fill(~counts, 0).sum()
+        softmax = logits.softmax(-1)  # [b, s, v/tp], among this rank's ids
+        own = logits.amax(-1) - softmax.amax(-1).log()  # [b, s], their log-sum-exp
+        owns, at_targets = all_gather(torch.stack((own, at_target)).unsqueeze(0), group).unbind(1)  # each [tp, b, s]
+        total = owns.logsumexp(0)
+        ctx.save_for_backward(softmax, (own - total).exp(), target, mine, counts)
+        return (total - at_targets.sum(0)).masked_fill(~counts, 0).sum()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        softmax, target, mine, counts = ctx.saved_tensors
-        d_logits = softmax.scatter_add(-1, target, -mine.unsqueeze(-1).to(softmax.dtype))
-        d_logits.mul_((counts * gradient).unsqueeze(-1))
+        softmax, share, target, mine, counts = ctx.saved_tensors
+        d_logits = softmax * (share * counts * gradient).unsqueeze(-1)
+        d_logits.scatter_add_(-1, target, -(mine * gradient).unsqueeze(-1))
         return d_logits.to(ctx.dtype), None, None, None, None
