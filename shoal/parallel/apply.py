@@ -54,6 +54,8 @@ def build_stage(
     if compile:
         for layer in model.layers.values():
             layer.forward = torch.compile(layer.forward, dynamic=False)
+        if mesh.size("tp") == 1:  # a loss split over ranks is a collective, which cannot be fused
+            model.loss.forward = torch.compile(model.loss.forward, dynamic=False)
     # Last, and so outermost: parameters are gathered before a layer is entered, recomputed or not.
     members = _materialise(model, splits, policy.compute, mesh.device)
     units = _units(model)
