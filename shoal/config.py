@@ -190,7 +190,7 @@ class TrainConfig(Section):
     """The attention kernel; auto takes what was measured fastest for the device and dtype."""
 
     compile: bool = False
-    """torch.compile each layer."""
+    """torch.compile each layer, and the loss where it is not split over ranks."""
 
     validate_every: NonNegativeInt = 100
     """Steps between validations; 0 validates only at the end."""

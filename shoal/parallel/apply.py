@@ -38,7 +38,7 @@ def build_stage(
         shape: the whole model.
         stage: which of the mesh's pipeline stages.
         kernel: of the attention core, "sdpa" or "explicit".
-        compile: compile each layer.
+        compile: compile each layer, and the loss where it is not split.
     """
     layout = mesh.layout
     with torch.device("meta"):
