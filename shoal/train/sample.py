@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -36,7 +37,9 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
     start = tokenizer.encode(prompt).tolist()
     if not start:
         raise UsageError("the prompt is empty; give at least one character.")
-    found, _ = newest_good(run_folder / "checkpoints")
+    found, refused = newest_good(run_folder / "checkpoints")
+    for error in refused:
+        print(f"checkpoint refused: {error}", file=sys.stderr)
     if found is None:
         raise CheckpointError(f"{run_folder} holds no good checkpoint to sample from.")
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
