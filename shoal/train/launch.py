@@ -168,6 +168,10 @@ class _Crew:
         deadline = time.monotonic() + GRACE_SECONDS
         while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+        # A rank that is killed closes its connections before it counts as ended, so that its peers may end first. What
+        # ended since by another signal than ours was no doing of ours.
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        ended |= {rank for rank, code in codes.items() if code and code < 0 and code != -signal.SIGTERM}
         self._send(signal.SIGKILL)
         for process in self.processes:
             process.wait()

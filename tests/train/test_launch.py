@@ -50,6 +50,12 @@ if act == "stop":
     time.sleep(0.3)
     (folder / f"signals-{me}.json").write_text(json.dumps(signals))
 elif act != "finish":
+    if act == "die slowly":
+        if me == 0:
+            raise ConnectionError("peer closed the connection")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who is being killed is past other signals
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     if me == 1:
         if act == "raise":
             raise ArithmeticError("the real cause")
@@ -113,6 +119,7 @@ def test_ranks_meet_and_finish(folder, capfd):
 @pytest.mark.parametrize("act, code, said", [
     ("raise", 1, "rank 1 exited with code 1; the other ranks were stopped"),
     ("die", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
+    ("die slowly", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
 ])
 def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, said):
     start = time.monotonic()

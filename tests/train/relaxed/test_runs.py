@@ -119,9 +119,10 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     assert "a sample of what it writes" in said
 
 
-def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path):
+@pytest.mark.parametrize("sync", ["ps-bsp", "topk"])
+def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path, sync):
     file = tmp_path / "run.toml"
-    save(config_of(corpus, "ps-bsp"), file)
+    save(config_of(corpus, sync), file)
     code, said = shoal("train", file, "--train.dead", "1@4", "--run-folder", tmp_path / "run")
     assert code == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL; the other ranks were stopped" in said and "Traceback" not in said
