@@ -20,7 +20,7 @@ from itertools import pairwise
 from shoal.catalog import ModelShape
 from shoal.layout import Layout
 from shoal.pieces import Box, flat_range
-from shoal.precision import Policy
+from shoal.precision.formats import Formats
 
 ALIGN = 64  # elements: what shards are rounded up to (`shoal.parallel.bucket`)
 STATES = {  # per element
@@ -156,7 +156,7 @@ def units_of(shape: ModelShape, layout: Layout, part: StagePart, tp_index: int =
 
 
 def state_bytes(
-    shape: ModelShape, layout: Layout, policy: Policy, optimizer: str, parts: Sequence[StagePart],
+    shape: ModelShape, layout: Layout, policy: Formats, optimizer: str, parts: Sequence[StagePart],
     *, tp_index: int = 0, shard_index: int = 0,
 ) -> StateBytes:
     """What one rank holds.

@@ -20,7 +20,7 @@ from shoal.parallel.weight import Postponed, apply_weight_gradients
 from shoal.parallel.zero import GatherOnUse
 from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
 from shoal.pipeline.split import keep_stage, share_copies, share_tied
-from shoal.precision import Policy
+from shoal.precision.policy import Policy
 
 
 @dataclass

@@ -18,7 +18,7 @@ from shoal.comm.ops import Pending, all_gather_flat
 from shoal.comm.world import host_zeros
 from shoal.parallel.split import Split
 from shoal.pieces import Box, Piece
-from shoal.precision import Policy
+from shoal.precision.policy import Policy
 
 _ALIGN = 64  # elements: shards start on whole vector registers and cache lines
 

@@ -37,7 +37,7 @@ from shoal.comm.world import host_zeros
 from shoal.parallel.bucket import Bucket, Run
 from shoal.parallel.split import ENDS, Split
 from shoal.pieces import Piece
-from shoal.precision import Policy
+from shoal.precision.policy import Policy
 
 Term = Callable[[Tensor, bool], object]
 """Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shoal.catalog import ModelShape
-from shoal.models.transformer import Transformer
 from shoal.parallel.split import ENDS, Split
+
+if TYPE_CHECKING:
+    from shoal.models.transformer import Transformer
 
 
 def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:

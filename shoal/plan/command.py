@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
@@ -11,17 +12,17 @@ from rich.text import Text
 
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
-from shoal.config import RunConfig, Section
+from shoal.config import OptimizerConfig, RunConfig, Section
 from shoal.cost.flops import DAY, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
-from shoal.optim.build import RULES
 from shoal.pipeline.choose import check_schedule
 from shoal.plan.estimate import KINDS, Estimate, Run
 from shoal.plan.page import write_page
 
 TOKENS_PER_STEP = 4 * 2**20
+OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
 
 
 class EstimateOptions(Section):
@@ -100,7 +101,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     batch = options.global_batch or (config.train.global_batch if config else default)
     precision = options.precision or (config.train.precision if config else "bf16")
     optimizer = options.optimizer or (config.optimizer.name if config else "adamw")
-    for option, given, known in (("precision", precision, KINDS), ("optimizer", optimizer, RULES)):
+    for option, given, known in (("precision", precision, KINDS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     if layout.offload != "none":

@@ -25,7 +25,7 @@ from shoal.cost.state import StateBytes, bucket_bytes, state_bytes
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
 from shoal.plan.parts import parts_of, stage_parts
-from shoal.precision import POLICIES, Policy
+from shoal.precision.formats import FORMATS, Formats
 from shoal.simulate import Links, Timeline, Times, simulate
 
 CAUSAL = 0.5  # of the scores are computed by kernels that skip what is masked
@@ -48,9 +48,9 @@ class Run:
     optimizer: str = "adamw"
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Formats:
         """The number formats."""
-        return POLICIES[self.precision]
+        return FORMATS[self.precision]
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,1 @@
-"""Which number format holds what."""
-
-from shoal.precision.policy import POLICIES, Policy
-
-__all__ = ["POLICIES", "Policy"]
+"""Which number format holds what: `formats` the facts, `policy` torch's dtypes, `memory` bytes per parameter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.precision.policy import POLICIES, Policy
+from shoal.precision.formats import FORMATS, Formats
 
 MOMENTS = 2  # of Adam
 
@@ -35,7 +35,7 @@ class PerParameter:
         return self.weights + self.gradients + self.accumulated + self.master + self.moments
 
 
-def per_parameter(policy: Policy) -> PerParameter:
+def per_parameter(policy: Formats) -> PerParameter:
     """What shoal keeps with a policy, without sharding: gradients straight in their sum's format."""
     return PerParameter(
         weights=policy.compute.itemsize,
@@ -52,6 +52,6 @@ RECIPES = {
     "bf16, fp32 Adam, gradients summed in fp32": PerParameter(2, 2, 4, 4, 8, "Hugging Face, The Ultra-Scale Playbook"),
     "all bf16": PerParameter(2, 2, 0, 0, 4, "no format wider than bf16 anywhere"),
     "bf16 weights, fp32 moments": PerParameter(2, 0, 0, 0, 8, "jax-ml/scaling-book, training; gradients not counted"),
-    **{f"shoal {name}": per_parameter(policy) for name, policy in POLICIES.items()},
+    **{f"shoal {name}": per_parameter(formats) for name, formats in FORMATS.items()},
 }
 """By name: 16, 20, 8 and 10 bytes, and shoal's own."""

@@ -1,10 +1,12 @@
-"""One table of number formats: for weights kept, weights computed with, gradient sums, and optimizer states."""
+"""The number formats of each precision as torch's dtypes: of weights kept and computed with, gradients and states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from shoal.precision.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,5 @@ class Policy:
 
 
 POLICIES = {
-    "fp32": Policy(torch.float32, torch.float32, torch.float32, torch.float32),
-    # Micikevicius et al. 2018, section 3.1, with bfloat16, which needs no loss scaling (Kalamkar et al. 2019)
-    "bf16": Policy(torch.float32, torch.bfloat16, torch.float32, torch.float32),
-    "fp64": Policy(torch.float64, torch.float64, torch.float64, torch.float64),
+    name: Policy(*(getattr(torch, held.name) for held in vars(formats).values())) for name, formats in FORMATS.items()
 }

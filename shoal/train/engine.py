@@ -24,7 +24,7 @@ from shoal.pipeline.checker import check
 from shoal.pipeline.choose import forwards_of, program_of, slices_of
 from shoal.pipeline.program import Program
 from shoal.pipeline.runtime import Runtime
-from shoal.precision import POLICIES
+from shoal.precision.policy import POLICIES
 from shoal.train.updates import ManyUpdates, OneUpdate
 
 

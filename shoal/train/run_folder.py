@@ -20,7 +20,7 @@ from shoal.checkpoint.manifest import read_manifest
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 from shoal.layout import Layout
-from shoal.precision import POLICIES
+from shoal.precision.policy import POLICIES
 
 RUNS = Path("runs")
 

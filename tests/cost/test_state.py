@@ -11,7 +11,7 @@ from shoal.cost.state import StagePart, state_bytes, zero_bytes
 from shoal.layout import Layout
 from shoal.optim.build import RULES
 from shoal.plan.parts import parts_of
-from shoal.precision import POLICIES
+from shoal.precision.policy import POLICIES
 from shoal.train.engine import Engine
 from tests.parallel.counting import engine_of
 from tests.verify.runs import runs, small_run

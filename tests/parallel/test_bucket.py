@@ -10,7 +10,7 @@ from torch import nn
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.split import Split
 from shoal.pieces import Box
-from shoal.precision import POLICIES
+from shoal.precision.policy import POLICIES
 
 
 @st.composite

@@ -1,5 +1,7 @@
 """An estimate hangs together, answers at once, and refuses what cannot be."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -119,3 +121,9 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert html.count("<svg") == 3
     assert "http-equiv" in html and "<script src" not in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2
+
+
+def test_an_estimate_does_not_wait_for_torch() -> None:
+    """Which takes longer to import than everything else together."""
+    code = "import sys, shoal.plan.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
