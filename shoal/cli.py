@@ -6,17 +6,17 @@ The same validation as for the file refuses what cannot be, in the same words.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import tyro
-from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shoal.config import RUN_FILE, RunConfig, Section, load, validate
 from shoal.errors import UsageError, did_you_mean
+from shoal.options import defaults, plain, read
 
 T = TypeVar("T", bound=Section)
 
@@ -268,42 +268,17 @@ def parse(command: str, options: type[T], args: list[str], sections: tuple[str, 
     """
     file, args = _run_file(args) if sections else (None, args)
     base = (load(file) if file else RunConfig()).model_dump()
-    fields: dict[str, Any] = {"": Annotated[_values(options), tyro.conf.arg(name="")]}
+    fields: dict[str, Any] = {"": Annotated[plain(options), tyro.conf.arg(name="")]}
     for name in sections:
-        fields[name] = _values(RunConfig.model_fields[name].annotation)
-    try:
-        given = tyro.cli(
-            TypedDict("Arguments", fields),  # type: ignore[operator]
-            default={"": _defaults(options), **{name: base[name] for name in sections}},
-            prog=f"shoal {command}",
-            description=(COMMANDS[command].__doc__ or "").strip(),
-            args=args,
-        )
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough, also for what is flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+        fields[name] = plain(RunConfig.model_fields[name].annotation)
+    given = read(
+        f"shoal {command}", COMMANDS[command].__doc__ or "",
+        TypedDict("Arguments", fields),  # type: ignore[operator]
+        {"": defaults(options), **{name: base[name] for name in sections}},
+        args,
+    )
     own = given.pop("")
     return validate(options, own, where="command line"), validate(RunConfig, base | given, where="command line")
-
-
-def _values(section: type[BaseModel]) -> Any:
-    """The plain values of a section as tyro reads them: the same fields and docstrings, unchecked.
-
-    Checking is left to `validate`, which says what is wrong in the words of the config.
-    """
-    fields = {
-        name: Annotated[(field.annotation, *field.metadata, tyro.conf.arg(help=field.description))]
-        for name, field in section.model_fields.items()
-    }
-    values = TypedDict(section.__name__, fields)  # type: ignore[operator]
-    values.__doc__ = section.__doc__
-    return values
-
-
-def _defaults(section: type[BaseModel]) -> dict[str, Any]:
-    return {
-        name: tyro.MISSING if field.is_required() else field.default for name, field in section.model_fields.items()
-    }
 
 
 def _run_file(args: list[str]) -> tuple[Path | None, list[str]]:

@@ -9,10 +9,9 @@ import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict, TypeVar
+from typing import Literal
 
 import torch
-import tyro
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
@@ -26,12 +25,11 @@ from shoal.bench.relaxed_command import RelaxedOptions, relaxed
 from shoal.bench.workload import Workload
 from shoal.catalog import model_shape
 from shoal.comm.world import pick_device, usable_cores
-from shoal.config import Section, validate
+from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
+from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.allocator import allocator_environment, tune_allocator
-
-T = TypeVar("T", bound=Section)
 
 
 class StepOptions(Section):
@@ -145,21 +143,7 @@ def main(args: list[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(f"bench: there is no '{name}'; {did_you_mean(name, COMMANDS)}")
     options, command = COMMANDS[name]
-    return command(_parse(f"shoal bench {name}", options, rest), Console())
-
-
-def _parse(prog: str, options: type[T], args: list[str]) -> T:
-    """Options from a command line; their values are checked by `validate`, in the words of the config."""
-    fields = {
-        name: Annotated[(field.annotation, tyro.conf.arg(help=field.description))]
-        for name, field in options.model_fields.items()
-    }
-    given = tyro.cli(
-        TypedDict(options.__name__, fields),  # type: ignore[operator]
-        default={name: field.default for name, field in options.model_fields.items()},
-        prog=prog, description=options.__doc__, args=args,
-    )
-    return validate(options, given, where="command line")
+    return command(parse(f"shoal bench {name}", options, rest), Console())
 
 
 # ---- step --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.progress import Progress
 from shoal.comm.region import Region, host_identity
-from shoal.comm.shared import Progress, SharedGroup
+from shoal.comm.shared import SharedGroup
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.group import Group, announce, local_progress, share
-from shoal.comm.shared import Progress
+from shoal.comm.progress import Progress
 from shoal.layout import AXES, Layout
 
 # Names for sets of axes that communicate as one.

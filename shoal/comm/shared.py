@@ -7,9 +7,8 @@ collectives on a group in the same order (as with any backend), so that a piece 
 no message needs a header. Two neighbours of a pipeline have a ring for themselves in each direction. What lies in
 *common memory* (`SharedGroup.adopt`) is not posted, but read where it is.
 
-Nothing happens in the background: cores are what the ranks compute with. A collective that was started is posted as far
-as the ring has room, and the rest is done where this process waits next, for that collective or for any other of any of
-its groups. So ranks may wait in different orders, as long as each waits in the end.
+A collective that was started is posted as far as the ring has room, and the rest is done where this process waits next
+(`shoal.comm.progress`).
 
 Sums are the same bits on every rank: of two numbers in any order; of more they are either computed once, by one rank,
 or by the same operation on the same numbers everywhere.
@@ -18,16 +17,15 @@ or by the same operation on the same numbers everywhere.
 from __future__ import annotations
 
 import os
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from mmap import PAGESIZE
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.progress import MOVED, Lane, Operation, Progress, Steps
 from shoal.comm.region import LINE, Region, alive
 
 CAPACITY = 4 * 2**20  # bytes of a rank's ring
@@ -36,19 +34,11 @@ SMALL = 32 * 2**10  # bytes up to which more than two ranks add everything thems
 BLOCK = 2**14  # elements of common memory that are summed at once, of more than two ranks
 PAIR_CAPACITY = 8 * 2**20  # bytes that a rank can be ahead in what it sends to another
 
-SPINS = 50  # looks at the counters before the core is offered to others
-YIELDS = 2000  # offers of the core before sleeping
-NAP = 50e-6  # seconds
-CHECK_SECONDS = 0.05  # between looks whether the rank that is waited for still lives
-
 # Counters of each rank; after them, those of each ordered pair.
 WRITTEN, CONSUMED, REDUCED, LEFT, PROCESS = range(5)
 PER_RANK = 5
 SENT, TAKEN = range(2)
 PER_PAIR = 2
-
-MOVED = -1  # what a step yields that did something; else it yields the rank that it waits for
-Steps = Iterator[int]
 
 REDUCTIONS: dict[dist.ReduceOp.RedOpType, tuple[Callable, Callable]] = {
     dist.ReduceOp.SUM: (torch.add, lambda x, out: torch.sum(x, 0, dtype=x.dtype, out=out)),
@@ -56,121 +46,6 @@ REDUCTIONS: dict[dist.ReduceOp.RedOpType, tuple[Callable, Callable]] = {
     dist.ReduceOp.MIN: (torch.minimum, lambda x, out: torch.amin(x, 0, out=out)),
 }
 """What can be reduced: of two tensors, and along dim 0 of one."""
-
-
-class PeerLost(RuntimeError):
-    """A rank that this one waited for has ended or left the group."""
-
-
-class Operation:
-    """A collective or a transfer on its way."""
-
-    def __init__(self, what: str, progress: Progress):
-        self.what, self.parts, self._progress = what, 0, progress
-
-    def is_completed(self) -> bool:
-        """Whether this rank has done its part."""
-        return self.parts == 0
-
-    def wait(self) -> None:
-        """Until its result can be used.
-
-        Raises:
-            PeerLost: a rank that must take part has ended.
-            TimeoutError: nothing moved for as long as the group's timeout.
-        """
-        if self.parts:
-            self._progress.wait(self)
-
-
-class Lane:
-    """Steps that are done in order, one operation's after the other's."""
-
-    def __init__(self, group: SharedGroup):
-        self.group = weakref.proxy(group)
-        self.queue: deque[tuple[Operation, Steps]] = deque()
-
-    def advance(self) -> int:
-        """Do one step: MOVED, or the rank that it waits for."""
-        operation, steps = self.queue[0]
-        result = next(steps, None)
-        if result is not None:
-            return result
-        self.queue.popleft()
-        operation.parts -= 1
-        return MOVED
-
-
-class Progress:
-    """What one process has under way, in all its groups.
-
-    Args:
-        timeout: seconds for which nothing may move while this rank waits.
-    """
-
-    def __init__(self, timeout: float):
-        self.timeout = timeout
-        self.lanes: list[Lane] = []  # those with something in their queue
-
-    def add(self, lane: Lane, operation: Operation, steps: Steps) -> None:
-        """Queue a part of an operation."""
-        operation.parts += 1
-        lane.queue.append((operation, steps))
-        if len(lane.queue) == 1:
-            self.lanes.append(lane)
-
-    def advance(self) -> bool:
-        """Do one step, wherever one can be done; whether there was one."""
-        for lane in self.lanes:
-            if lane.advance() == MOVED:
-                if not lane.queue:
-                    self.lanes.remove(lane)
-                return True
-        return False
-
-    def drive(self, lane: Lane) -> None:
-        """Do the steps of one lane as far as they go now."""
-        while lane.queue and lane.advance() == MOVED:
-            pass
-        if not lane.queue and lane in self.lanes:
-            self.lanes.remove(lane)
-
-    def wait(self, operation: Operation) -> None:
-        """Until it is complete; meanwhile everything else goes on too."""
-        looks = 0
-        while operation.parts:
-            if self.advance():
-                looks = 0
-                continue
-            looks += 1
-            if looks <= SPINS:
-                continue
-            if looks <= SPINS + YIELDS:
-                os.sched_yield()
-                continue
-            if looks == SPINS + YIELDS + 1:
-                start = check = time.monotonic()
-            time.sleep(NAP)
-            if time.monotonic() - check > CHECK_SECONDS:
-                check = time.monotonic()
-                self._look_after(operation, check - start)
-
-    def _look_after(self, operation: Operation, waited: float) -> None:
-        """Give up on a rank that has ended, or on waiting."""
-        for lane in self.lanes:
-            if (awaited := lane.advance()) == MOVED:
-                if not lane.queue:
-                    self.lanes.remove(lane)
-                return
-            what = lane.queue[0][0].what
-            # What it did before it ended still counts: so look once more after having seen the end.
-            if (end := lane.group.end_of(awaited)) and lane.advance() == awaited:
-                raise PeerLost(f"{what}: {end}")
-            if waited > self.timeout:
-                raise TimeoutError(
-                    f"{operation.what}: nothing moved for {self.timeout:g} s; {what} waits for "
-                    f"rank {lane.group.ranks[awaited]}"
-                )
 
 
 class SharedGroup:

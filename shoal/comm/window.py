@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.group import Group
+from shoal.comm.progress import PeerLost
 from shoal.comm.region import LINE, Region, alive
-from shoal.comm.shared import PeerLost
 
 NAP = 50e-6  # seconds between looks at what is waited for
 LOOK_SECONDS = 0.05  # between looks whether a rank lives

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group, allocate
 from shoal.comm.ops import Pending, all_gather_flat
 from shoal.comm.world import host_zeros
-from shoal.parallel.split import Split
+from shoal.parallel.split import ENDS, Split
 from shoal.pieces import Box, Piece
 from shoal.precision.policy import Policy
 
@@ -215,3 +215,22 @@ class Bucket:
         flat = self.full if version is None else version
         for slot in self.slots:
             slot.parameter.data = flat[slot.start : slot.stop].view(slot.split.local)
+
+
+def grouped(
+    units: list[list[tuple[nn.Parameter, Split, bool]]], limit: float, itemsize: int
+) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
+    """The members of each bucket: whole units, until it has ``limit`` bytes of numbers of ``itemsize``.
+
+    A parameter that two stages share is a bucket by itself, so that its shards lie alike on both.
+    """
+    members: list[tuple[nn.Parameter, Split, bool]] = []
+    for unit in units:
+        alone = [member for member in unit if ENDS in member[1].sum_over]
+        yield from ([member] for member in alone)
+        members += [member for member in unit if ENDS not in member[1].sum_over]
+        if members and sum(split.numel for _, split, _ in members) * itemsize >= limit:
+            yield members
+            members = []
+    if members:
+        yield members

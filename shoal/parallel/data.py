@@ -24,57 +24,26 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import allocate
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
-from shoal.comm.world import host_zeros
-from shoal.parallel.bucket import Bucket, Run
+from shoal.parallel.bucket import Bucket, Run, grouped
+from shoal.parallel.gradients import Gradients, Term
 from shoal.parallel.split import ENDS, Split
 from shoal.pieces import Piece
 from shoal.precision.policy import Policy
-
-Term = Callable[[Tensor, bool], object]
-"""Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
-
-
-@dataclass
-class _Gradients:
-    """The gradients of one bucket.
-
-    Attributes:
-        whole: flat sums over this rank's micro-batches (None between uses in stages 2 and 3).
-        shard: this rank's part of the sum over all ranks; in stages 0 and 1 a view of ``whole``.
-        update: what the optimizer reads: ``shard``, or its copy in host memory.
-        views: each slot's part of ``whole``.
-        terms: gradients that one backward gives: one for each slot, two where a weight is used twice.
-        unmade: those that the backward under way has yet to produce.
-        unadded: those that are yet to be added, of the backward that is.
-        filled: slots of which something was accumulated in ``whole``.
-        unreduced: nothing was accumulated in ``shard`` yet.
-    """
-
-    whole: Tensor | None
-    shard: Tensor
-    update: Tensor
-    views: list[Tensor] = field(default_factory=list)
-    terms: int = 0
-    unmade: int = 0
-    unadded: int = 0
-    filled: set[int] = field(default_factory=set)
-    unreduced: bool = True
 
 
 @dataclass
 class _Reduction:
     """A reduce-scatter on its way; ``whole`` is kept alive until it has arrived."""
 
-    gradients: _Gradients
+    gradients: Gradients
     shard: Tensor
     whole: Tensor
     work: Pending | None
@@ -117,13 +86,15 @@ class ShardedParameters:
                 offload=mesh.layout.offload,
                 group=self.shard_group,
             )
-            for members in _group(units, limit, policy.reduce.itemsize)
+            for members in grouped(units, limit, policy.reduce.itemsize)
         ]
-        self.gradients = [self._allocate_gradients(bucket) for bucket in self.buckets]
+        self.gradients = [
+            Gradients(bucket, keep_whole=self.zero < 2, group=self.shard_group or self.replicate_group)
+            for bucket in self.buckets
+        ]
         self.places = {
             slot.parameter: (b, i) for b, bucket in enumerate(self.buckets) for i, slot in enumerate(bucket.slots)
         }
-        self.expect({})
         self.overlap = mesh.layout.overlap
         self.order = [*reversed(range(len(self.buckets)))]  # of the reductions; a guess, until a backward has shown it
         self._shown: list[int] | None = None
@@ -142,29 +113,17 @@ class ShardedParameters:
         for parameter in self.places:
             parameter.register_post_accumulate_grad_hook(lambda p: engine()._made(p))
 
-    def _allocate_gradients(self, bucket: Bucket) -> _Gradients:
-        dtype, device = self.policy.reduce, self.mesh.device
-        if self.zero < 2:
-            whole = allocate(bucket.full.numel(), dtype, device, self.shard_group or self.replicate_group)
-            shard, views = bucket.mine(whole), _views(bucket, whole)
-        else:
-            whole, shard, views = None, torch.zeros(bucket.chunk, dtype=dtype, device=device), []
-        return _Gradients(whole, shard, host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else shard, views)
-
     def expect(self, given: Mapping[nn.Parameter, int]) -> None:
         """How many gradients each backward will `add` of these parameters; of others, autograd makes one."""
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            gradients.terms = sum(given.get(slot.parameter, 1) for slot in bucket.slots)
-            gradients.unmade = gradients.unadded = gradients.terms
+        for gradients in self.gradients:
+            gradients.expect(given)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            gradients.filled, gradients.unreduced = set(), True
-            for slot in bucket.slots:
-                slot.parameter.grad = None
+        for gradients in self.gradients:
+            gradients.begin()
 
     def backward_done(self) -> None:
         """A backward has made and added all that it will. To be called after each, but in or after `deferred`."""
@@ -219,25 +178,14 @@ class ShardedParameters:
 
     def _add(self, parameter: nn.Parameter, term: Term) -> None:
         b, i = self.places[parameter]
-        gradients = self._with_room(b)
-        term(gradients.views[i], i not in gradients.filled)
-        gradients.filled.add(i)
+        gradients = self.gradients[b]
+        total = gradients.add(i, term)
         if self.watch:
-            self.watch(parameter, gradients.views[i])
-        gradients.unadded -= 1
+            self.watch(parameter, total)
         if gradients.unadded == 0:
             self._completed.append(b)
             if self.zero >= 2 or self.overlap:
                 self._reduce_complete()
-
-    def _with_room(self, b: int) -> _Gradients:
-        """The gradients of a bucket, with memory for whole ones."""
-        bucket, gradients = self.buckets[b], self.gradients[b]
-        if gradients.whole is None:
-            gradients.whole = torch.empty(bucket.full.numel(), dtype=self.policy.reduce, device=self.mesh.device)
-            gradients.whole[bucket.numel :].zero_()
-            gradients.views = _views(bucket, gradients.whole)
-        return gradients
 
     def _end_making(self) -> None:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -273,19 +221,11 @@ class ShardedParameters:
             return
         while self._started < len(self.order) and (b := self.order[self._started]) in self._completed:
             self._started += 1
-            self._reduce(self.buckets[b], self._with_room(b))
+            self._reduce(self.gradients[b])
 
-    def _reduce(self, bucket: Bucket, gradients: _Gradients) -> None:
+    def _reduce(self, gradients: Gradients) -> None:
         """Start summing a bucket's gradients over the ranks that shard it."""
-        for i, view in enumerate(gradients.views):
-            if i not in gradients.filled:  # memory of the step before, or anybody's
-                view.zero_()
-        whole, shard = gradients.whole, gradients.shard
-        if self.zero >= 2:
-            gradients.whole, gradients.views, gradients.filled = None, [], set()
-            if not gradients.unreduced:
-                shard = torch.empty_like(shard)
-        gradients.unreduced = False
+        whole, shard = gradients.take()
         work = None
         if self.shard_group is not None:
             work = reduce_scatter_flat(shard, whole, self.shard_group)
@@ -407,24 +347,3 @@ class ShardedParameters:
                     storage = tensor.untyped_storage()
                     storages[kind][storage._cdata] = storage.nbytes()
         return {kind: sum(sizes.values()) for kind, sizes in storages.items()}
-
-
-def _views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    return [flat[slot.start : slot.stop].view(slot.split.local) for slot in bucket.slots]
-
-
-def _group(
-    units: list[list[tuple[nn.Parameter, Split, bool]]], limit: float, itemsize: int
-) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
-    """Whole units, until a bucket has ``limit`` bytes. A parameter that two stages share is a bucket by itself, so that
-    its shards lie alike on both."""
-    members: list[tuple[nn.Parameter, Split, bool]] = []
-    for unit in units:
-        alone = [member for member in unit if ENDS in member[1].sum_over]
-        yield from ([member] for member in alone)
-        members += [member for member in unit if ENDS not in member[1].sum_over]
-        if members and sum(split.numel for _, split, _ in members) * itemsize >= limit:
-            yield members
-            members = []
-    if members:
-        yield members

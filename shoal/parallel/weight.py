@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.data import ShardedParameters, Term
+from shoal.parallel.data import ShardedParameters
+from shoal.parallel.gradients import Term
 
 
 class Postponed:

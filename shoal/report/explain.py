@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, TypedDict, TypeVar
 
-import tyro
 from rich.console import Console
 
 from shoal.comm.algorithms.description import Collective
-from shoal.config import Section, validate
+from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
+from shoal.options import parse
 from shoal.report import explain_sharding
 from shoal.report.explain_collective import CollectiveOptions, explain
 from shoal.report.explain_sharding import ShardingOptions
-
-T = TypeVar("T", bound=Section)
 
 SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
     collective.value: (CollectiveOptions, partial(explain, collective)) for collective in Collective
@@ -39,12 +36,12 @@ def main(args: list[str]) -> int:
         raise SystemExit(0)
     name, *rest = args
     if "[" in name:
-        options = _parse(f"shoal explain {PRODUCT}", ShardingOptions, rest)
+        options = parse(f"shoal explain {PRODUCT}", ShardingOptions, rest)
         return explain_sharding.explain(name, options, Console())
     if name not in SUBJECTS:
         raise UsageError(f"explain: there is no '{name}'; {did_you_mean(name, SUBJECTS)}, or {PRODUCT}")
     options, subject = SUBJECTS[name]
-    return subject(_parse(f"shoal explain {name}", options, rest), Console())
+    return subject(parse(f"shoal explain {name}", options, rest), Console())
 
 
 def _help() -> str:
@@ -52,16 +49,3 @@ def _help() -> str:
     lines = [f"  {name:<16}{(options.__doc__ or '').splitlines()[0]}" for name, options in subjects.items()]
     what = "Show what a collective or a sharded product costs, and how it works."
     return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])
-
-
-def _parse(prog: str, options: type[T], args: list[str]) -> T:
-    fields = {
-        name: Annotated[(field.annotation, tyro.conf.arg(help=field.description))]
-        for name, field in options.model_fields.items()
-    }
-    given = tyro.cli(
-        TypedDict(options.__name__, fields),  # type: ignore[operator]
-        default={name: field.default for name, field in options.model_fields.items()},
-        prog=prog, description=options.__doc__, args=args,
-    )
-    return validate(options, given, where="command line")

@@ -134,9 +134,9 @@ def _leaking_padding(right: Callable) -> Callable:
 
 
 def _forgetful_reduce(right: Callable) -> Callable:
-    def reduce(parameters: data.ShardedParameters, bucket, gradients) -> None:
+    def reduce(parameters: data.ShardedParameters, gradients) -> None:
         gradients.unreduced = True
-        right(parameters, bucket, gradients)
+        right(parameters, gradients)
 
     return reduce
 

@@ -1,0 +1,97 @@
+"""The gradients of a bucket: their memory, and how far a backward has come with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group, allocate
+from shoal.comm.world import host_zeros
+from shoal.parallel.bucket import Bucket
+
+Term = Callable[[Tensor, bool], object]
+"""Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
+
+
+class Gradients:
+    """The gradients of one bucket.
+
+    Args:
+        keep_whole: whether whole gradients stay (ZeRO-0 and 1), or have memory only until they are reduced.
+        group: whose collectives reduce the whole of them.
+
+    Attributes:
+        whole: flat sums over this rank's micro-batches; None while they have no memory.
+        shard: this rank's part of the sum over all ranks; a view of ``whole`` where that stays.
+        update: what the optimizer reads: ``shard``, or its copy in host memory.
+        views: each slot's part of ``whole``.
+        terms: gradients that one backward gives: one for each slot, two where a weight is used twice.
+        unmade: those that the backward under way has yet to produce.
+        unadded: those that are yet to be added, of the backward that is.
+        filled: slots of which something was accumulated in ``whole``.
+        unreduced: nothing was accumulated in ``shard`` yet.
+    """
+
+    def __init__(self, bucket: Bucket, *, keep_whole: bool, group: Group | None):
+        self.bucket, self.keep_whole = bucket, keep_whole
+        dtype, device = bucket.policy.reduce, bucket.full.device
+        self.whole: Tensor | None = None
+        self.views: list[Tensor] = []
+        if keep_whole:
+            self._view(allocate(bucket.full.numel(), dtype, device, group))
+            self.shard = bucket.mine(self.whole)
+        else:
+            self.shard = torch.zeros(bucket.chunk, dtype=dtype, device=device)
+        self.update = host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else self.shard
+        self.filled: set[int] = set()
+        self.unreduced = True
+        self.expect({})
+
+    def expect(self, given: Mapping[nn.Parameter, int]) -> None:
+        """How many gradients each backward gives of these parameters; of others it gives one."""
+        self.terms = sum(given.get(slot.parameter, 1) for slot in self.bucket.slots)
+        self.unmade = self.unadded = self.terms
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.filled, self.unreduced = set(), True
+        for slot in self.bucket.slots:
+            slot.parameter.grad = None
+
+    def add(self, slot: int, term: Term) -> Tensor:
+        """Add a term of one parameter's gradient; returns the sum so far."""
+        self.make_room()
+        term(self.views[slot], slot not in self.filled)
+        self.filled.add(slot)
+        self.unadded -= 1
+        return self.views[slot]
+
+    def make_room(self) -> None:
+        """Give whole gradients memory, if they have none."""
+        if self.whole is None:
+            whole = torch.empty(self.bucket.full.numel(), dtype=self.shard.dtype, device=self.shard.device)
+            whole[self.bucket.numel :].zero_()
+            self._view(whole)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What is to be reduced, with zeros where nothing came, and where the sum belongs: (whole, shard).
+
+        The sum is `shard`, or where something was accumulated there before, is yet to be added to it.
+        """
+        self.make_room()
+        for i, view in enumerate(self.views):
+            if i not in self.filled:  # memory of the step before, or anybody's
+                view.zero_()
+        whole, shard = self.whole, self.shard
+        if not self.keep_whole:
+            self.whole, self.views, self.filled = None, [], set()
+            if not self.unreduced:
+                shard = torch.empty_like(shard)
+        self.unreduced = False
+        return whole, shard
+
+    def _view(self, whole: Tensor) -> None:
+        self.whole = whole
+        self.views = [whole[slot.start : slot.stop].view(slot.split.local) for slot in self.bucket.slots]
