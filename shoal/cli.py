@@ -49,6 +49,9 @@ class VerifyOptions(Section):
     random: PositiveInt | None = None
     """Verify this many randomly drawn layouts instead of the given one."""
 
+    rule: str | None = None
+    """With --random: an update rule (several with commas, or all), each on as many layouts drawn for it."""
+
     steps: PositiveInt = 3
     """Training steps to compare."""
 
@@ -105,7 +108,9 @@ def verify(args: list[str]) -> int:
     from shoal.verify.command import verify
 
     own = options.precision == "own"
-    return verify(config, random=options.random, steps=options.steps, own_precision=own, plant=options.plant)
+    return verify(
+        config, random=options.random, rule=options.rule, steps=options.steps, own_precision=own, plant=options.plant
+    )
 
 
 def sample(args: list[str]) -> int:

@@ -120,7 +120,7 @@ def test_verify(called):
     assert main(["verify", "--random", "200", "--precision", "own", "--model.layers", "3"]) == 0
     ((config,), options) = calls[0]
     assert config.model.layers == 3
-    assert options == {"random": 200, "steps": 3, "own_precision": True, "plant": None}
+    assert options == {"random": 200, "rule": None, "steps": 3, "own_precision": True, "plant": None}
 
 
 def test_sample(called):

@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig, save
 from shoal.errors import UsageError, did_you_mean
+from shoal.optim.build import RULES
 from shoal.verify.case import Case, prepare, run_case
-from shoal.verify.draw import draw_run
+from shoal.verify.draw import draw_run, draw_run_of
 from shoal.verify.faults import FAULTS, Fault
 from shoal.verify.report import print_case, print_verdict
 
@@ -34,6 +35,7 @@ def verify(
     config: RunConfig,
     *,
     random: int | None = None,
+    rule: str | None = None,
     steps: int = 3,
     own_precision: bool = False,
     plant: str | None = None,
@@ -43,6 +45,7 @@ def verify(
     Args:
         config: the run; with ``random`` only its seed is read.
         random: verify this many drawn runs instead.
+        rule: of the drawn runs: its name, several with commas, or "all", each on as many runs.
         steps: training steps to compare.
         own_precision: compare in the run's precision, to its rounding, instead of float64.
         plant: the name of a fault to plant first.
@@ -57,7 +60,15 @@ def verify(
     if random is not None:
         if plant or own_precision:
             raise UsageError("--random draws its own runs in fp64: leave --plant and --precision own out.")
-        return _verify_drawn(console, random, steps, config.train.seed)
+        rules = _rules(rule)
+        with Pool(_DRAWN_RANKS) as pool:
+            failures = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
+        return 1 if sum(failures) else 0
+    if rule:
+        raise UsageError(
+            f"--rule {rule} is of the runs that --random draws."
+            f"\n  Give --random N too, or set the rule of this run: --optimizer.name {rule}."
+        )
     if config.parallel.sync != "all-reduce":
         raise UsageError(
             f"parallel.sync = '{config.parallel.sync}' computes something else than one device, on purpose."
@@ -79,21 +90,33 @@ def verify(
     return 1 if verdict.findings else 0
 
 
-def _verify_drawn(console: Console, count: int, steps: int, seed: int) -> int:
+def _rules(given: str | None) -> list[str | None]:
+    """The rules to draw runs for; None leaves the rule to the draw."""
+    if given is None:
+        return [None]
+    names = sorted(RULES) if given == "all" else [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in RULES:
+            raise UsageError(f"--rule {given}: there is no rule '{name}'; {did_you_mean(name, [*RULES, 'all'])}")
+    return names
+
+
+def _verify_drawn(console: Console, pool: Pool, count: int, steps: int, seed: int, optimizer: str | None) -> int:
+    """Verify drawn runs, print what differs and a line of all; returns how many differ."""
     start, failures, worst = time.monotonic(), 0, 0.0
+    what, key = (f"{optimizer}: ", f"{optimizer}:") if optimizer else ("", "")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Pool(_DRAWN_RANKS) as pool, Progress(
-        *columns, console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(f"layouts drawn from seed {seed}", total=count)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{what}layouts drawn from seed {seed}", total=count)
         for i in range(count):
-            run = draw_run(random_numbers.Random(f"{seed}:{i}").choice, _DRAWN_RANKS)
+            choose = random_numbers.Random(f"{key}{seed}:{i}").choice
+            run = draw_run_of(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
             verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
             worst = max(worst, verdict.worst_gradient)
             if verdict.findings:
                 failures += 1
                 FAILURES.mkdir(exist_ok=True)
-                file = FAILURES / f"seed-{seed}-draw-{i}.toml"
+                file = FAILURES / f"{f'{optimizer}-' if optimizer else ''}seed-{seed}-draw-{i}.toml"
                 save(run, file)
                 console.print(
                     f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
@@ -104,10 +127,10 @@ def _verify_drawn(console: Console, count: int, steps: int, seed: int) -> int:
                 console.print(f"{i + 1} of {count} layouts, {failures} differ, {time.monotonic() - start:.0f} s")
     colour = "red" if failures else "green"
     console.print(
-        f"[bold {colour}]{count} layouts, {failures} differ[/]; largest relative error of a gradient {worst:.1e}; "
-        f"{steps} steps each, {time.monotonic() - start:.0f} s"
+        f"[bold {colour}]{what}{count} layouts, {failures} differ[/]; largest relative error of a gradient "
+        f"{worst:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
     )
-    return 1 if failures else 0
+    return failures
 
 
 def _check_size(case: Case) -> None:

@@ -77,3 +77,11 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
         parallel["prefetch"] = choose((1, 0, 2))
         parallel["reshard_after_forward"] = choose((True, False))
     return build({"model": model, "parallel": parallel, "data": data, "train": train})
+
+
+def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
+    """A drawn run with one update rule, and matrices large enough for its states to be blocks, rows and columns."""
+    run = draw_run(choose, max_ranks)
+    settings = run.optimizer.model_copy(update={"name": optimizer, "learning_rate": 1e-2})
+    model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
+    return run.model_copy(update={"optimizer": settings, "model": model})

@@ -37,12 +37,20 @@ def test_drawn_layouts(capsys: pytest.CaptureFixture) -> None:
     assert "3 layouts, 0 differ" in capsys.readouterr().out
 
 
+def test_drawn_layouts_of_two_rules(capsys: pytest.CaptureFixture) -> None:
+    assert main(["verify", "--random", "1", "--steps", "1", "--rule", "muon, sage"]) == 0
+    out = capsys.readouterr().out
+    assert "muon: 1 layouts, 0 differ" in out and "sage: 1 layouts, 0 differ" in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--plant", "row-sun"], "did you mean 'row-sum'?"),
         (["--plant", "zero2-forgets"], "It shows on a layout with --parallel.dp 2 --parallel.zero 2."),
         (["--plant", "row-sum", "--random", "2"], "leave --plant"),
+        (["--random", "2", "--rule", "adamw,sag"], "did you mean 'sage'?"),
+        (["--rule", "sage"], "Give --random N too"),
         (["--parallel.dp", "64", "--train.global-batch", "256"], "at most 64"),
         (["--parallel.tp", "3"], "does not divide model.heads"),
         (["--model.hidden", "65536", "--model.vocab", "1000000"], "GiB are free"),
