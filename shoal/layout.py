@@ -73,6 +73,10 @@ class Layout(BaseModel):
     """The order of forwards and backwards in the pipeline (docs/pipeline.md has a table), or file:PATH, a schedule in
     the CSV format of torch.distributed.pipelining."""
 
+    stage_layers: tuple[PositiveInt, ...] | None = None
+    """Layers of each pipeline stage, from the model's first stage to its last (default: as even as can be, with the
+    head's work counted as the last stage's)."""
+
     sequence_slices: PositiveInt | Literal["auto"] | tuple[PositiveInt, ...] = "auto"
     """terapipe: the slices that a sequence is cut into (Li et al. 2021): how many, or the tokens of each; auto chooses
     by FLOPs."""

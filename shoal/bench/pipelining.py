@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules
 from shoal.bench.references import Step, adamw, best_kernel, model
 from shoal.bench.workload import Workload
 from shoal.models.transformer import CrossEntropy, Transformer
-from shoal.pipeline.split import keep_stage
+from shoal.pipeline.split import even_layers, keep_stage
 
 MICROBATCHES = 8
 
@@ -54,7 +54,7 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
     stages = []
     for place in places:
         part = model(workload, best_kernel())
-        keep_stage(part, place, count)
+        keep_stage(part, place, even_layers(part.shape, count))
         stages.append(pipelining.PipelineStage(StageModule(part), place, count, torch.device("cpu")))
     cross_entropy = CrossEntropy()
 

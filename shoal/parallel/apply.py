@@ -19,7 +19,7 @@ from shoal.parallel.tensor import apply_tensor_parallel
 from shoal.parallel.weight import Postponed, apply_weight_gradients
 from shoal.parallel.zero import GatherOnUse
 from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
-from shoal.pipeline.split import keep_stage, share_copies, share_tied
+from shoal.pipeline.split import keep_stage, layers_of, share_copies, share_tied
 from shoal.precision.policy import Policy
 
 
@@ -78,7 +78,7 @@ def _build_stage(
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
     with torch.device("meta"):
         model = Transformer(shape)
-    keep_stage(model, part, depth)  # first: what is not here need not be split
+    keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
     postponed = Postponed()
     # On the meta device, so that no rank ever allocates a whole matrix.
     splits = apply_tensor_parallel(model, shape, mesh, postponed)

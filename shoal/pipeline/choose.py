@@ -14,6 +14,7 @@ from shoal.pipeline.schedules.asynchronous import pipedream_2bw
 from shoal.pipeline.schedules.file import schedule_from_csv
 from shoal.pipeline.schedules.placement import closed_form
 from shoal.pipeline.slices import best_slices, even_slices, flops, places
+from shoal.pipeline.split import even_layers
 
 VIRTUAL = 2
 """Stages on each rank where the schedule leaves that open and the layout says nothing."""
@@ -45,10 +46,11 @@ def program_of(layout: Layout, microbatches: int, slices: int = 0) -> Program:
     Args:
         slices: that each sequence is cut into (`slices_of`), 0 where it is not.
     """
-    return build(
+    program = build(
         schedule_of(layout), layout.pp, microbatches,
         virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices),
     )
+    return replace(program, layers=layout.stage_layers or ())
 
 
 def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
@@ -113,6 +115,7 @@ def check_schedule(
             f"parallel.pp = {layout.pp} with {layout.schedule}: {shape.layers} layers cannot fill {depth} stages, each "
             f"needs at least one.\n  Use pp x virtual_stages <= {shape.layers}, or model.layers >= {depth}."
         )
+    _check_stage_layers(layout, shape, depth)
     microbatches = layout.microbatches(global_batch)
     reason = schedule.refuses(layout.pp, microbatches, virtual)
     if reason:
@@ -132,6 +135,17 @@ def check_schedule(
             f"train.compile = true with parallel.schedule = {layout.schedule}: it makes the gradients of weights apart "
             "from those of activations, and a compiled layer makes both at once."
             "\n  Leave train.compile out, or take a schedule with whole backwards, such as 1f1b or interleaved-1f1b."
+        )
+
+
+def _check_stage_layers(layout: Layout, shape: ModelShape, depth: int) -> None:
+    sizes = layout.stage_layers
+    if sizes is not None and (len(sizes) != depth or sum(sizes) != shape.layers):
+        even = ", ".join(str(len(layers)) for layers in even_layers(shape, depth))
+        raise UsageError(
+            f"parallel.stage_layers = {list(sizes)}: {len(sizes)} stages with {sum(sizes)} layers, but pp {layout.pp} "
+            f"with {layout.schedule} has {depth} stages, and the model {shape.layers} layers."
+            f"\n  Without stage_layers they are {even}."
         )
 
 

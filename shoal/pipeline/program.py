@@ -80,6 +80,7 @@ class Program:
         copies: of the model, each on all ranks together.
         parts: slices of the sequence that each micro-batch is cut into.
         updates: how often each stage's weights are updated in the course of the program.
+        layers: of each part of the model, where the layout says; otherwise they are even.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -89,6 +90,7 @@ class Program:
     copies: int = 1
     parts: int = 1
     updates: int = 1
+    layers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shoal.catalog import ModelShape
 from shoal.parallel.split import ENDS, Split
+from shoal.pipeline.program import Program
 
 if TYPE_CHECKING:
     from shoal.models.transformer import Transformer
@@ -42,10 +45,26 @@ def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def keep_stage(model: Transformer, stage: int, stages: int) -> None:
-    """Take out of a model, in place, everything that another stage of its ``stages`` parts computes."""
-    head = model.shape.vocab * model.shape.hidden / model.shape.layer_matrices()
-    keep = stage_layers(len(model.layers), stages, head)[stage]
+def layers_of(shape: ModelShape, program: Program) -> list[range]:
+    """The layers of each part of a model: those that the layout gives, else even ones, with the head counted."""
+    if program.layers:
+        ends = list(accumulate(program.layers))
+        return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
+    return even_layers(shape, program.depth)
+
+
+def even_layers(shape: ModelShape, stages: int) -> list[range]:
+    """The layers of each part of a model, where nobody says otherwise."""
+    return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.layer_matrices())
+
+
+def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
+    """Take out of a model, in place, everything that another stage computes.
+
+    Args:
+        layers: of every stage.
+    """
+    keep, stages = layers[stage], len(layers)
     for name in list(model.layers):
         if int(name) not in keep:
             del model.layers[name]

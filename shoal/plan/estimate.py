@@ -9,6 +9,7 @@ input's gradient while that of the weight is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,17 +22,23 @@ from shoal.cost.activations import Pass
 from shoal.cost.communication import group_of
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.roofline import matrix_product
-from shoal.cost.state import StateBytes, bucket_bytes, state_bytes
+from shoal.cost.state import StagePart, StateBytes, bucket_bytes, state_bytes
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
-from shoal.plan.parts import parts_of, stage_parts
+from shoal.pipeline.program import Program
+from shoal.plan.parts import stage_parts
 from shoal.precision.formats import FORMATS, Formats
 from shoal.simulate import Links, Timeline, Times, simulate
+from shoal.simulate.columns import Columns
 
 CAUSAL = 0.5  # of the scores are computed by kernels that skip what is masked
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
 FRAGMENTATION = 0.05  # of what is allocated: holes that torch's caching allocator leaves; an assumption
 LIBRARIES = 1.5e9  # bytes of CUDA's context, of NCCL's buffers and of cuBLAS's workspace; an assumption
+NO_STATES = {
+    "pp", "schedule", "virtual_stages", "stage_layers", "sequence_slices", "micro_batch", "recompute", "overlap",
+}  # fmt: skip
+"""Fields of a layout that change nothing in what a stage holds between steps."""
 KINDS = {"fp32": "fp32", "bf16": "bf16", "fp64": "fp32"}
 
 
@@ -130,13 +137,20 @@ class Estimate:
 
     Args:
         run: whose layout and schedule have been checked, and fill the cluster.
+        program: of the layout, where it is there already, or its columns, in which gathers of parameters that need
+            none may stand. An outline, without actions, is enough for `stage_of`, `finish_of` and `memory_of`.
+        known: states that were counted, by what decides them; estimates of one model may share it.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, program: Program | Columns | None = None, known: dict | None = None):
         self.run = run
         layout = run.layout
-        self.program = program_of(layout, run.microbatches)
+        self.played = program or program_of(layout, run.microbatches)
+        self.program = self.played.program if isinstance(self.played, Columns) else self.played
         self.parts = stage_parts(run.shape, self.program)
+        self.known = {} if known is None else known
+        self.priced: dict[tuple, StageTimes] = {}
+        self.counts = tuple(value for name, value in layout if name not in NO_STATES)
         self.peak = run.cluster.accelerator.dense_flops(KINDS[run.precision])
         self.rate = self.peak * run.cluster.accelerator.matmul_efficiency
         self.hbm = run.cluster.accelerator.memory_bandwidth
@@ -145,27 +159,28 @@ class Estimate:
 
     # ---- time ----------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def states(self) -> list[StateBytes]:
-        """Of each stage by itself."""
-        return [
-            state_bytes(self.run.shape, self.run.layout, self.run.policy, self.run.optimizer, [part])
-            for part in self.parts
-        ]
+    def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
+        """Of some stages together, counted once for those that are alike."""
+        key = (self.counts, *((len(part.layers), part.first, part.last, part.shared) for part in parts))
+        if key not in self.known:
+            run = self.run
+            self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
+        return self.known[key]
 
     @cached_property
     def stages(self) -> list[StageTimes]:
-        """The times of every stage; stages that are alike are priced once."""
-        known: dict[tuple, StageTimes] = {}
-        found = []
-        for i, part in enumerate(self.parts):
-            key = (len(part.layers), part.first, part.last)
-            known[key] = known.get(key) or self._stage(i)
-            found.append(known[key])
-        return found
+        """The times of every stage."""
+        return [self.stage_of(part) for part in self.parts]
 
-    def _stage(self, index: int) -> StageTimes:
-        run, layout, part = self.run, self.run.layout, self.parts[index]
+    def stage_of(self, part: StagePart) -> StageTimes:
+        """Of one stage, priced once for those that are alike."""
+        key = (len(part.layers), part.first, part.last)
+        if key not in self.priced:
+            self.priced[key] = self._stage(part)
+        return self.priced[key]
+
+    def _stage(self, part: StagePart) -> StageTimes:
+        run, layout = self.run, self.run.layout
         shape, e, t = run.shape, run.policy.compute.itemsize, layout.tp
         n, layers = layout.micro_batch * run.sequence_length, len(part.layers)
         q, kv = shape.heads * shape.head_dim // t, shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
@@ -193,7 +208,7 @@ class Estimate:
         compute = layers * (one + core + elements) + head + probabilities
         gather = reduce = 0.0
         if layout.zero >= 2 and layout.dp_shard > 1:
-            elements_here = self.states[index].elements
+            elements_here = self.state_of([part]).elements
             shard = self.groups["dp_shard"]
             reduce = shard.reduce_scatter(elements_here * run.policy.reduce.itemsize)
             gather = shard.all_gather(elements_here * e) if layout.zero == 3 else 0.0
@@ -210,10 +225,10 @@ class Estimate:
             gather_backward=max(0.0, gather_again + overlapped - 2 * compute) + reduce - overlapped,
         )
 
-    def _finish(self, index: int) -> tuple[float, float, float]:
+    def finish_of(self, part: StagePart) -> tuple[float, float, float]:
         """Seconds after a stage's last backward: what is left of its reduction, its update, its gather."""
-        run, layout, state = self.run, self.run.layout, self.states[index]
-        policy, elements = run.policy, self.states[index].elements
+        run, layout, state = self.run, self.run.layout, self.state_of([part])
+        policy, elements = run.policy, state.elements
         reduction = 0.0
         if layout.sync == "all-reduce" and layout.dp > 1:
             size = elements * policy.reduce.itemsize
@@ -225,7 +240,7 @@ class Estimate:
                 reduction += self.groups["dp_replicate"].all_reduce(size / layout.dp_shard)
             # Overlapped with the last micro-batch's backward, but for the last bucket of it.
             bucket = min(1.0, bucket_bytes(layout) / max(1, size)) if layout.overlap else 1.0
-            stage = self.stages[index]
+            stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
             reduction = max(reduction * bucket, reduction - backward)
         shards = layout.dp_shard if layout.sync == "all-reduce" else 1
@@ -239,15 +254,18 @@ class Estimate:
     @cached_property
     def finishing(self) -> np.ndarray:
         """[stages, 3] seconds: reduction, optimizer, gather."""
-        return np.array([self._finish(i) for i in range(len(self.parts))])
+        return np.array([self.finish_of(part) for part in self.parts])
+
+    @cached_property
+    def link(self) -> Links:
+        """From a pipeline rank to the next."""
+        run, pipeline = self.run, group_of(self.run.layout, "pp", self.run.cluster)
+        moved = run.policy.compute.itemsize * self.forward.tokens_here * run.shape.hidden
+        return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
 
     @cached_property
     def timeline(self) -> Timeline:
         """The program, played."""
-        run, layout = self.run, self.run.layout
-        pipeline = group_of(layout, "pp", run.cluster)
-        moved = run.policy.compute.itemsize * self.forward.tokens_here * run.shape.hidden
-        links = Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
         step_of_rank = [self.finishing[self.program.stages_of(r), 1].sum() for r in range(self.program.ranks)]
         times = Times(
             forward=np.array([s.forward for s in self.stages]),
@@ -257,7 +275,7 @@ class Estimate:
             step=max(step_of_rank),
             gather=self.finishing[:, 2],
         )
-        return simulate(self.program, times, links)
+        return simulate(self.played, times, self.link)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -301,17 +319,22 @@ class Estimate:
     @cached_property
     def memory(self) -> list[Memory]:
         """Of every pipeline rank; of its tensor-parallel and data-parallel ranks the first."""
-        kept = np.array([
-            activations.total(activations.stage(self.forward, len(p.layers), first=p.first, last=p.last))
-            for p in self.parts
-        ])
+        kept = np.array([self.kept_of(part) for part in self.parts])
         peaks, versions = self.timeline.peak_bytes(kept.astype(float)), self.timeline.weight_versions
-        return [self._memory(rank, float(peaks[rank]), int(versions[rank])) for rank in range(self.program.ranks)]
+        return [
+            self.memory_of([self.parts[s] for s in self.program.stages_of(rank)], float(alive), int(copies))
+            for rank, (alive, copies) in enumerate(zip(peaks, versions, strict=True))
+        ]
 
-    def _memory(self, rank: int, alive: float, versions: int) -> Memory:
-        run = self.run
-        parts = parts_of(run.shape, self.program, rank)
-        state = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
+    def kept_of(self, part: StagePart) -> int:
+        """Bytes that one micro-batch keeps alive on a stage."""
+        return activations.total(
+            activations.stage(self.forward, len(part.layers), first=part.first, last=part.last)
+        )
+
+    def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
+        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
+        run, state = self.run, self.state_of(parts)
         last = any(part.last for part in parts)
         work = max(activations.recomputed(self.forward), activations.loss_workspace(self.forward) if last else 0)
         held = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from shoal.catalog import ModelShape
 from shoal.cost.state import StagePart
 from shoal.pipeline.program import Program
-from shoal.pipeline.split import stage_layers
+from shoal.pipeline.split import layers_of
 
 
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     """Of every stage, in order."""
-    layers = stage_layers(shape.layers, program.depth, shape.vocab * shape.hidden / shape.layer_matrices())
+    layers = layers_of(shape, program)
     shared = shape.tied and program.depth > 1
     return [
         StagePart(layers[stage % program.depth], program.is_first(stage), program.is_last(stage), shared)

@@ -76,6 +76,10 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     if zero == 3:
         parallel["prefetch"] = choose((1, 0, 2))
         parallel["reshard_after_forward"] = choose((True, False))
+    if depth > 1:  # all that are left over on the first stage, or on the last
+        more = model["layers"] - depth
+        uneven = [(1 + more, *[1] * (depth - 1)), (*[1] * (depth - 1), 1 + more)]
+        parallel["stage_layers"] = choose((None, *uneven))
     return build({"model": model, "parallel": parallel, "data": data, "train": train})
 
 

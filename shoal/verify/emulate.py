@@ -18,7 +18,7 @@ from shoal.catalog import ModelShape
 from shoal.data.batches import Batch
 from shoal.models.transformer import Transformer
 from shoal.pipeline.program import Op, Program
-from shoal.pipeline.split import stage_layers
+from shoal.pipeline.split import layers_of
 
 TIED = {"head.weight": "embed.token.weight"}
 
@@ -38,7 +38,7 @@ def emulated_updates(
     """
     whole = dict(model.named_parameters())
     used = {(a.stage, a.microbatch): a.version for a in program.actions_of(Op.FORWARD)}
-    stages = stages_of(model.shape, program.depth)
+    stages = stages_of(model.shape, program)
     for p in whole.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # which the update may hold on to
     versions = [{name: p.detach().clone() for name, p in whole.items()}]
@@ -74,9 +74,9 @@ def owner(name: str, shape: ModelShape) -> str:
     return TIED.get(name, name) if shape.tied else name
 
 
-def stages_of(shape: ModelShape, depth: int) -> dict[str, int]:
+def stages_of(shape: ModelShape, program: Program) -> dict[str, int]:
     """For each parameter that a forward uses, by its place in the model, the stage that it is on."""
-    parts = stage_layers(shape.layers, depth, shape.vocab * shape.hidden / shape.layer_matrices())
+    parts, depth = layers_of(shape, program), program.depth
     layer_stage = {str(layer): stage for stage, layers in enumerate(parts) for layer in layers}
     with torch.device("meta"):
         names = [name for name, _ in Transformer(shape).named_parameters(remove_duplicate=False)]

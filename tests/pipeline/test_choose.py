@@ -77,3 +77,12 @@ def _ready(action: Action, program, done: set[Action]) -> bool:
     if needed is not None:
         return needed in done and sender_of(needed) in done
     return program.is_first(action.stage) or action._replace(stage=action.stage - 1) in done
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"), [((3, 4), "2 stages with 7 layers"), ((4, 3, 1), "3 stages with 8"), ((8,), "1 stages with 8")]
+)
+def test_layers_of_stages_that_do_not_add_up_are_refused(sizes: tuple[int, ...], says: str) -> None:
+    shape = model_shape("tiny").model_copy(update={"layers": 8})
+    with pytest.raises(UsageError, match=rf"stage_layers = .*{says}.*\n.*4, 4"):
+        check_schedule(Layout(pp=2, stage_layers=sizes), shape, 2)
