@@ -1,8 +1,8 @@
 """How one training step is split over ranks: the `Layout`, its arithmetic and its rules.
 
 A layout is plain data. The runtime executes it, the verifier compares it, and every error about it is raised here,
-before any process starts. Axes, outer to inner: ``pp, dp_replicate, dp_shard, tp``; neighbours in rank are neighbours
-in ``tp``, the axis that talks most.
+before any process starts. Axes, outer to inner: ``pp, dp_replicate, dp_shard, cp, tp``; neighbours in rank are
+neighbours in ``tp``, the axis that talks most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from shoal.catalog import ModelShape
 from shoal.errors import UsageError, did_you_mean, nearest_divisors
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Schedule = Literal[  # as `shoal.pipeline.schedules` has them
     "naive", "gpipe", "looped-bfs", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
@@ -25,6 +25,7 @@ Schedule = Literal[  # as `shoal.pipeline.schedules` has them
 ]
 FILE = "file:"  # before the path of a schedule that is read from a file
 Recompute = Literal["none", "selective", "full"]
+ContextOrder = Literal["zig-zag", "striped", "contiguous"]
 Sync = Literal[
     "all-reduce", "powersgd", "topk", "onebit", "int8", "local-sgd", "diloco", "sgp", "wagma", "ps-bsp", "ps-ssp",
     "ps-async", "hogwild",
@@ -62,6 +63,18 @@ class Layout(BaseModel):
 
     sequence_parallel: bool = False
     """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
+
+    cp: PositiveInt = 1
+    """Context-parallel ranks: each has a part of every sequence, and keys and values go round all of them (Liu et al.
+    2023, "Ring Attention")."""
+
+    ulysses: PositiveInt = 1
+    """So many of the context-parallel ranks exchange tokens for heads around attention instead (Jacobs et al. 2023,
+    "DeepSpeed Ulysses"); the ring then has cp / ulysses places. 1 is a ring alone, cp is the exchange alone."""
+
+    cp_order: ContextOrder = "zig-zag"
+    """Which tokens a place of the ring has: zig-zag, a chunk from the front and one from the back, so that causal
+    attention is equal work for all; striped, every n-th token (Brandon et al. 2023); contiguous, one run."""
 
     pp: PositiveInt = 1
     """Pipeline ranks: consecutive layers on different ranks."""
@@ -114,18 +127,33 @@ class Layout(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: pp x dp x tp."""
-        return self.pp * self.dp * self.tp
+        """Number of ranks: pp x dp x cp x tp."""
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def dp_shard(self) -> int:
-        """Ranks that hold different shards of one replica's state (1 for DDP)."""
+        """Replicas that hold different shards of their state (1 for DDP)."""
         return 1 if self.zero == 0 else (self.zero_shard or self.dp)
 
     @property
     def dp_replicate(self) -> int:
-        """Ranks that hold the same shard."""
+        """Replicas that hold the same shard."""
         return self.dp // self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Parts that ZeRO cuts the state into: context-parallel ranks, which all have the same, share it too."""
+        return 1 if self.zero == 0 else self.dp_shard * self.cp
+
+    @property
+    def ring(self) -> int:
+        """Places of the ring that keys and values go round."""
+        return self.cp // self.ulysses
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a rank are a multiple of: tp, where it splits them again."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def bucket_bytes(self) -> float:
@@ -135,7 +163,7 @@ class Layout(BaseModel):
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each of `AXES`, outer to inner."""
-        return (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     def microbatches(self, global_batch: int) -> int:
         """Micro-batches that each replica runs in one step (gradient accumulation steps, or pipeline micro-batches)."""
@@ -143,7 +171,8 @@ class Layout(BaseModel):
 
     def equation(self) -> str:
         """The whole product, for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp} = {self.world_size} ranks"
+        cp = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{cp} x tp {self.tp} = {self.world_size} ranks"
 
     def describe(self) -> str:
         """One line for banners and tables: only what differs from a plain single device.
@@ -156,6 +185,11 @@ class Layout(BaseModel):
             shard = f", shard {self.dp_shard}" if self.zero and self.dp_shard != self.dp else ""
             how = f"ZeRO-{self.zero}{shard}" if self.zero else "DDP" if self.sync == "all-reduce" else self.sync
             parts.append(f"dp {self.dp} ({how})")
+        if self.cp > 1:
+            ring = f"ring {self.ring}, {self.cp_order}" if self.ring > 1 else ""
+            how = ", ".join(filter(None, (ring, f"ulysses {self.ulysses}" if self.ulysses > 1 else "")))
+            sharded = f", ZeRO-{self.zero}" if self.zero and self.dp == 1 else ""
+            parts.append(f"cp {self.cp} ({how}{sharded})")
         if self.tp > 1:
             parts.append(f"tp {self.tp}" + (" + sequence parallel" if self.sequence_parallel else ""))
         if self.pp > 1:
@@ -181,6 +215,7 @@ class Layout(BaseModel):
         """
         self._check_data_parallel(global_batch)
         self._check_tensor_parallel(shape, sequence_length)
+        self._check_context_parallel(shape, sequence_length)
         if self.pp > shape.layers:
             raise UsageError(
                 f"parallel.pp = {self.pp}: {shape.layers} layers cannot fill {self.pp} stages, each needs at least one."
@@ -259,6 +294,36 @@ class Layout(BaseModel):
                 f"\n  Nearest lengths that are: {_nearest_multiples(sequence_length, self.tp)}."
             )
 
+    def _check_context_parallel(self, shape: ModelShape, sequence_length: int) -> None:
+        if self.cp % self.ulysses:
+            near = " or ".join(map(str, nearest_divisors(self.ulysses, of=self.cp)))
+            raise UsageError(
+                f"parallel.ulysses = {self.ulysses} does not divide cp {self.cp}: cp = ring x ulysses."
+                f"\n  Nearest that do: {near}."
+            )
+        if self.cp_order != "zig-zag" and self.ring == 1:
+            raise UsageError(
+                f"parallel.cp_order = {self.cp_order}, but there is no ring: cp {self.cp} = ring 1 x ulysses "
+                f"{self.ulysses}.\n  Leave cp_order out, or set parallel.cp to a multiple of ulysses."
+            )
+        heads, kv = shape.heads // self.tp, max(1, shape.kv_heads // self.tp)
+        if heads % self.ulysses or (kv % self.ulysses and self.ulysses % kv):
+            fits = [n for n in range(1, heads + 1) if not (heads % n or (kv % n and n % kv) or self.cp % n)]
+            of_tp = f" of a tensor-parallel rank (tp {self.tp})" if self.tp > 1 else ""
+            raise UsageError(
+                f"parallel.ulysses = {self.ulysses} does not fit the {heads} heads and {kv} key/value heads{of_tp}: it "
+                "must divide the heads, and divide the key/value heads or be a multiple of them."
+                f"\n  Fits cp {self.cp}: {', '.join(map(str, fits))}."
+            )
+        least = 2 * self.cp * self.token_multiple
+        if self.cp > 1 and sequence_length < least:
+            each = f" x tp {self.tp}" if self.sequence_parallel else ""
+            raise UsageError(
+                f"data.sequence_length = {sequence_length} is too short for cp {self.cp}: it needs 2 x cp{each} = "
+                f"{least} tokens.\n  Use a longer sequence, or parallel.cp <= "
+                f"{max(1, sequence_length // (2 * self.token_multiple))}."
+            )
+
     def _nearest_tp(self, shape: ModelShape) -> str:
         fits = [
             tp
@@ -270,10 +335,11 @@ class Layout(BaseModel):
     def _fitting(self, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
         """Degrees that make this many ranks and break no rule, nearest first: all that change one, else two others."""
         found = []
-        for pp, tp in itertools.product(_divisors(ranks), repeat=2):
-            if ranks % (pp * tp):
+        contexts = _divisors(ranks) if self.cp > 1 else [1]
+        for pp, tp, cp in itertools.product(_divisors(ranks), _divisors(ranks), contexts):
+            if ranks % (pp * tp * cp):
                 continue
-            degrees = {"pp": pp, "dp": ranks // (pp * tp), "tp": tp}
+            degrees = {"pp": pp, "dp": ranks // (pp * tp * cp), "cp": cp, "tp": tp}
             try:
                 self.model_copy(update=degrees).check(shape, **sizes)
             except UsageError:
@@ -284,6 +350,29 @@ class Layout(BaseModel):
             found.append((len(changed), distance, text))
         single = [text for changes, _, text in sorted(found) if changes == 1]
         return single or [text for _, _, text in sorted(found)[:2]]
+
+
+def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
+    """The axes that communicate as one under a name; one of `AXES` is its own.
+
+    - "dp": other samples.
+    - "replicas": other tokens, for the same parameters.
+    - "shard": the shards of the same parameters. Context-parallel ranks have the same parameters, so ZeRO shards over
+      them too; without it they replicate.
+    - "replicate": the same shard.
+    - "holders": all parts of the same parameters.
+    - "world": everybody.
+    """
+    shard = ("dp_shard", "cp") if layout.zero else ()
+    merged = {
+        "dp": ("dp_replicate", "dp_shard"),
+        "replicas": ("dp_replicate", "dp_shard", "cp"),
+        "shard": shard,
+        "replicate": ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp"),
+        "holders": (*shard, "tp"),
+        "world": AXES,
+    }
+    return merged.get(name, (name,))
 
 
 def _nearest_multiples(value: int, of: int) -> str:

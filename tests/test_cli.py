@@ -19,6 +19,7 @@ TYPED = {
     "parallel.sync": ("diloco", ["diloco"]),
     "parallel.zero": (3, ["3"]),
     "parallel.schedule": ("gpipe", ["gpipe"]),
+    "parallel.cp_order": ("striped", ["striped"]),
     "parallel.recompute": ("selective", ["selective"]),
     "parallel.offload": ("optimizer", ["optimizer"]),
     "parallel.sequence_slices": (4, ["4"]),

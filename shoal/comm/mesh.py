@@ -14,14 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm.group import Group, announce, local_progress, share
 from shoal.comm.progress import Progress
-from shoal.layout import AXES, Layout
-
-# Names for sets of axes that communicate as one.
-MERGED = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "holders": ("dp_shard", "tp"),  # of the shards of the same parameters
-    "world": AXES,
-}
+from shoal.layout import AXES, Layout, axes_of
 
 
 class Mesh:
@@ -67,10 +60,11 @@ class Mesh:
     def ranks(self, axis: str) -> list[int]:
         """Global ranks that differ from this one in ``axis`` alone, in order.
 
-        Besides `AXES`, "dp" and "world" there are two parts of axes:
+        Besides `AXES`, there are several axes as one (`shoal.layout.axes_of`), and these parts of axes:
         "pp:a,b", the places a and b of the pipeline (as those that share a tied embedding), this rank alone if it is
         at neither;
-        "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number.
+        "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number;
+        "ulysses", the neighbours in cp that exchange tokens for heads; "ring", those that keys and values go round.
         """
         if axis.startswith("pp:"):
             ranks = [self.ranks("pp")[int(place)] for place in axis[3:].split(",")]
@@ -79,7 +73,11 @@ class Mesh:
             n, ranks = int(axis[3:]), self.ranks("tp")
             start = ranks.index(self.rank) // n * n
             return ranks[start : start + n]
-        axes = MERGED.get(axis, (axis,))
+        if axis in ("ulysses", "ring"):
+            ranks, n = self.ranks("cp"), self.layout.ulysses
+            here = ranks.index(self.rank)
+            return ranks[here // n * n :][:n] if axis == "ulysses" else ranks[here % n :: n]
+        axes = axes_of(self.layout, axis)
         where = tuple(slice(None) if name in axes else self.coordinate[name] for name in AXES)
         return self.grid[where].flatten().tolist()
 

@@ -7,6 +7,7 @@ Each pair is a function and its conjugate (Shoeybi et al. 2019, section 3; Korth
     `reduce_from`     all-reduce         identity
     `gather_from`     all-gather         reduce-scatter
     `scatter_to`      reduce-scatter     all-gather
+    `exchange`        all-to-all         all-to-all, the other way
 
 A group of None has one rank, and every function here is then the identity. Between CPU ranks of one host all goes
 through memory (`shoal.comm.shared`), elsewhere through the group's backend.
@@ -14,7 +15,8 @@ through memory (`shoal.comm.shared`), elsewhere through the group's backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,6 +170,65 @@ def start_receive(x: Tensor, source: int, group: Group) -> Transfer:
     return dist.irecv(x, source, group=group.backend)
 
 
+@dataclass
+class _Several:
+    """Messages on their way."""
+
+    works: list[Pending]
+    kept: tuple[Tensor, ...]  # what must stay as it is until the end
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
+    """Start sending contiguous ``x`` to the global rank ``to`` while contiguous ``out`` comes from ``source``.
+
+    Both at once, since NCCL would wait for a send that its peer sends against.
+    """
+    group.count("send", x, 1)
+    if group.shared is not None:
+        ranks = group.shared.ranks
+        works = [group.shared.send(x, ranks.index(to)), group.shared.receive(out, ranks.index(source))]
+    else:
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, x, to, group.backend), dist.P2POp(dist.irecv, out, source, group.backend)
+        ])
+    return _Several(works, (x, out))
+
+
+def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group | None) -> list[Tensor]:
+    """Send part i to rank i, and receive what all ranks have for this one.
+
+    Args:
+        parts: one for each rank, of one dtype and any shapes.
+        shapes: of what each rank has for this one.
+
+    Returns:
+        From every rank, in rank order, a contiguous tensor.
+    """
+    if group is None:
+        return list(parts)
+    mine = group.rank()
+    for rank, part in enumerate(parts):
+        if rank != mine:
+            group.count("all-to-all", part, 1)
+    parts = [part.contiguous() for part in parts]
+    if group.shared is not None:
+        out = [parts[mine] if rank == mine else parts[mine].new_empty(shape) for rank, shape in enumerate(shapes)]
+        others = [rank for rank in range(group.size()) if rank != mine]
+        works = [group.shared.send(parts[rank], rank) for rank in others]
+        works += [group.shared.receive(out[rank], rank) for rank in others]
+        _Several(works, ()).wait()
+        return out
+    sizes = [math.prod(shape) for shape in shapes]
+    received = parts[mine].new_empty(sum(sizes))
+    sent = torch.cat([part.view(-1) for part in parts])
+    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group.backend)
+    return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
 # ---- autograd pairs --------------------------------------------------------------------------------------------
 
 Meanwhile = Callable[[], object]
@@ -230,6 +291,26 @@ class _ScatterTo(torch.autograd.Function):
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, split: int, join: int, lengths: Sequence[Sequence[int]]) -> Tensor:
+        ctx.group, ctx.split, ctx.join, ctx.lengths = group, split, join, lengths
+        return _exchanged(x, group, split, join, *lengths)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _exchanged(gradient, ctx.group, ctx.join, ctx.split, *ctx.lengths[::-1]), None, None, None, None
+
+
+def _exchanged(
+    x: Tensor, group: Group, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
+) -> Tensor:
+    shape = list(x.shape)
+    shape[split] = parts[group.rank()]
+    shapes = [[*shape[:join], length, *shape[join + 1 :]] for length in pieces]
+    return torch.cat(all_to_all(x.split(tuple(parts), split), shapes, group), join)
+
+
 def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> Tensor:
     """Enter a region whose ranks each use all of ``x``: their gradients of it add up."""
     return x if group is None else _CopyTo.apply(x, group, meanwhile)
@@ -248,3 +329,15 @@ def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile =
 def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
     """Leave a region of partial sums, keeping this rank's part along ``dim`` of the total."""
     return x if group is None else _ScatterTo.apply(x, group, dim)
+
+
+def exchange(
+    x: Tensor, group: Group | None, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
+) -> Tensor:
+    """From having all of dim ``split`` and a piece of dim ``join`` to having a part of ``split`` and all of ``join``.
+
+    Args:
+        parts: how much of ``split`` each rank gets.
+        pieces: how much of ``join`` each rank has.
+    """
+    return x if group is None else _Exchange.apply(x, group, split, join, (parts, pieces))

@@ -1,8 +1,9 @@
 """Bytes that a forward pass leaves for its backward, tensor by tensor.
 
 Shapes: b sequences, s tokens, h hidden, a heads of width d, k key/value heads, f inside the feed-forward block, v
-vocabulary, t tensor-parallel ranks. Every entry of a list here is one tensor that autograd keeps on one rank; tensors
-that several operations share are there once, weights (which are held anyway) not at all.
+vocabulary, t tensor-parallel ranks; with context parallelism s is what the fullest rank has of a sequence. Every entry
+of a list here is one tensor that autograd keeps on one rank; tensors that several operations share are there once,
+weights (which are held anyway) not at all.
 
 The papers' closed forms, for the layers of GPT with 16-bit activations and dropout, are in `korthikanti`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shoal.catalog import ModelShape
+from shoal.cost.context import kv_heads, tokens_here
 from shoal.layout import Layout, Recompute
 
 Kernel = Literal["sdpa", "explicit"]
@@ -37,8 +39,8 @@ class Pass(NamedTuple):
 
     Attributes:
         shape: the model.
-        layout: its tp, sequence_parallel, micro_batch and recompute are read.
-        s: tokens of a sequence.
+        layout: its tp, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
+        s: tokens of a whole sequence.
         itemsize: bytes of the compute dtype.
         kernel: of attention.
         masked: whether attention stays inside documents.
@@ -57,7 +59,12 @@ class Pass(NamedTuple):
     @property
     def tokens(self) -> int:
         """b s."""
-        return self.layout.micro_batch * self.s
+        return self.layout.micro_batch * self.s_here
+
+    @property
+    def s_here(self) -> int:
+        """s, or the fullest context-parallel rank's part of it."""
+        return tokens_here(self.layout, self.s)
 
     @property
     def tokens_here(self) -> int:
@@ -105,7 +112,10 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     heads, q = shape.heads // t, shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
-    parts = _blocks(run.s) if mode == "none" and run.kernel == "explicit" else [(run.s, run.s)]
+    if run.layout.cp > 1 and mode == "none":
+        return _ring(run, q)
+    s = run.s_here
+    parts = _blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
     saved = [
         Saved("attention input", "[b, s, h]", e * n * shape.hidden),
@@ -119,6 +129,20 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     elif mode == "none":
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
     return [*saved, Saved("attention output", "[b, s, a d/t]", e * n * q)]
+
+
+def _ring(run: Pass, q: int) -> list[Saved]:
+    """Attention round a ring, of q numbers a token in its queries: no scores, whatever the kernel."""
+    e, n, d = run.itemsize, run.tokens, run.shape.head_dim
+    saved = [
+        Saved("attention input", "[b, s, h]", e * n * run.shape.hidden),
+        Saved("q", "[b, a/t, s, d]", e * n * q),
+        Saved("k, v", "[2, b, k/t, s, d]", 2 * e * n * kv_heads(run.shape, run.layout) * d),
+        Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * q // d),
+        Saved("attention output", "[b, s, a d/t]", e * n * q),
+    ]
+    # The other order of heads and tokens is another tensor.
+    return [*saved, Saved("exchanged output", "[b, s, a d/t]", e * n * q)] if run.layout.ulysses > 1 else saved
 
 
 def scores(s: int) -> int:
@@ -147,8 +171,8 @@ def context(run: Pass) -> list[Saved]:
     """What all layers of a stage share: rotary tables, and the mask where each core is computed again from it."""
     shape, saved = run.shape, []
     if shape.family == "llama":
-        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s * (shape.head_dim // 2)))
-    if run.masked and run.layout.recompute != "none":
+        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_here * (shape.head_dim // 2)))
+    if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
         saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
     return saved
 
@@ -159,7 +183,7 @@ def embedding(run: Pass) -> list[Saved]:
     if run.layout.tp > 1:
         saved.append(Saved("ids of other ranks", "[b, s]", run.tokens))
     if run.shape.family == "gpt":
-        saved.append(Saved("positions", "[s]", 8 * run.s))
+        saved.append(Saved("positions", "[s]", 8 * run.s_here))
     return saved
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from shoal.catalog.clusters import Cluster
-from shoal.layout import AXES, Layout
+from shoal.layout import AXES, Layout, axes_of
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,25 @@ class Ring:
         tree = self.inside.bit_length() * self.latency + self.outside.bit_length() * self.outer_latency
         return 2 * min(steps, tree) + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
 
+    def all_to_all(self, size: float) -> float:
+        """Seconds in which every rank sends ``size`` bytes, to all others together."""
+        steps = self.inside * self.latency + self.outside * self.outer_latency
+        return steps + size / self.bandwidth
+
     def send(self, size: float) -> float:
         """Seconds for a message to the next rank."""
         return max(self.latency, self.outer_latency) + size / self.bandwidth
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
-    """The ranks along an axis of the mesh, or all of "dp", on a cluster that the layout's ranks fill in order."""
+    """The ranks along an axis of the mesh, or along several (`axes_of`), on a cluster that they fill in order."""
     shape = dict(zip(AXES, layout.shape, strict=True))
-    axes = ("dp_replicate", "dp_shard") if axis == "dp" else (axis,)
+    axes = axes_of(layout, axis)
     ranks = stride = 1
     for name in reversed(AXES):
         if name in axes:
             ranks *= shape[name]
-        elif AXES.index(name) > AXES.index(axes[-1]):
+        elif axes and AXES.index(name) > AXES.index(axes[-1]):
             stride *= shape[name]
     return ring_of(cluster, ranks, stride)
 

@@ -165,10 +165,10 @@ def state_bytes(
         optimizer: its name in the config.
         parts: the stages of the rank.
         tp_index: its place along tp; the last has the least of a vocabulary that does not divide.
-        shard_index: its place along dp_shard.
+        shard_index: which shard of the state it has, of `Layout.shards`.
     """
     alone = layout.sync != "all-reduce"  # relaxed: every replica for itself, and whole
-    zero, shards = (0, 1) if alone else (layout.zero, layout.dp_shard)
+    zero, shards = (0, 1) if alone else (layout.zero, layout.shards)
     index = 0 if alone else shard_index
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     parameters = gradients = elements = gathered = whole_gradients = 0

@@ -69,13 +69,11 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     return torch.cat(blocks, dim=3).view(b, a, s, d)
 
 
-def rotary_table(
-    positions: range, d: int, theta: float, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
+def rotary_table(positions: Tensor, d: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** (-torch.arange(0, d, 2, device=device, dtype=exact) / d)
-    angles = torch.outer(torch.arange(positions.start, positions.stop, device=device, dtype=exact), frequencies)
+    frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
+    angles = torch.outer(positions.to(exact), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -107,6 +105,28 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y[..., :d].addcmul_(x[..., d:], sin, value=-1)
     y[..., d:].addcmul_(x[..., :d], sin)
     return y
+
+
+class Positions(nn.Module):
+    """The places in their sequences of the tokens that a model is given."""
+
+    def forward(self, start: int, s: int, device: torch.device) -> Tensor:
+        """[s] int64, for s tokens after ``start`` others."""
+        return torch.arange(start, start + s, device=device)
+
+
+class Mask(nn.Module):
+    """What the tokens that a model is given may attend to."""
+
+    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
+        """As `AttentionCore` takes it, for s tokens after ``start`` others.
+
+        Args:
+            documents: [b, t >= start + s] number of the document of each token; attention stays inside it.
+        """
+        if documents is not None:
+            return document_mask(documents[:, : start + s], s)
+        return causal_mask(s, start + s, device)[None, None] if start else None
 
 
 def causal_mask(s: int, t: int, device: torch.device) -> Tensor:

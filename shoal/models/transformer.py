@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
-from shoal.models.attention import AttentionCore, causal_mask, document_mask, rotary_table, rotate
+from shoal.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
 from shoal.models.cache import Slice
 from shoal.models.initial import Initial, fill
 from shoal.models.norm import RMSNorm
@@ -119,11 +119,9 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(shape.vocab, shape.hidden)
         self.position = nn.Embedding(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
 
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.token(tokens)  # [b, s, h]
-        if self.position is not None:
-            x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        return x
+        return x if self.position is None else x + self.position(positions)
 
 
 class CrossEntropy(nn.Module):
@@ -141,6 +139,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: ModelShape):
         super().__init__()
         self.shape = shape
+        self.positions, self.mask = Positions(), Mask()
         self.embed: Embedding | None = Embedding(shape)
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
         self.norm: nn.Module | None = norm(shape)
@@ -164,15 +163,15 @@ class Transformer(nn.Module):
             targets: [b, s] int64, `IGNORE` where the loss does not count.
             documents: [b, s] numbers of the documents packed in each sequence; attention stays inside each.
             hidden: [b, s, h], the output of the layers before, where ``embed`` is absent.
-            part: the slice of the sequences that the tokens are, if these do not come whole; `documents` then begin
-                where the sequences do, [b, start + s].
+            part: the slice of the sequences that the tokens are, if these do not come whole; `documents` still are of
+                all their tokens.
 
         Returns:
             The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
         """
-        start = part.start if part else 0
-        x = hidden if self.embed is None else self.embed(tokens, start)
-        context = self._context(tokens, documents, x.dtype, part)
+        positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
+        x = hidden if self.embed is None else self.embed(tokens, positions)
+        context = self._context(positions, documents, x.dtype, part)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.head is None:
@@ -181,17 +180,12 @@ class Transformer(nn.Module):
         return logits if targets is None else self.loss(logits, targets)
 
     def _context(
-        self, tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None
+        self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None
     ) -> Context:
-        s, start, shape = tokens.shape[1], part.start if part else 0, self.shape
-        rotary = mask = None
+        shape, rotary = self.shape, None
         if shape.family == "llama":
-            positions = range(start, start + s)
-            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, tokens.device, dtype)
-        if documents is not None:
-            mask = document_mask(documents, s)
-        elif start:
-            mask = causal_mask(s, start + s, tokens.device)[None, None]
+            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
+        mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
         return Context(rotary, mask, part)
 
 

@@ -11,6 +11,8 @@ from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.models.initial import fill
 from shoal.models.transformer import Transformer, initial
+from shoal.parallel.context.apply import apply_context_parallel
+from shoal.parallel.context.order import Spread
 from shoal.parallel.data import ShardedParameters
 from shoal.parallel.held import HeldParameters
 from shoal.parallel.recompute import apply_recompute
@@ -39,12 +41,14 @@ class Stage:
 
 
 def build_stages(
-    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, *, kernel: str = "sdpa", compile: bool = False
+    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
+    *, kernel: str = "sdpa", compile: bool = False,
 ) -> tuple[list[Stage], HeldParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
         shape: the whole model.
+        spread: of the sequences over the context-parallel ranks.
         kernel: of the attention core, "sdpa" or "explicit".
         compile: compile each layer, and the loss where it is not split.
 
@@ -64,14 +68,14 @@ def build_stages(
         copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
         mesh.group(copies)
     stages = [
-        _build_stage(shape, stage, program, mesh, policy, copies=copies, kernel=kernel, compile=compile)
+        _build_stage(shape, stage, program, mesh, policy, spread, copies=copies, kernel=kernel, compile=compile)
         for stage in program.stages_of(here)
     ]
     return stages, HeldParameters([stage.parameters for stage in stages], ends)
 
 
 def _build_stage(
-    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, *,
+    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
     copies: str, kernel: str, compile: bool,
 ) -> Stage:
     """One stage, with this rank's shard of it allocated."""
@@ -85,6 +89,7 @@ def _build_stage(
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)
+    apply_context_parallel(model, mesh, spread)
     for layer in model.layers.values():
         layer.attention.core.kernel = kernel
     apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute

@@ -56,7 +56,7 @@ class ShardedParameters:
     Args:
         units: groups of parameters in forward order, each (parameter, its split, whether it decays); the parameters may
             be on the meta device. A bucket holds whole units.
-        mesh: its dp_shard axis shards, its dp_replicate axis replicates.
+        mesh: its "shard" ranks shard, its "replicate" ranks replicate.
         policy: the number formats.
 
     Attributes:
@@ -72,14 +72,14 @@ class ShardedParameters:
     ):
         self.mesh, self.policy = mesh, policy
         self.zero = mesh.layout.zero
-        self.shard_group = mesh.group("dp_shard")
-        self.replicate_group = mesh.group("dp_replicate")
+        self.shard_group = mesh.group("shard")
+        self.replicate_group = mesh.group("replicate")
         limit = 0 if self.zero == 3 else mesh.layout.bucket_bytes
         self.buckets = [
             Bucket(
                 members,
-                shards=mesh.size("dp_shard"),
-                index=mesh.index("dp_shard"),
+                shards=mesh.size("shard"),
+                index=mesh.index("shard"),
                 policy=policy,
                 device=mesh.device,
                 keep_full=self.zero < 3,
@@ -212,8 +212,8 @@ class ShardedParameters:
 
     def _learn_order(self) -> None:
         """Take the order that the first backward has shown on the first of the replicas."""
-        first = torch.tensor(self._shown, device=self.mesh.device) * (self.mesh.index("dp") == 0)
-        self.order, self._learned = all_reduce(first, self.mesh.group("dp")).tolist(), True
+        first = torch.tensor(self._shown, device=self.mesh.device) * (self.mesh.index("replicas") == 0)
+        self.order, self._learned = all_reduce(first, self.mesh.group("replicas")).tolist(), True
 
     def _reduce_complete(self) -> None:
         """Start the reductions that are next in order, as far as buckets are complete."""
@@ -282,7 +282,7 @@ class ShardedParameters:
         What several ranks hold is divided by their number, so that every element counts once.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        replicas = self.mesh.size("dp_replicate")
+        replicas = self.mesh.size("replicate")
         for run, _, gradient in self.runs():
             total += torch.linalg.vector_norm(gradient).double().square().to(total.device) / (run.copies * replicas)
         return total
@@ -316,7 +316,7 @@ class ShardedParameters:
             tensors: for each of `runs`, in order, a flat tensor of its length.
         """
         named: dict[str, list[Piece]] = {}
-        primary = self.mesh.index("dp_replicate") == 0
+        primary = self.mesh.index("replicate") == 0
         tensors = iter(tensors)
         for bucket in self.buckets:
             for run in bucket.runs:

@@ -60,7 +60,7 @@ def shards_of(parameters: HeldParameters, mesh: Mesh, config: OptimizerConfig, d
         dtype: of the weights that the optimizer updates.
     """
     holders: Holders = MeshHolders(mesh) if mesh.size("holders") > 1 else Alone()
-    replica = mesh.index("dp_replicate") == 0
+    replica = mesh.index("replicate") == 0
     slots = [slot for bucket in parameters.buckets for slot in bucket.slots]
     here = Counter(slot.split.name for slot in slots)  # 2 where the first and the last stage share an embedding
     saves = {slot.split.name for slot in slots if slot.split.primary and replica and holders.index == 0}

@@ -55,13 +55,14 @@ def program_of(layout: Layout, microbatches: int, slices: int = 0) -> Program:
 
 def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
     """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
-    multiple = layout.tp if layout.sequence_parallel else 1
     if layout.schedule != "terapipe":
         return ()
     if layout.sequence_slices == "auto":
-        return best_slices(places(sequence_length, multiple), flops(shape), layout.pp, microbatches)
+        least = _least_slice(layout)
+        *cuts, _ = places(sequence_length // least * least, least)
+        return best_slices([*cuts, sequence_length], flops(shape), layout.pp, microbatches)
     if isinstance(layout.sequence_slices, int):
-        return even_slices(sequence_length, layout.sequence_slices, multiple)
+        return even_slices(sequence_length, layout.sequence_slices, layout.token_multiple)
     return layout.sequence_slices
 
 
@@ -130,6 +131,11 @@ def check_schedule(
             f"train.compile = true with parallel.schedule = {layout.schedule}: compiled layers know neither "
             "slices of a sequence nor several versions of their weights.\n  Leave train.compile out, or take 1f1b."
         )
+    if compile and layout.cp > 1:
+        raise UsageError(
+            f"train.compile = true with parallel.cp = {layout.cp}: attention there exchanges keys and values between "
+            "ranks, which a compiled layer cannot hold.\n  Leave train.compile out, or take parallel.cp 1."
+        )
     if compile and splits_backward(program_of(layout, microbatches)):
         raise UsageError(
             f"train.compile = true with parallel.schedule = {layout.schedule}: it makes the gradients of weights apart "
@@ -158,21 +164,28 @@ def _check_slices(layout: Layout, sequence_length: int | None) -> None:
             f"parallel.sequence_slices = {slices}, but {layout.schedule} computes sequences whole."
             "\n  Set parallel.schedule to terapipe, or leave sequence_slices out."
         )
-    multiple = layout.tp if layout.sequence_parallel else 1
-    share = f", each a multiple of tp {multiple} as sequence parallelism needs" if multiple > 1 else ""
     if sequence_length is None:
         return
+    multiple, least = layout.token_multiple, _least_slice(layout)
+    share = f", each a multiple of tp {multiple} as sequence parallelism needs" if multiple > 1 else ""
+    if layout.cp > 1:
+        share += f", each at least {least} for cp {layout.cp}"
     if isinstance(slices, int):
-        if slices > sequence_length // multiple:
+        if slices > sequence_length // least:
             raise UsageError(
                 f"parallel.sequence_slices = {slices}: {sequence_length} tokens make at most "
-                f"{sequence_length // multiple} slices{share}.\n  Use sequence_slices <= {sequence_length // multiple}."
+                f"{sequence_length // least} slices{share}.\n  Use sequence_slices <= {sequence_length // least}."
             )
-    elif sum(slices) != sequence_length or any(tokens % multiple for tokens in slices):
+    elif sum(slices) != sequence_length or any(tokens % multiple or tokens < least for tokens in slices):
         raise UsageError(
             f"parallel.sequence_slices = {list(slices)}: {' + '.join(map(str, slices))} = {sum(slices)} must be "
             f"data.sequence_length = {sequence_length}{share}.\n  Give their number instead, or auto."
         )
+
+
+def _least_slice(layout: Layout) -> int:
+    """Tokens that a slice has at least, so that every rank has a part of it."""
+    return layout.token_multiple * (2 * layout.cp if layout.cp > 1 else 1)
 
 
 def _check_updates(layout: Layout, microbatches: int, clip_norm: float) -> None:

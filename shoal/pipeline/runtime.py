@@ -59,7 +59,8 @@ class Runtime:
         mesh: where messages go.
         hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp with sequence parallelism).
         dtype: of these activations.
-        slices: tokens of each slice of a sequence, in order, where the program has slices.
+        slices: of this rank's tokens of a sequence, how many are in each slice, where the program has slices.
+        tokens: which tokens of a sequence are this rank's, [s] of them; None for all.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Runtime:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         slices: Sequence[int] = (),
+        tokens: Tensor | None = None,
     ):
         self.program, self.mesh = program, mesh
         self.stages = {stage.index: stage for stage in stages}
         self.actions = program.actions[mesh.index("pp")]
         self.last_weights = _last_weights(self.actions)
         self.hidden_shape, self.dtype, self.slices = hidden_shape, dtype, slices
+        self.tokens = tokens
         self.stashes = {
             stage.index: Stash(
                 stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
@@ -139,6 +142,7 @@ class Runtime:
             The summed loss of all of them.
         """
         self._reset()
+        batches = [self._own(batch) for batch in batches]
         for stage in self.stages.values():
             stage.parameters.begin()
         for stash in self.stashes.values():
@@ -161,6 +165,7 @@ class Runtime:
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """The summed loss [nats] of a program that has forwards alone (0 without a last stage)."""
         self._reset()
+        batches = [self._own(batch) for batch in batches]
         for action in self.actions:
             self._do(action, batches, np.ones(len(batches)), lambda action, loss: None)
         self._drain()
@@ -212,13 +217,16 @@ class Runtime:
         if torch.is_grad_enabled():
             self._flights[place] = _Flight(hidden, output, part)
 
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch, with the documents of all, since it sees those."""
+        if self.tokens is None:
+            return batch
+        return replace(batch, tokens=batch.tokens[:, self.tokens], targets=batch.targets[:, self.tokens])
+
     def _slice(self, batch: Batch, part: int) -> Batch:
-        """A slice of a micro-batch; the documents of all tokens before it too, since it sees those."""
+        """A slice of a micro-batch, with the documents of all tokens, since it sees those before it."""
         *_, start, stop = (0, 0, *accumulate(self.slices[: part + 1]))
-        documents = None if batch.documents is None else batch.documents[:, :stop]
-        return replace(
-            batch, tokens=batch.tokens[:, start:stop], targets=batch.targets[:, start:stop], documents=documents
-        )
+        return replace(batch, tokens=batch.tokens[:, start:stop], targets=batch.targets[:, start:stop])
 
     def _backward(self, action: Action) -> None:
         self._arrived(Op.RECV_BACKWARD, action)

@@ -93,7 +93,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     if shape.family == "gpt":
         shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, s)})
     machine = cluster(options.cluster)
-    each = layout.pp * layout.tp
+    each = layout.pp * layout.cp * layout.tp
     if layout.dp == 1 and machine.size % each == 0:
         layout = layout.model_copy(update={"dp": machine.size // each})
     per_pass = layout.dp * layout.micro_batch

@@ -19,7 +19,8 @@ from shoal.catalog import ModelShape
 from shoal.catalog.clusters import Cluster
 from shoal.cost import activations
 from shoal.cost.activations import Pass
-from shoal.cost.communication import group_of
+from shoal.cost.communication import group_of, ring_of
+from shoal.cost.context import layer_bytes, tokens_here
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.roofline import matrix_product
 from shoal.cost.state import StagePart, StateBytes, bucket_bytes, state_bytes
@@ -79,6 +80,8 @@ class StageTimes:
         tensor: of its forward's tensor-parallel collectives.
         recompute: of what backward computes again, collectives included.
         tensor_backward: of backward's collectives, those that wait.
+        context: of its forward's ring and exchange of heads, what attention's products do not hide.
+        context_backward: of backward's.
         gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
     """
 
@@ -88,13 +91,15 @@ class StageTimes:
     tensor: float
     recompute: float
     tensor_backward: float
+    context: float
+    context_backward: float
     gather_forward: float
     gather_backward: float
 
     @property
     def forward(self) -> float:
         """All of a forward."""
-        return self.matrices + self.attention + self.elements + self.tensor + self.gather_forward
+        return self.matrices + self.attention + self.elements + self.tensor + self.context + self.gather_forward
 
     @property
     def backward_weight(self) -> float:
@@ -105,7 +110,7 @@ class StageTimes:
     def backward_input(self) -> float:
         """The other half."""
         computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements
-        return computing + self.recompute + self.tensor_backward + self.gather_backward
+        return computing + self.recompute + self.tensor_backward + self.context_backward + self.gather_backward
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,9 @@ class Estimate:
         self.peak = run.cluster.accelerator.dense_flops(KINDS[run.precision])
         self.rate = self.peak * run.cluster.accelerator.matmul_efficiency
         self.hbm = run.cluster.accelerator.memory_bandwidth
-        self.groups = {axis: group_of(layout, axis, run.cluster) for axis in ("tp", "dp", "dp_shard", "dp_replicate")}
+        self.groups = {axis: group_of(layout, axis, run.cluster) for axis in ("tp", "shard", "replicate", "replicas")}
+        self.ring = ring_of(run.cluster, layout.ring, layout.tp * layout.ulysses)
+        self.exchange = ring_of(run.cluster, layout.ulysses, layout.tp)
         self.forward = Pass(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
 
     # ---- time ----------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ class Estimate:
     def _stage(self, part: StagePart) -> StageTimes:
         run, layout = self.run, self.run.layout
         shape, e, t = run.shape, run.policy.compute.itemsize, layout.tp
-        n, layers = layout.micro_batch * run.sequence_length, len(part.layers)
+        n, layers = layout.micro_batch * tokens_here(layout, run.sequence_length), len(part.layers)
         q, kv = shape.heads * shape.head_dim // t, shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
         wide = 2 if shape.family == "llama" else 1
 
@@ -193,6 +200,9 @@ class Estimate:
         one += wide * product(shape.hidden, shape.ffn // t) + product(shape.ffn // t, shape.hidden)
         head = product(shape.hidden, -(-shape.vocab // t)) if part.last else 0.0
         core = CAUSAL * 4 * n * run.sequence_length * q / self.rate
+        if layout.cp_order == "contiguous":
+            core *= 2 - 1 / layout.ring  # of the last place
+        context, context_backward = self._context(core)
         kept = activations.total(activations.layer(self.forward, "none"))
         elements = 2 * kept / self.hbm  # written once and read once
         probabilities = 3 * activations.loss_workspace(self.forward) / self.hbm if part.last else 0.0
@@ -204,12 +214,14 @@ class Estimate:
         # Of the two sums of each layer's backward, the weights' gradients are made meanwhile.
         exposed = layers * max(0.0, 2 * exchange - one / 2) + ends
 
-        again = {"none": 0.0, "selective": core, "full": one + core + elements + 2 * exchange}[layout.recompute]
+        again = {
+            "none": 0.0, "selective": core + context, "full": one + core + elements + 2 * exchange + context,
+        }[layout.recompute]
         compute = layers * (one + core + elements) + head + probabilities
         gather = reduce = 0.0
-        if layout.zero >= 2 and layout.dp_shard > 1:
+        if layout.zero >= 2 and layout.shards > 1:
             elements_here = self.state_of([part]).elements
-            shard = self.groups["dp_shard"]
+            shard = self.groups["shard"]
             reduce = shard.reduce_scatter(elements_here * run.policy.reduce.itemsize)
             gather = shard.all_gather(elements_here * e) if layout.zero == 3 else 0.0
         gather_again = gather if layout.reshard_after_forward else 0.0
@@ -221,34 +233,53 @@ class Estimate:
             tensor=layers * 2 * exchange + ends,
             recompute=layers * again,
             tensor_backward=exposed,
+            context=layers * context,
+            context_backward=layers * context_backward,
             gather_forward=max(0.0, gather - compute),
             gather_backward=max(0.0, gather_again + overlapped - 2 * compute) + reduce - overlapped,
         )
+
+    def _context(self, core: float) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
+
+        A block travels while the one before is computed with; the gradients of the last one travel alone.
+        """
+        run, layout = self.run, self.run.layout
+        if layout.cp == 1:
+            return 0.0, 0.0
+        sent = layer_bytes(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
+        exchange = self.exchange.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
+        if layout.ring == 1:
+            return exchange, exchange
+        each, steps = core / layout.ring, layout.ring - 1
+        forward = max(0.0, self.ring.send(sent.block) - each)
+        backward = max(0.0, self.ring.send(sent.block + sent.gradient) - ATTENTION_BACKWARD * each)
+        return exchange + steps * forward, exchange + steps * backward + self.ring.send(sent.gradient)
 
     def finish_of(self, part: StagePart) -> tuple[float, float, float]:
         """Seconds after a stage's last backward: what is left of its reduction, its update, its gather."""
         run, layout, state = self.run, self.run.layout, self.state_of([part])
         policy, elements = run.policy, state.elements
         reduction = 0.0
-        if layout.sync == "all-reduce" and layout.dp > 1:
+        if layout.sync == "all-reduce" and layout.dp * layout.cp > 1:
             size = elements * policy.reduce.itemsize
-            if layout.dp_shard == 1:
-                reduction = self.groups["dp"].all_reduce(size)
+            if layout.shards == 1:
+                reduction = self.groups["replicas"].all_reduce(size)
             elif layout.zero == 1:
-                reduction = self.groups["dp_shard"].reduce_scatter(size)
-            if layout.dp_shard > 1 and layout.dp_replicate > 1:
-                reduction += self.groups["dp_replicate"].all_reduce(size / layout.dp_shard)
+                reduction = self.groups["shard"].reduce_scatter(size)
+            if layout.shards > 1 and layout.dp_replicate > 1:
+                reduction += self.groups["replicate"].all_reduce(size / layout.shards)
             # Overlapped with the last micro-batch's backward, but for the last bucket of it.
             bucket = min(1.0, bucket_bytes(layout) / max(1, size)) if layout.overlap else 1.0
             stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
             reduction = max(reduction * bucket, reduction - backward)
-        shards = layout.dp_shard if layout.sync == "all-reduce" else 1
+        shards = layout.shards if layout.sync == "all-reduce" else 1
         updated = elements / shards
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
         gather = 0.0
         if layout.zero in (1, 2) and shards > 1:
-            gather = self.groups["dp_shard"].all_gather(elements * policy.compute.itemsize)
+            gather = self.groups["shard"].all_gather(elements * policy.compute.itemsize)
         return reduction, touched / self.hbm, gather
 
     @cached_property
@@ -295,6 +326,7 @@ class Estimate:
             of["element by element"] += count * 3 * times.elements
             of["recomputation"] += count * times.recompute
             of["tensor parallelism"] += count * (times.tensor + times.tensor_backward)
+            of["context parallelism"] += count * (times.context + times.context_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
             of["gathers and reductions"] += self.finishing[stage, 0] + self.finishing[stage, 2]
             of["optimizer"] += self.finishing[stage, 1]
@@ -357,5 +389,5 @@ class Estimate:
 
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
-    "gathers and reductions", "optimizer", "bubble",
+    "context parallelism", "gathers and reductions", "optimizer", "bubble",
 )  # fmt: skip

@@ -172,7 +172,8 @@ class Display:
 
 
 def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[str]:
-    """The layout as a picture: a row for each (pipeline stage, replica), a column for each tensor-parallel rank.
+    """The layout as a picture: a row for each (pipeline stage, replica, part of the sequence), a column for each
+    tensor-parallel rank.
 
     Long axes are shortened in the middle, so that it stays within ``width`` columns (and 25 lines) for any world.
 
@@ -184,13 +185,14 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
     dp 1 │   2 │   3 │
          └─────┴─────┘
     """
-    ranks = np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp)
+    rows = layout.dp * layout.cp
+    ranks = np.arange(layout.world_size).reshape(layout.pp, rows, layout.tp)
     cell = max(len(str(layout.world_size - 1)), len(str(layout.tp - 1)), 3)
     labels = [f"pp {'':<{len(str(layout.pp - 1))}} " if layout.pp > 1 else "",
-              f"dp {'':<{len(str(layout.dp - 1))}} " if layout.dp > 1 else ""]
+              "".join(f"{name} {'':<{len(str(size - 1))}} " for name, size in _rows_of(layout))]
     margin = sum(map(len, labels))
-    stages = _shorten(layout.pp, 4 if layout.dp > 1 else 8)
-    replicas = _shorten(layout.dp, 4 if layout.pp > 1 else 8)
+    stages = _shorten(layout.pp, 4 if rows > 1 else 8)
+    replicas = _shorten(rows, 4 if layout.pp > 1 else 8)
     columns = _shorten(layout.tp, max(3, (width - margin - 1) // (cell + 3)))
     dots = "…" if unicode else ".."
     corners = ("┌┬┐", "├┼┤", "└┴┘") if unicode else ("+++",) * 3
@@ -199,9 +201,16 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
     def rule(left: str, middle: str, right: str) -> str:
         return " " * margin + left + middle.join([across * (cell + 2)] * len(columns)) + right
 
+    def label(replica: int | None) -> str:
+        inside = {"dp": layout.cp, "cp": 1}
+        return " ".join(
+            f"{name} {dots if replica is None else replica // inside[name] % size:<{len(str(size - 1))}}"
+            for name, size in _rows_of(layout)
+        )
+
     def row(stage: int | None, replica: int | None, *, first: bool) -> str:
         pp = f"pp {dots if stage is None else stage}" if layout.pp > 1 and first else ""
-        dp = f"dp {dots if replica is None else replica}" if layout.dp > 1 and stage is not None else ""
+        dp = label(replica) if stage is not None else ""
         cells = [dots if None in (stage, replica, column) else str(ranks[stage, replica, column]) for column in columns]
         return (f"{pp:<{len(labels[0])}}{dp:<{len(labels[1])}}{down} "
                 + f" {down} ".join(f"{text:>{cell}}" for text in cells) + f" {down}")
@@ -213,11 +222,16 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
         lines.append(" " * margin + f"{f'tp {first}':>{cell + 2}}" + "".join(f"   {head:>{cell}}" for head in others))
     lines.append(rule(*corners[0]))
     for i, stage in enumerate(stages):
-        if i and layout.dp > 1:
+        if i and rows > 1:
             lines.append(rule(*corners[1]))
         shown = replicas if stage is not None else [None]
         lines += [row(stage, replica, first=replica == shown[0]) for replica in shown]
     return [*lines, rule(*corners[2])]
+
+
+def _rows_of(layout: Layout) -> list[tuple[str, int]]:
+    """The axes that rows are made of."""
+    return [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
 
 
 def _shorten(size: int, most: int) -> list[int | None]:

@@ -18,6 +18,8 @@ from shoal.data.batches import Batch, Dataset
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.schedule import learning_rate
 from shoal.parallel.apply import build_stages, initialise
+from shoal.parallel.context.order import spread
+from shoal.parallel.context.sight import places_of
 from shoal.parallel.holders import shards_of
 from shoal.pieces import Piece
 from shoal.pipeline.checker import check
@@ -67,10 +69,11 @@ class Engine:
         )
         self.program = program_of(layout, self.microbatches, len(self.slices))
         check(self.program, tied=shape.tied)
+        self.spread = spread(layout, config.data.sequence_length, self.slices)
         # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.
         self.here = mesh if layout.sync == "all-reduce" else mesh.replica()
         self.stages, self.parameters = build_stages(
-            shape, self.program, self.here, self.policy,
+            shape, self.program, self.here, self.policy, self.spread,
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
         )
         initialise(self.parameters, shape, train.seed)
@@ -81,11 +84,13 @@ class Engine:
         self.batches_of = Ahead(lambda step: engine()._batches(step), config.train.steps)
 
     def _runtime(self, program: Program) -> Runtime:
-        layout, s = self.config.parallel, self.config.data.sequence_length
-        local = s // layout.tp if layout.sequence_parallel else s
+        layout, rank = self.config.parallel, self.mesh.index("cp")
+        lengths = self.spread.lengths(rank)
         return Runtime(
             program, self.stages, self.here,
-            hidden_shape=(layout.micro_batch, local, self.shape.hidden), dtype=self.policy.compute, slices=self.slices,
+            hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden),
+            dtype=self.policy.compute, slices=lengths,
+            tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )
 
     # ---- one step ----------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class ManyUpdates(OneUpdate):
         share = engine.parameters.square_norm()
         self.square_norms[action.version - 1] = share
         stage = share.clone()
-        for axis in ("tp", "dp"):  # so that all ranks of the stage do the same
+        for axis in ("tp", "replicas"):  # so that all ranks of the stage do the same
             all_reduce(stage, engine.mesh.group(axis))
         if not self.spoilt and math.isfinite(stage.item()):
             self.update()

@@ -23,7 +23,8 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
     tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
-    dp = choose([n for n in (1, 2, 4, 3, 8) if pp * tp * n <= max_ranks])
+    cp = choose([n for n in (1, 2, 4, 3) if pp * tp * n <= max_ranks])
+    dp = choose([n for n in (1, 2, 4, 3, 8) if pp * tp * cp * n <= max_ranks])
     accumulation = choose((2, 1, 3, 5, 4, 8))
     schedule, virtual = choose([
         (name, stages)
@@ -39,6 +40,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
         "zero": zero,
         "tp": tp,
         "sequence_parallel": sequence_parallel,
+        "cp": cp,
         "pp": pp,
         "schedule": schedule,
         "micro_batch": choose((1, 2, 3)),
@@ -47,23 +49,36 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     }
     if virtual:
         parallel["virtual_stages"] = virtual
+    slices = choose((2, 1, 3) if not sequence_parallel else (2, 1)) if schedule == "terapipe" else 1
     if schedule == "terapipe":
-        parallel["sequence_slices"] = choose((2, 1, 3) if not sequence_parallel else (2, 1))
+        parallel["sequence_slices"] = slices
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 1, 2, 3) if dp % n == 0])
-    heads = tp * choose((1, 2))
+    ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
+    heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
         "layers": depth + choose((0, 1, 2)),
         "hidden": choose((8, 13, 22)),
         "heads": heads,
-        "kv_heads": choose([n for n in range(heads, 0, -1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]),
+        "kv_heads": choose([
+            n for n in range(heads, 0, -1)
+            if heads % n == 0 and (n % tp == 0 or tp % n == 0)
+            and (max(1, n // tp) % ulysses == 0 or ulysses % max(1, n // tp) == 0)
+        ]),
         "head_dim": choose((4, 6)),
         "ffn": tp * choose((3, 8)),
         "vocab": choose((257, 260, 262)),
         "tied": choose((False, True)),
     }
-    length = tp * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
+    if cp > 1:
+        parallel["ulysses"] = ulysses
+        if ulysses < cp:
+            parallel["cp_order"] = choose(("zig-zag", "striped", "contiguous"))
+        length = slices * 2 * cp * (tp if sequence_parallel else 1)  # what every rank needs, and some more
+        length += choose((0, 1, 5)) * (tp if sequence_parallel else 1)
+    else:
+        length = tp * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
     data = {"source": "synthetic", "sequence_length": length, "document_mask": choose((False, True))}
     train = {
         "global_batch": dp * parallel["micro_batch"] * accumulation,

@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.parallel import apply, data, tensor
+from shoal.parallel.context import sight
+from shoal.parallel.context.apply import ContextParallel
+from shoal.parallel.context.order import count
+from shoal.parallel.context.ring import Ring
 from shoal.pipeline import runtime, split
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.stash import Stash
@@ -89,7 +94,7 @@ def _forget_sum(forgotten: Callable[[str], bool]) -> Callable[[Callable], Callab
 
 def _wrong_group(right: Callable) -> Callable:
     def group(mesh: Mesh, axis: str, purpose: str = ""):
-        return right(mesh, "tp" if axis == "dp_replicate" else axis, purpose)
+        return right(mesh, "tp" if axis == "replicate" else axis, purpose)
 
     return group
 
@@ -177,6 +182,34 @@ def _same_samples(right: Callable) -> Callable:
     return lambda mesh, axis: 0 if axis == "dp" else right(mesh, axis)
 
 
+def _one_run(right: Callable) -> Callable:
+    def positions(at: ContextParallel, start: int, s: int, device) -> Tensor:
+        return torch.arange(start, start + s, device=device) + at.rank * sum(at.spread.lengths(at.rank))
+
+    return positions
+
+
+def _by_place(right: Callable) -> Callable:
+    def pieces(queries, keys) -> list[sight.Piece]:
+        if queries == keys:
+            return right(queries, keys)
+        everything = sight.Piece(slice(0, count(queries)), slice(0, count(keys)))
+        return [everything] if keys[0][0] < queries[0][0] else []
+
+    return pieces
+
+
+def _nothing_comes(right: Callable) -> Callable:
+    def shift(ring: Ring, x: Tensor, out: Tensor, group):
+        work = right(ring, x, out, group)
+        if group is ring.gradients:
+            work.wait()
+            out.zero_()
+        return work
+
+    return shift
+
+
 FAULTS: dict[str, Fault] = {
     "row-sum": Fault(
         "no all-reduce after a row-parallel product",
@@ -231,6 +264,18 @@ FAULTS: dict[str, Fault] = {
     "local-tokens": Fault(
         "the loss is normalised by the tokens of this replica instead of all",
         Engine, "_count", lambda right: lambda self, batches, _: [sum(b.unmasked() for b in batches)], {"dp": 2},
+    ),
+    "chunk-positions": Fault(
+        "a context-parallel rank takes its chunks' tokens for one run of the sequence",
+        ContextParallel, "positions", _one_run, {"cp": 2},
+    ),
+    "chunk-order": Fault(
+        "ring attention goes by the place of a block in the ring, not by its tokens' places in the sequence",
+        sight, "pieces", _by_place, {"cp": 2},
+    ),
+    "key-gradients-stay": Fault(
+        "the gradients of keys and values that other ranks made do not come home round the ring",
+        Ring, "shift", _nothing_comes, {"cp": 2},
     ),
     "same-samples": Fault(
         "every replica reads the same samples",

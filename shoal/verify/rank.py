@@ -108,7 +108,7 @@ def compare(job: Job) -> RankReport:
     with FAULTS[job.plant].plant() if job.plant else nullcontext():
         # One mesh for all rules: groups are made once, since their names depend on how many a process has made.
         mesh = Mesh(layout, dist.get_rank())
-        report = RankReport(mesh.describe(), dist.get_rank() // layout.tp % layout.dp)
+        report = RankReport(mesh.describe(), dist.get_rank() // (layout.cp * layout.tp) % layout.dp)
         for rule, config in job.rules.items():
             samples = Recorded(synthetic(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
@@ -138,7 +138,9 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [places[a.microbatch] for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
-        found.trace |= trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed)
+        found.trace |= trace_errors(
+            tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, engine.runtime.tokens
+        )
     return found
 
 

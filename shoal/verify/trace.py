@@ -68,16 +68,19 @@ class Tracer:
         return {key: [values[m] for m in sorted(values)] for key, values in self._taken.items()}
 
 
-def part(key: str, whole: Tensor, mesh: Mesh, vocab: int) -> Tensor:
+def part(key: str, whole: Tensor, mesh: Mesh, vocab: int, tokens: Tensor | None = None) -> Tensor:
     """What this rank should have of a micro-batch's reference.
 
     Args:
         whole: [b, s, ...] of the samples of the micro-batch, or [b] for the loss.
+        tokens: which of the s are this rank's; None for all.
     """
     phase, module = key.split("/", 1)
     tp, index = mesh.size("tp"), mesh.index("tp")
     if module == "loss":
         return whole.sum().view(1) if phase == "forward" else whole[:1]
+    if tokens is not None:
+        whole = whole[:, tokens]
     if module == "head":
         rows = -(-vocab // tp)
         return whole[..., index * rows : (index + 1) * rows]
@@ -87,13 +90,14 @@ def part(key: str, whole: Tensor, mesh: Mesh, vocab: int) -> Tensor:
 
 
 def trace_errors(
-    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, samples: list[list[int]]
+    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, samples: list[list[int]], tokens: Tensor | None = None
 ) -> dict[str, tuple[float, float, int]]:
     """Compare what a rank's tracer took with the reference's.
 
     Args:
         reference: a trace file of the reference.
         samples: for each micro-batch, the places of its samples in the global batch.
+        tokens: which tokens of each sample are this rank's; None for all. The loss of some is no part of a reference.
 
     Returns:
         For each ``forward/MODULE`` and ``backward/MODULE``: the largest absolute difference, the reference's largest
@@ -103,12 +107,12 @@ def trace_errors(
     with safe_open(reference, "pt") as file:
         known = set(file.keys())
         for key, values in tracer.taken().items():
-            if key not in known:
+            if key not in known or (tokens is not None and key == "forward/loss"):
                 continue
             whole = file.get_tensor(key)
             differences = []
             for value, places in zip(values, samples, strict=False):
-                expected = part(key, whole[places], mesh, vocab)
+                expected = part(key, whole[places], mesh, vocab, tokens)
                 if key.endswith("/head"):  # behind a rank's own ids there may be padding
                     value = value[..., : expected.shape[-1]]
                 differences.append(largest(value.double() - expected) if value.shape == expected.shape else torch.inf)

@@ -30,7 +30,7 @@ def kept(engine: Engine) -> dict[int, int]:
         alive.append(tensor)
         return tensor
 
-    batch = engine._batch(engine.samples, 0, 0)
+    batch = engine.runtime._own(engine._batch(engine.samples, 0, 0))
     local = engine.runtime.hidden_shape
     hidden = torch.zeros(local, dtype=engine.policy.compute, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -100,6 +100,19 @@ def test_what_tensor_parallel_ranks_keep(
     parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
     config = run_of(family, recompute, "sdpa", False, "bf16", **parallel)
     for found, said in pool.run(both, tp, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 4, "ulysses": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True}],
+    ids=["ring", "exchange", "both", "sequence-parallel"],
+)
+def test_what_context_parallel_ranks_keep(pool: Pool, parallel: dict, recompute: str) -> None:
+    family, masked = ("tiny-gpt", False) if parallel == {"cp": 2} else ("tiny", True)
+    config = run_of(family, recompute, "sdpa", masked, "bf16", s=48, **parallel)
+    for found, said in pool.run(both, config.parallel.world_size, config):
         assert said == pytest.approx(found, rel=0.02)
 
 

@@ -24,7 +24,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     parts = parts_of(engine.shape, engine.program, mesh.index("pp"))
     said = state_bytes(
         engine.shape, layout, engine.policy, config.optimizer.name, parts,
-        tp_index=mesh.index("tp"), shard_index=mesh.index("dp_shard"),
+        tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),
     )
     bytes_of = engine.parameters.bytes()
     found = {name: bytes_of[name] for name in ("parameters", "gradients")} | {"optimizer": engine.optimizer.bytes()}

@@ -66,7 +66,7 @@ def test_the_masks_of_a_slice_are_the_last_rows_of_the_whole_ones(s: int, past: 
 @given(s=st.integers(1, 12), half=st.integers(1, 8), shift=st.integers(0, 20))
 def test_rotary_positions_keep_lengths_and_see_only_distances(s: int, half: int, shift: int) -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_table(range(s + shift), 2 * half, 10000.0, torch.device("cpu"), torch.float64)
+    cos, sin = rotary_table(torch.arange(s + shift), 2 * half, 10000.0, torch.float64)
     q, k = torch.randn(2, 1, 1, s, 2 * half, dtype=torch.float64).unbind()
     here = [rotate(x, cos[:s], sin[:s]) for x in (q, k)]
     there = [rotate(x, cos[shift:], sin[shift:]) for x in (q, k)]
@@ -78,7 +78,7 @@ def test_rotary_positions_keep_lengths_and_see_only_distances(s: int, half: int,
 def test_rotary_angles_stay_exact_far_out_in_half_precision() -> None:
     """Position 10,000 in bf16 would be a multiple of 64: the angles must be computed before they are rounded."""
     s = 10_001
-    cos, _ = rotary_table(range(s), 2, 10000.0, torch.device("cpu"), torch.bfloat16)
+    cos, _ = rotary_table(torch.arange(s), 2, 10000.0, torch.bfloat16)
     exact = torch.tensor(10_000.0, dtype=torch.float64).cos()
     assert cos.dtype == torch.bfloat16
     assert abs(cos[-1, 0].double() - exact) < 2**-8
@@ -87,7 +87,7 @@ def test_rotary_angles_stay_exact_far_out_in_half_precision() -> None:
 def test_rotation_is_the_formula_written_out_and_turns_gradients_back():
     x, dy = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(2))
     x.requires_grad_()
-    cos, sin = rotary_table(range(5), 8, 1e4, torch.device("cpu"), torch.float64)
+    cos, sin = rotary_table(torch.arange(5), 8, 1e4, torch.float64)
     first, second = x.chunk(2, dim=-1)
     written_out = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     turned = rotate(x, cos, sin)

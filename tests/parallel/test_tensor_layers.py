@@ -45,10 +45,10 @@ def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
     load(split, splits, whole)
     tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
     targets[0, :5] = IGNORE
-    context = whole._context(tokens, None, torch.float64)
+    context = whole._context(torch.arange(tokens.shape[1]), None, torch.float64)
     x = torch.randn(3, 8, shape.hidden, dtype=torch.float64)
     layers = {
-        "embed": lambda model, x: model.embed(tokens) + x,
+        "embed": lambda model, x: model.embed(tokens, torch.arange(tokens.shape[1])) + x,
         "attention": lambda model, x: model.layers["0"].attention(x, context),
         "mlp": lambda model, x: model.layers["0"].mlp(x),
         "block": lambda model, x: model.layers["0"](x, context),

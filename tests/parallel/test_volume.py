@@ -31,7 +31,7 @@ def volume(config: RunConfig) -> tuple[Counter, list[int], int]:
 
 
 def of_parameters(sent: Counter) -> float:
-    return sum(size for (axis, _), size in sent.items() if axis in ("dp_shard", "dp_replicate"))
+    return sum(size for (axis, _), size in sent.items() if axis in ("shard", "replicate"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -51,7 +51,7 @@ def test_stage_3_sends_three_times_the_parameters(pool: Pool, ranks: int) -> Non
     for sent, buckets, _ in pool.run(volume, ranks, run_of(ranks, 1, zero=3)):
         share = (ranks - 1) / ranks
         assert of_parameters(sent) == (3 * sum(buckets) - buckets[-1]) * share
-        assert sent["dp_shard", "reduce-scatter"] == sum(buckets) * share
+        assert sent["shard", "reduce-scatter"] == sum(buckets) * share
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -82,8 +82,8 @@ def test_hybrid_shards_send_less_between_the_groups(pool: Pool) -> None:
     """Inside a group of S what N = S ranks would; between R groups an all-reduce of one shard, 2(P/S)(R-1)/R."""
     for sent, buckets, _ in pool.run(volume, 4, run_of(4, 1, zero=2, zero_shard=2)):
         whole = sum(buckets)
-        assert sent["dp_shard", "reduce-scatter"] == sent["dp_shard", "all-gather"] == whole / 2
-        assert sent["dp_replicate", "all-reduce"] == 2 * (whole / 2) / 2
+        assert sent["shard", "reduce-scatter"] == sent["shard", "all-gather"] == whole / 2
+        assert sent["replicate", "all-reduce"] == 2 * (whole / 2) / 2
 
 
 def test_bf16_halves_what_is_gathered(pool: Pool) -> None:
@@ -91,5 +91,5 @@ def test_bf16_halves_what_is_gathered(pool: Pool) -> None:
     config = run_of(2, 1, zero=1)
     config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
     for sent, buckets, _ in pool.run(volume, 2, config):
-        assert sent["dp_shard", "all-gather"] == sum(buckets) / 2
-        assert sent["dp_shard", "reduce-scatter"] == sum(buckets)
+        assert sent["shard", "all-gather"] == sum(buckets) / 2
+        assert sent["shard", "reduce-scatter"] == sum(buckets)

@@ -90,9 +90,10 @@ def _check_meetings(config: RunConfig) -> None:
 
 def _check_free(config: RunConfig, field: str) -> None:
     layout = config.parallel
-    _need(layout.tp == layout.pp == 1, f"{field} with tp {layout.tp} and pp {layout.pp}",
+    cp = f", cp {layout.cp}" if layout.cp > 1 else ""
+    _need(layout.tp == layout.pp == layout.cp == 1, f"{field} with tp {layout.tp}{cp} and pp {layout.pp}",
           "the ranks of one replica would read the others' weights at different moments, and no longer fit each other",
-          "Use tp 1 and pp 1, or local-sgd, diloco or a compressed all-reduce")
+          "Use tp 1, cp 1 and pp 1, or local-sgd, diloco or a compressed all-reduce")
     _need(config.train.device != "cuda", f"{field} with train.device = 'cuda'",
           "its ranks share the memory of one host", "Use train.device cpu")
     _need(config.train.transport == "auto", f"{field} with train.transport = 'backend'",
