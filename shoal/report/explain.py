@@ -11,13 +11,14 @@ from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.options import parse
-from shoal.report import explain_sharding
+from shoal.report import explain_context, explain_sharding
 from shoal.report.explain_collective import CollectiveOptions, explain
+from shoal.report.explain_context import ContextOptions
 from shoal.report.explain_sharding import ShardingOptions
 
 SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
     collective.value: (CollectiveOptions, partial(explain, collective)) for collective in Collective
-}
+} | {"context": (ContextOptions, explain_context.explain)}
 """By name: the options, and what explains them on a console."""
 
 PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'

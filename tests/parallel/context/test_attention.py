@@ -62,7 +62,7 @@ def errors(case: Case) -> list[float]:
     at, core = here(case), AttentionCore()
     core.kernel = case.kernel
     mine = places_of(at.spread.chunks(at.rank), q.device)
-    own = [x[:, :, mine].requires_grad_() for x in (q, k, v)]
+    own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     start, out = 0, []
     for length in at.spread.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
@@ -126,7 +126,7 @@ def kept(case: Case) -> tuple[int, int]:
     (q, k, v, _), documents = inputs(case)
     at, core = here(case), AttentionCore()
     mine = places_of(at.spread.chunks(at.rank), q.device)
-    own = [x[:, :, mine].requires_grad_() for x in (q, k, v)]
+    own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     sizes = []
     for attend in (
         lambda: at.attend(core, *own, at.sight(0, len(mine), documents, q.device)),
