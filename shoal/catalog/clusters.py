@@ -98,13 +98,13 @@ class Cluster:
 
 @forgets
 @cache
-def _nodes() -> dict[str, Node]:
+def nodes() -> dict[str, Node]:
     return {name: entry(Node, name, values, "nodes") for name, values in table("nodes").items()}
 
 
 def node_names() -> list[str]:
     """All names in the catalog."""
-    return list(_nodes())
+    return list(nodes())
 
 
 def cluster(name: str) -> Cluster:
@@ -123,17 +123,17 @@ def cluster(name: str) -> Cluster:
     nodes, per_node, rest = given.groups() if given else (None, None, name)
     if nodes is None and per_node is None:
         if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and _known(pod[1]) in _pods():
-            return _slice(name, _nodes()[_known(pod[1])], int(pod[2]))
+            return _slice(name, nodes()[_known(pod[1])], int(pod[2]))
         if rest in accelerator_names():
             return Cluster(name, accelerator(rest), 1, 1)
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
     kind = _known(rest)
     if kind is None:
         raise UsageError(
-            f"cluster '{name}': there is no node type '{rest}'; {did_you_mean(rest, _nodes())}"
+            f"cluster '{name}': there is no node type '{rest}'; {did_you_mean(rest, nodes())}"
             "\n  Write 8xH100, 64x8xH100-IB400, v5p-4096, or one accelerator of the catalog, as h100-sxm."
         )
-    node = _nodes()[kind]
+    node = nodes()[kind]
     if node.dimensions:
         whole = f"{kind}-{node.cores_per_chip * 256}"
         raise UsageError(f"cluster '{name}': a {kind} comes in slices of a pod.\n  Write {whole}.")
@@ -158,11 +158,11 @@ def cluster(name: str) -> Cluster:
 
 def _known(name: str) -> str | None:
     """The node type that a name means, in any capitals."""
-    return {known.lower(): known for known in _nodes()}.get(name.lower())
+    return {known.lower(): known for known in nodes()}.get(name.lower())
 
 
 def _pods() -> list[str]:
-    return [name for name, node in _nodes().items() if node.dimensions]
+    return [name for name, node in nodes().items() if node.dimensions]
 
 
 def _network(name: str) -> bool:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.errors import UsageError, did_you_mean
 
 T = TypeVar("T", bound=BaseModel)
-KINDS = ("accelerators", "links", "nodes", "models")
+KINDS = ("accelerators", "links", "nodes", "models", "software")
 _own: dict[str, dict[str, dict[str, Any]]] = {}
 _caches: list[Callable[[], Any]] = []
 

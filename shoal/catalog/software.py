@@ -1,0 +1,82 @@
+"""What training software does with memory and overlap, as facts, by the names that publications give it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from shoal.catalog.tables import entry, forgets, table
+
+Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
+
+
+class Software(BaseModel):
+    """One framework of one time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """The name in the catalog."""
+
+    match: tuple[str, ...]
+    """Words by which publications name it; the longest that is found counts."""
+
+    since: int = 0
+    """The first year of it: of entries that match as well the latest that had begun counts."""
+
+    attention: Attention
+    """Its kernel, where a publication does not say."""
+
+    gradient_bytes: PositiveInt
+    """Of a gradient that is kept from micro-batch to micro-batch."""
+
+    reduce_bytes: PositiveInt
+    """Of a gradient while it is reduced."""
+
+    overlap_data: bool = False
+    """Gradients are reduced while backward goes on."""
+
+    overlap_tensor: bool = False
+    """Tensor-parallel sums are hidden behind the gradients of the weights."""
+
+    overlap_pipeline: bool = False
+    """Messages between stages are hidden."""
+
+    balanced: bool = False
+    """Stages are cut by cost, the head counted."""
+
+    dropout: bool = False
+    """Masks of dropout are kept."""
+
+    compiled: bool = False
+    """Operations element by element are compiled into few."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What it does where a publication does not say."""
+
+    source: str
+    """Where this is from."""
+
+
+@forgets
+@cache
+def software_table() -> dict[str, Software]:
+    """Every entry, by name, in the order of the file."""
+    return {name: entry(Software, name, values, "software") for name, values in table("software").items()}
+
+
+def software_named(text: str, year: float = 2025) -> Software:
+    """The entry that a publication of some year means.
+
+    >>> software_named("Megatron-LM", 2022).name, software_named("Megatron-LM", 2024).name, software_named("new").name
+    ('megatron-2021', 'megatron-core', 'other')
+    """
+    known = software_table()
+    found = [
+        (len(word), of.since, name)
+        for name, of in known.items() if of.since <= year
+        for word in of.match if word.lower() in text.lower()
+    ]
+    return known[max(found)[2] if found else "other"]

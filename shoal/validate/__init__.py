@@ -1,0 +1,1 @@
+"""The cost model beside published measurements."""
