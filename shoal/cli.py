@@ -184,6 +184,15 @@ def estimate(args: list[str]) -> int:
     return run(options, config if _run_file(args)[0] else None, config.parallel)
 
 
+def validate_estimates(args: list[str]) -> int:
+    """Score estimates against published measurements: shoal validate FOLDER [--fit FILE.toml] [--out PAGE.html]"""
+    from shoal.validate.command import ValidateOptions
+    from shoal.validate.command import validate as command
+
+    options, _ = parse("validate", ValidateOptions, args)
+    return command(options)
+
+
 def checkpoint_verify(args: list[str]) -> int:
     """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
     options, _ = parse("checkpoint verify", CheckpointOptions, args)
@@ -213,6 +222,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": bench,
     "simulate": simulate,
     "estimate": estimate,
+    "validate": validate_estimates,
     "explain": explain,
     "checkpoint verify": checkpoint_verify,
     "checkpoint inspect": checkpoint_inspect,

@@ -40,6 +40,9 @@ class Accelerator(BaseModel):
     matmul_efficiency: float = Field(0.8, gt=0, le=1)
     """Part of the dense peak that the best-shaped matrix product attains."""
 
+    generation: str = "other"
+    """What constants of the calibrated cost model it shares with others (`shoal.catalog.calibration.GENERATIONS`)."""
+
     watts: PositiveFloat | None = None
     """The most that the board draws; None where its maker does not say."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from shoal.catalog.tables import entry, forgets, table
 
@@ -53,6 +53,21 @@ class Software(BaseModel):
     compiled: bool = False
     """Operations element by element are compiled into few."""
 
+    unit_messages: PositiveInt = 1
+    """Collectives for the parameters of one layer under ZeRO-3."""
+
+    crowded: bool = False
+    """Its launches are slowed by tensor-parallel peers wherever a pipeline leaves its node (seen, not explained)."""
+
+    whole_copies: NonNegativeInt = 0
+    """Bytes of each parameter that it keeps on every data-parallel rank besides weights and gradients."""
+
+    shard_copies: NonNegativeInt = 0
+    """The same of each rank's shard, under ZeRO."""
+
+    gathers_kept: bool = False
+    """With sequence parallelism the gathered inputs of each block are kept for backward."""
+
     recompute: Literal["none", "selective", "full"] = "none"
     """What it does where a publication does not say."""
 
@@ -76,7 +91,9 @@ def software_named(text: str, year: float = 2025) -> Software:
     known = software_table()
     found = [
         (len(word), of.since, name)
-        for name, of in known.items() if of.since <= year
-        for word in of.match if word.lower() in text.lower()
+        for name, of in known.items()
+        if of.since <= year
+        for word in of.match
+        if word.lower() in text.lower()
     ]
     return known[max(found)[2] if found else "other"]

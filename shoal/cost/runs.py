@@ -1,7 +1,7 @@
 """Many runs at once: one array for each thing that decides the time and the memory of a step.
 
-What the closed forms of `shoal.cost.step` and `shoal.cost.footprint` take, so that a hundred thousand layouts are priced
-in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
+What the closed forms of `shoal.cost.step` and `shoal.cost.footprint` take, so that a hundred thousand layouts are
+priced in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu")
-"""Of accelerators: what constants of the hardware are known by."""
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
@@ -37,14 +34,15 @@ class Runs:
         recompute: index into `RECOMPUTE`.
         warmup: part of 1F1B's bubble that the schedule has; interleaving counts by ``virtual`` besides.
         alive: micro-batches that the first stage keeps, over those that 1F1B does.
-        software: index into the names of `shoal.catalog.software`.
-        generation: index into `GENERATIONS`.
+        software, generation, network: indices into what the constants are known by (`shoal.catalog.calibration`).
         attention: index into `ATTENTION`.
         peak, hbm, memory: FLOP/s, bytes/s, bytes of the accelerator.
         inside, nic: bytes/s of one accelerator to its node, and its share of what leaves the node.
-        latency, outer_latency: s, of a step of a ring inside a node and between nodes.
         per_node: accelerators.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
+        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, compiled,
+            unit_messages, crowded, whole_copies, shard_copies, gathers_kept: facts of the software, as there.
+        fused_norm: 1 where a norm is one kernel.
     """
 
     layers: np.ndarray
@@ -83,9 +81,22 @@ class Runs:
     peak8: np.ndarray = 0
     inside: np.ndarray = np.inf
     nic: np.ndarray = np.inf
-    latency: np.ndarray = 0
-    outer_latency: np.ndarray = 0
+    network: np.ndarray = 0
     per_node: np.ndarray = 8
+    gradient_bytes: np.ndarray = 4
+    reduce_bytes: np.ndarray = 4
+    overlap_data: np.ndarray = 1
+    overlap_tensor: np.ndarray = 0
+    overlap_pipeline: np.ndarray = 0
+    balanced: np.ndarray = 0
+    dropout: np.ndarray = 0
+    compiled: np.ndarray = 0
+    unit_messages: np.ndarray = 1
+    crowded: np.ndarray = 0
+    whole_copies: np.ndarray = 0
+    shard_copies: np.ndarray = 0
+    gathers_kept: np.ndarray = 0
+    fused_norm: np.ndarray = 1
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Runs:

@@ -1,0 +1,119 @@
+"""The constants of the calibrated cost model, each with what it means and how it was found, from `calibration.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
+
+from shoal.catalog.software import software_table
+from shoal.errors import UsageError
+
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
+NETWORKS = ("infiniband", "roce", "efa", "omni-path")
+SPREADS = ("node", "small", "large")
+"""One node, up to 128 accelerators, and more: what the errors of an estimate are known by."""
+
+
+class Constant(BaseModel):
+    """One constant: a number, or one for each generation, network, software or scale."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    meaning: str
+    """What it is."""
+
+    unit: str = "1"
+    """Of its values."""
+
+    by: Literal["", "generation", "network", "software", "scale"] = ""
+    """What there is one value for each of; of those that are not listed, `expected` counts."""
+
+    expected: NonNegativeFloat
+    """What one expects without any measurement; a fit is drawn to it as far as the data leave it open."""
+
+    sure: PositiveFloat = 0.6
+    """How far a fit may go from there: one standard deviation of its logarithm."""
+
+    most: PositiveFloat | None = None
+    """What it cannot exceed."""
+
+    fitted: Literal["time", "memory", ""] = ""
+    """The measurements that it is fitted to; not at all if empty."""
+
+    value: float | dict[str, float] = {}
+    """What the fit found."""
+
+
+def names_of(by: str) -> tuple[str, ...]:
+    """What a constant has a value for each of."""
+    return {
+        "": ("",),
+        "generation": GENERATIONS,
+        "network": NETWORKS,
+        "software": tuple(software_table()),
+        "scale": SPREADS,
+    }[by]
+
+
+class Calibration:
+    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` what it is known by."""
+
+    def __init__(self, constants: Mapping[str, Constant]):
+        self.constants = dict(constants)
+        self._arrays = {name: self._array(constant) for name, constant in constants.items()}
+
+    @staticmethod
+    def _array(constant: Constant) -> np.ndarray:
+        given = constant.value
+        if isinstance(given, dict):
+            values = [given.get(name, constant.expected) for name in names_of(constant.by)]
+        else:
+            values = [given]
+        return np.array(values, float) if constant.by else np.float64(values[0])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
+        """The same with other values for some constants; what they mean is kept."""
+        changed = Calibration.__new__(Calibration)
+        changed.constants, changed._arrays = self.constants, self._arrays | dict(values)
+        return changed
+
+
+def read_calibration(path: Path | None = None) -> Calibration:
+    """Constants from a TOML file, or shoal's own.
+
+    Raises:
+        UsageError: no such file, not TOML, or a constant that is missing or unknown.
+    """
+    own = _entries(files("shoal.catalog").joinpath("calibration.toml").read_text(), "calibration.toml")
+    if path is None:
+        return Calibration(own)
+    try:
+        given = _entries(path.read_text(encoding="utf-8"), str(path))
+    except OSError:
+        raise UsageError(f"no such file: {path}") from None
+    if wrong := sorted(given.keys() ^ own.keys()):
+        raise UsageError(f"{path}: constants must be those of shoal's own calibration.toml; these differ: {wrong}")
+    return Calibration(given)
+
+
+def _entries(text: str, where: str) -> dict[str, Constant]:
+    try:
+        return {name: Constant(**values) for name, values in tomllib.loads(text).items()}
+    except (tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
+        raise UsageError(f"{where} is no calibration: {error}") from None
+
+
+@cache
+def calibration() -> Calibration:
+    """Shoal's own."""
+    return read_calibration()

@@ -1,0 +1,93 @@
+"""The memory of many runs at once, in closed form, as training software of some kind keeps it.
+
+Of shoal's own engine `shoal.cost.state` and `shoal.cost.activations` say it to the byte; this is for what others
+publish, and for searches: states by ZeRO's accounting, activations by Korthikanti et al. 2022 with the terms of the
+software.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.catalog.calibration import Calibration
+from shoal.cost.kernels import E, Kernels
+from shoal.cost.runs import Runs
+from shoal.cost.step import stages_of
+
+OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on a rank at the worst time of a step; arrays with one entry for each run.
+
+    Attributes:
+        allocated: by tensors, on the fullest pipeline rank.
+        reserved: by torch's allocator, with what it leaves unused.
+        first_reserved: the same of the first pipeline rank.
+        process: reserved, with the context and libraries: what `nvidia-smi` shows.
+        capacity: of the accelerator, as far as a process can have it.
+    """
+
+    allocated: np.ndarray
+    reserved: np.ndarray
+    first_reserved: np.ndarray
+    process: np.ndarray
+    capacity: np.ndarray
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Whether it runs."""
+        return self.process <= self.capacity
+
+
+def footprint(runs: Runs, constants: Calibration) -> Footprint:
+    """The memory of every run."""
+    r, c = runs, constants
+    k, stages, alone = Kernels(r, c), stages_of(r), r.pp == 1
+    kept, again = _layer(k)
+    chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
+    alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
+    waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
+    logits = r.tokens * r.vocab * (k.of("logit_bytes", "software") / r.tp + c["logit_whole"] * r.crowded)
+    first = _rank(k, stages.first, alive * stages.first * kept + again + np.where(alone, logits, 0.0))
+    last = _rank(k, stages.last, waiting * stages.last * kept + again + logits)
+    allocated = np.maximum(first[0], last[0])
+    reserved = np.maximum(first[1], last[1])
+    return Footprint(allocated, reserved, first[1], reserved + c["context"] * GB, r.memory * c["usable"])
+
+
+def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
+    r, (q, kv) = k.runs, k.widths
+    between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
+    hidden = r.hidden * (k.of("kept_hidden", "software") * between * E + 2 * r.dropout * between + 2 * inputs * E)
+    heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
+    scores = r.b / r.cp * r.heads / r.tp * r.s**2
+    softmax = np.where(k.scores_in_memory, scores * (2 + 3 * r.dropout + 2 * (r.attention == 0)), 0.0)
+    inside = np.where(r.gated > 0, k.of("kept_ffn", "software"), 2.0)
+    whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
+    mode = r.code("recompute")
+    kept = np.choose(mode, [whole, whole - softmax, E * between * r.hidden])
+    return kept, np.where(mode == 2, whole, 0.0)
+
+
+def _rank(k: Kernels, layers: np.ndarray, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes allocated and reserved on a rank of a stage."""
+    r, c = k.runs, k.constants
+    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
+    layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep) / r.tp
+    ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0) * r.vocab * r.hidden / r.tp
+    weights, shard = layers * layer + ends, np.maximum(r.shard, 1)
+    sharded = r.zero > 0
+    whole = E + np.where(r.dp > 1, r.gradient_bytes + r.whole_copies, r.gradient_bytes) + r.whole_copies * sharded
+    cut = OPTIMIZER + r.shard_copies * sharded
+    states = np.where(r.zero == 3, weights * (OPTIMIZER + 4) / shard, weights * (whole + cut / shard))
+    gathered = np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
+    work = np.maximum(working, weights / shard * c["update_bytes"])
+    allocated = states + gathered + work
+    base = c["base"] * GB
+    return allocated, states + gathered + work * (1 + k.of("fragmentation", "software")) + base

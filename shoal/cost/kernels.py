@@ -1,0 +1,211 @@
+"""What one layer takes on one rank: products, attention, operations element by element, collectives, launches.
+
+Closed forms over many runs at once (`Runs`), with the constants of `Calibration`. Nothing here knows of pipelines or of
+data parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shoal.catalog.calibration import Calibration
+from shoal.cost.runs import Runs
+
+E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
+FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
+
+
+def soft_max(a: np.ndarray, b: np.ndarray, sharp: float) -> np.ndarray:
+    """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
+    larger = np.maximum(np.maximum(a, b), 1e-12)
+    return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
+
+    Attributes:
+        ranks: their number.
+        here: of them in each node.
+        nodes: that they are spread over.
+        bandwidth: bytes/s of the slowest link of their rings, of one rank's share of it.
+        latency: s of one pass round.
+    """
+
+    ranks: np.ndarray
+    here: np.ndarray
+    nodes: np.ndarray
+    bandwidth: np.ndarray
+    latency: np.ndarray
+
+    def gather(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
+        """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
+        time = count * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return np.where(self.ranks > 1, time, 0.0)
+
+    def reduce(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
+        """Seconds of all-reduces: each a reduce-scatter and an all-gather."""
+        return 2 * self.gather(size, count)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The parts of a step that a layer, a head and a group of ranks take; every array has one entry for each run."""
+
+    runs: Runs
+    constants: Calibration
+
+    def of(self, name: str, by: str) -> np.ndarray:
+        """A constant's value for each run."""
+        return self.constants[name][self.runs.code(by)]
+
+    # ---- rates ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hbm(self) -> np.ndarray:
+        """Bytes/s that are attained from memory."""
+        return self.runs.hbm * self.of("hbm", "generation")
+
+    @cached_property
+    def rate(self) -> np.ndarray:
+        """FLOP/s that a large product attains in 16 bits."""
+        return self.runs.peak * self.of("product", "generation")
+
+    @cached_property
+    def layer_rate(self) -> np.ndarray:
+        """The same of a layer's products, in 8 bits where these are."""
+        r = self.runs
+        return np.where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
+
+    def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> Group:
+        """See `Group`."""
+        r, c = self.runs, self.constants
+        here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
+        nodes = np.ceil(ranks / here)
+        inside = r.inside * self.of("inside", "generation")
+        out = np.minimum(here * r.nic * self.of("outside", "network"), np.where(here > 1, inside, np.inf))
+        steps = (here - 1) * self.of("latency_inside", "generation") + (nodes - 1) * self.of(
+            "latency_outside", "network"
+        )
+        return Group(ranks, here, nodes, np.where(nodes > 1, out, inside), c["collective_launch"] + steps)
+
+    # ---- one layer -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def widths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the queries and of the keys (values alike) on one rank."""
+        r = self.runs
+        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / np.minimum(r.tp, r.kv_heads)
+
+    def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
+        """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
+        shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
+        return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
+
+    @cached_property
+    def products(self) -> np.ndarray:
+        """Of a layer's forward; backward has two for each."""
+        r, (q, kv), n = self.runs, self.widths, self.runs.tokens
+        up = (1 + r.gated) * r.ffn / r.tp
+        attention = self.product(n, r.hidden, q + 2 * kv, self.layer_rate) + self.product(
+            n, q, r.hidden, self.layer_rate
+        )
+        block = self.product(n, r.hidden, up, self.layer_rate) + self.product(
+            n, r.ffn / r.tp, r.hidden, self.layer_rate
+        )
+        return attention + r.active * block
+
+    @cached_property
+    def scores_in_memory(self) -> np.ndarray:
+        """Whether the kernel writes scores: none of the flash ones."""
+        return self.runs.attention < FLASH
+
+    @cached_property
+    def plain_softmax(self) -> np.ndarray:
+        """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
+        r = self.runs
+        return (r.attention == 0) | ((r.attention == 1) & (np.mod(r.b * r.heads / r.tp, 4) != 0))
+
+    @cached_property
+    def attention(self) -> tuple[np.ndarray, np.ndarray]:
+        """The core of a layer's attention, forward and backward."""
+        r, c, (q, _) = self.runs, self.constants, self.widths
+        flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
+        part = np.where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
+        part = part * r.head_dim / (r.head_dim + c["narrow_head"])
+        core = flops / (r.peak * np.where(self.scores_in_memory, self.of("batched_product", "generation"), part))
+        matrices = r.b * r.heads / r.tp
+        core = core * np.where(self.scores_in_memory & (np.mod(r.head_dim, 8) != 0), c["odd_head"], 1.0)
+        core = core * np.where(self.scores_in_memory & (matrices == 16), c["batch_of_16"], 1.0)
+        scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
+        passes = np.where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
+        moved = np.where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
+        return core + moved, np.where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
+
+    @cached_property
+    def tokens_between(self) -> np.ndarray:
+        """Between the tensor-parallel regions of a layer."""
+        r = self.runs
+        return np.where(r.sequence_parallel > 0, r.tokens / r.tp, r.tokens)
+
+    @cached_property
+    def elements(self) -> np.ndarray:
+        """Operations element by element of a layer's forward: bytes over what memory attains."""
+        r, c, (q, kv) = self.runs, self.constants, self.widths
+        norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
+        wide = self.of("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
+        inner = self.tokens_between * r.hidden * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
+        return E * inner / self.hbm
+
+    @cached_property
+    def exchange(self) -> np.ndarray:
+        """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it."""
+        r = self.runs
+        return self.group(r.tp, 1).reduce(E * r.tokens * r.hidden)
+
+    @cached_property
+    def launches(self) -> np.ndarray:
+        """What the host needs to launch a layer's forward: a floor under all of it."""
+        r, c = self.runs, self.constants
+        apart = (r.pp > 1) & (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
+        more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
+        return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart)
+
+    @cached_property
+    def forward(self) -> np.ndarray:
+        """The accelerator's time of a layer's forward."""
+        return self.products + self.attention[0] + self.elements + 2 * self.exchange
+
+    @cached_property
+    def again(self) -> np.ndarray:
+        """Of what a layer's backward computes again."""
+        return np.choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward])
+
+    @cached_property
+    def backward(self) -> np.ndarray:
+        """Of a layer's backward, with what it computes again."""
+        r, sums = self.runs, 2 * self.exchange
+        hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
+        exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
+        return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.again
+
+    @cached_property
+    def layer(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer's forward and backward, the host's launches counted."""
+        c, again = self.constants, self.runs.code("recompute") == 2
+        forward = soft_max(self.forward, self.launches, c["sharp"])
+        launches = self.launches * (1 + c["launch_backward"] + again)
+        return forward, soft_max(self.forward + self.backward, launches, c["sharp"]) - forward
+
+    # ---- the ends ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def head(self) -> np.ndarray:
+        """Forward and backward of the output matrix and the loss."""
+        r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
+        loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm
+        return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange

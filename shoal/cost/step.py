@@ -1,0 +1,142 @@
+"""A step's time of many runs at once: layers, stages, the pipeline's bubble, data parallelism, the update.
+
+What `shoal.plan.estimate` plays action by action for one layout is here in closed form: with t_i the time of a
+micro-batch on stage i, 1F1B takes sum_i t_i + (m - 1) max_i t_i (Narayanan et al. 2021, section 2.2, for stages that
+are not alike); interleaving divides what is not the largest stage's by the stages of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.catalog.calibration import Calibration
+from shoal.cost.kernels import E, Kernels, soft_max
+from shoal.cost.runs import Runs
+
+LAST_BUCKET = 0.05  # of the gradients: what is reduced when nothing is left to hide it behind
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Layers of the pipeline ranks that matter.
+
+    Attributes:
+        first, most, last: of the first rank, of the one with most, and of the last, which has the head.
+    """
+
+    first: np.ndarray
+    most: np.ndarray
+    last: np.ndarray
+
+
+def layer_weights(r: Runs) -> np.ndarray:
+    """Parameters of a layer's matrices that each token meets, on all tensor-parallel ranks."""
+    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
+    return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
+
+
+def stages_of(r: Runs) -> Stages:
+    """Equal numbers of layers (the ends have one less where these do not come out even), or equal costs."""
+    even = np.mod(r.layers, r.pp) == 0
+    each = np.ceil(r.layers / r.pp)
+    target = np.round((r.layers + r.vocab * r.hidden / layer_weights(r)) / r.pp, 6)
+    most = np.minimum(np.where(r.balanced > 0, np.ceil(target), each), r.layers)
+    rest = np.maximum(r.layers - np.ceil(np.round((r.pp - 1) * target, 6)), 0)
+    last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
+    alone = r.pp == 1
+    return Stages(np.where(alone, r.layers, most), np.where(alone, r.layers, most), np.where(alone, r.layers, last))
+
+
+def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
+    """Parameters on one rank of a stage with some layers and one of the two ends, or both."""
+    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
+    layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep)
+    ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0)
+    return (layers * layer + ends * r.vocab * r.hidden) / r.tp
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step, by what takes them: arrays with one entry for each run.
+
+    Attributes:
+        busy: of all micro-batches on the slowest pipeline rank, messages between stages included.
+        bubble: that rank's waiting.
+        sharding: gathers and reductions of ZeRO-3 that computation does not hide.
+        reduction: of gradients, and gathers of parameters, after the last backward.
+        update: the optimizer's.
+        fixed: what every step takes besides.
+    """
+
+    busy: np.ndarray
+    bubble: np.ndarray
+    sharding: np.ndarray
+    reduction: np.ndarray
+    update: np.ndarray
+    fixed: np.ndarray
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """All of it."""
+        return sum(vars(self).values())
+
+
+def step(runs: Runs, constants: Calibration) -> Step:
+    """Price every run."""
+    r, c, k = runs, constants, Kernels(runs, constants)
+    stages = stages_of(r)
+    forward, backward = k.layer
+    layer, host = forward + backward, c["micro_batch"]
+    slowest = np.where(
+        r.pp > 1, np.maximum(stages.most * layer, stages.last * layer + k.head), r.layers * layer + k.head
+    )
+    hop = np.where(r.pp > 1, _hop(k), 0.0)
+    shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
+    slowest = slowest + host + 2 * hop * shown * r.virtual
+    through = r.layers * layer + k.head + r.pp * host  # one micro-batch through all stages
+    bubble = np.maximum(through - slowest, 0.0) / r.virtual * r.warmup + 2 * (r.pp - 1) * hop
+    weights = weights_of_stage(r, stages.most)
+    sharding = _sharding(k, weights, stages.most * forward + k.head / 3, stages.most * backward + k.head * 2 / 3)
+    slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
+    accumulate = np.where(r.zero < 3, c["accumulate"] * weights * r.microbatches / k.hbm, 0.0)
+    update = weights / r.shard * c["update"] / k.hbm
+    return Step(
+        busy=(r.microbatches * slowest + accumulate) * slower,
+        bubble=bubble * slower,
+        sharding=r.microbatches * sharding * slower,
+        reduction=_reduction(k, weights, stages.most * k.backward),
+        update=update,
+        fixed=k.of("fixed", "software"),
+    )
+
+
+def _hop(k: Kernels) -> np.ndarray:
+    """A message from one stage to the next."""
+    r = k.runs
+    far = r.ranks > r.per_node
+    bandwidth = np.where(far, r.nic * k.of("outside", "network"), r.inside * k.of("inside", "generation"))
+    return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
+
+
+def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """What is left of reducing gradients once backward is over, and ZeRO-1's and 2's gather of the parameters."""
+    r = k.runs
+    group = k.group(r.dp * r.cp, r.tp)
+    size = weights * r.reduce_bytes
+    whole = np.where(r.zero > 0, group.gather(size), group.reduce(size))
+    hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
+    left = np.maximum(whole - hidden, LAST_BUCKET * whole)
+    return np.where(r.zero == 3, 0.0, left + np.where(r.zero > 0, group.gather(weights * E), 0.0))
+
+
+def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """ZeRO-3, for each micro-batch: two gathers and a reduction behind computation, whose memory they slow down."""
+    r, c = k.runs, k.constants
+    group = k.group(r.shard * r.cp, r.tp)
+    messages = r.layers / r.pp * r.unit_messages
+    gather = group.gather(weights * E, messages)
+    reduce = group.gather(weights * r.reduce_bytes, messages)
+    late = soft_max(forward, gather, 6.0) - forward + soft_max(backward, gather + reduce, 6.0) - backward
+    return np.where((r.zero == 3) & (r.shard > 1), late + c["contention"] * (2 * gather + reduce), 0.0)

@@ -1,0 +1,222 @@
+"""Constants from measurements: robust least squares on logarithms, drawn to what one expects of each.
+
+Every constant is a positive number. Its logarithm begins at what is expected and may move, where measurements say so;
+the further, the more they must agree (one standard deviation is `Constant.sure`). A residual is the logarithm of
+estimated over measured; large ones count less (Cauchy's loss), so that what a publication got wrong does not bend the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.catalog.calibration import SPREADS, Calibration, names_of
+from shoal.catalog.software import software_table
+from shoal.cost.footprint import footprint
+from shoal.cost.runs import Runs
+from shoal.cost.step import step
+from shoal.validate.rows import Point
+
+WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
+SCALES = {"time": 0.06, "memory": 0.05}  # of a residual: from where on it counts less
+FURTHEST = 0.7  # that a logarithm may move in an iteration
+FOLDS = 8
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One number of the fit: a constant, or its value for one of what it is known by."""
+
+    name: str
+    index: int | None
+
+
+def estimated(runs: Runs, points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
+    memory = footprint(runs, constants)
+    kinds = np.array([point.memory_kind for point in points])
+    size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
+    size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
+    return step(runs, constants).seconds, size, memory.process / memory.capacity
+
+
+class Problem:
+    """The residuals of some points."""
+
+    def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
+        self.what, self.constants = what, constants
+        keep = [p for p in points if p.seconds or (what == "memory" and (p.bytes or p.oom))]
+        self.points, self.runs = keep, Runs.of([p.run for p in keep])
+        self.weight = np.array([WEIGHTS.get(p.quality, 0.1) for p in keep])
+        self.seconds = np.array([p.seconds or np.nan for p in keep])
+        self.bytes = np.array([p.bytes or np.nan for p in keep])
+        self.oom = np.array([p.oom for p in keep])
+        self.parameters = [
+            Parameter(name, index)
+            for name, of in constants.constants.items()
+            if of.fitted == what
+            for index in (self._seen(of.by) if of.by else [None])
+        ]
+
+    def _seen(self, by: str) -> list[int]:
+        return sorted(set(self.runs.code(by)))
+
+    def start(self) -> np.ndarray:
+        """Logarithms to begin with: the constants as they are."""
+        values = (
+            self.constants[p.name] if p.index is None else self.constants[p.name][p.index] for p in self.parameters
+        )
+        return np.log(np.array([float(v) for v in values]))
+
+    @property
+    def expected(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the logarithms are drawn to, how strongly, and what they cannot exceed."""
+        of = [self.constants.constants[p.name] for p in self.parameters]
+        most = [np.log(c.most) if c.most else np.inf for c in of]
+        return np.log([c.expected for c in of]), np.array([c.sure for c in of]), np.array(most)
+
+    def constants_at(self, logs: np.ndarray) -> Calibration:
+        """The constants with these logarithms."""
+        values: dict[str, np.ndarray] = {}
+        for parameter, value in zip(self.parameters, np.exp(logs), strict=True):
+            if parameter.index is None:
+                values[parameter.name] = np.float64(value)
+            else:
+                array = values.setdefault(parameter.name, self.constants[parameter.name].copy())
+                array[parameter.index] = value
+        return self.constants.with_values(values)
+
+    def residuals(self, logs: np.ndarray) -> np.ndarray:
+        """Of estimated over measured; of memory also by how much what ran does not fit, or what did not does."""
+        constants = self.constants_at(logs)
+        if self.what == "time":
+            return self.weight * np.clip(np.log(step(self.runs, constants).seconds / self.seconds), -3, 3)
+        _, size, part = estimated(self.runs, self.points, constants)
+        known = np.where(np.isnan(self.bytes), 0.0, np.clip(np.log(size / self.bytes), -3, 3))
+        short = np.clip(np.where(self.oom, -np.log(part), np.log(part)) + 0.01, 0, 0.6)
+        return np.concatenate([self.weight * known, 0.7 * self.weight * short])
+
+    def fit(self, iterations: int = 12) -> Calibration:
+        """Levenberg-Marquardt with iteratively reweighted residuals."""
+        expected, sure, most = self.expected
+        return self.constants_at(
+            minimise(self.residuals, self.start(), expected, sure, most, SCALES[self.what], iterations)
+        )
+
+
+def minimise(
+    residuals: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    expected: np.ndarray,
+    sure: np.ndarray,
+    most: np.ndarray,
+    scale: float,
+    iterations: int,
+) -> np.ndarray:
+    """The x of the least sum of 2 log(1 + r^2 / 2 scale^2), and of ((x - expected) / sure)^2."""
+
+    def cost(r: np.ndarray, x: np.ndarray) -> float:
+        return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - expected) / sure) ** 2).sum())
+
+    x = np.minimum(x, most)
+    r, damping, small = residuals(x), 1e-2, 1e-4
+    best = cost(r, x)
+    for _ in range(iterations):
+        jacobian = np.stack([(residuals(x - small * unit) - r) / -small for unit in np.eye(len(x))], axis=1)
+        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
+        curvature = (jacobian * weight[:, None]).T @ jacobian + np.diag(1 / sure**2)
+        slope = jacobian.T @ (weight * r) + (x - expected) / sure**2
+        before = best
+        for _ in range(8):
+            change = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope)
+            tried = np.minimum(x + np.clip(change, -FURTHEST, FURTHEST), most)
+            found = residuals(tried)
+            if (value := cost(found, tried)) < best:
+                x, r, best, damping = tried, found, value, max(damping / 3, 1e-6)
+                break
+            damping *= 4
+        if before - best < 1e-4 * before:
+            break
+    return x
+
+
+def fitted(points: Sequence[Point], constants: Calibration, iterations: int = 12) -> Calibration:
+    """Constants of time, then of memory, from all points."""
+    for what in ("time", "memory"):
+        problem = Problem(points, what, constants)
+        if problem.points:
+            constants = problem.fit(iterations)
+    return constants
+
+
+def held_out(points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of every point, by constants from a fit that has seen no point of its model."""
+    models = sorted({(p.file, p.model) for p in points})
+    fold = {model: i * 7919 % len(models) % FOLDS for i, model in enumerate(models)}
+    of = np.array([fold[p.file, p.model] for p in points])
+    seconds, size = np.zeros(len(points)), np.zeros(len(points))
+    for part in range(FOLDS):
+        seen = fitted([p for p, f in zip(points, of, strict=True) if f != part], constants, iterations=3)
+        left = [p for p, f in zip(points, of, strict=True) if f == part]
+        if left:
+            seconds[of == part], size[of == part], _ = estimated(Runs.of([p.run for p in left]), left, seen)
+    return seconds, size
+
+
+def scale_of(runs: Runs) -> np.ndarray:
+    """Index into `SPREADS`."""
+    return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
+
+
+def spreads(points: Sequence[Point], constants: Calibration, seconds: np.ndarray, size: np.ndarray) -> Calibration:
+    """Widths of the 80 % intervals: quantiles of the errors by software, drawn to those of all where there are few.
+
+    Args:
+        seconds, size: as `held_out` estimates them.
+    """
+    runs = Runs.of([p.run for p in points])
+    graded = np.array([p.quality in "AM" for p in points])
+    time = np.abs(np.log(seconds / np.array([p.seconds or np.nan for p in points])))
+    memory = np.abs(np.log(size / np.array([p.bytes or np.nan for p in points])))
+    values = {}
+    for name, error in (("spread_time", time), ("spread_memory", memory)):
+        usable = ~np.isnan(error) & graded
+        everywhere = float(np.quantile(error[usable], 0.8)) if usable.any() else constants[name].max()
+        widths = np.full(len(software_table()), everywhere)
+        for code in set(runs.code("software")):
+            mine = error[usable & (runs.code("software") == code)]
+            if len(mine) >= 5:
+                trust = len(mine) / (len(mine) + 5)
+                widths[code] = np.exp(trust * np.log(np.quantile(mine, 0.8)) + (1 - trust) * np.log(everywhere))
+        values[name] = widths
+    scale, usable = scale_of(runs), ~np.isnan(time) & graded
+    relative = time / values["spread_time"][runs.code("software")]
+    values["spread_scale"] = np.array(
+        [
+            max(0.5, float(np.quantile(relative[usable & (scale == i)], 0.8)))
+            if (usable & (scale == i)).sum() >= 20
+            else 1.0
+            for i in range(len(SPREADS))
+        ]
+    )
+    return constants.with_values(values)
+
+
+def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:
+    """The tables of `calibration.toml`; only what these points reach gets a value."""
+    runs = Runs.of([p.run for p in points])
+    tables = {}
+    for name, of in constants.constants.items():
+        table = of.model_dump(exclude_none=True, exclude={"value"})
+        if of.by in ("generation", "network", "software"):
+            reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names_of(of.by)))
+            table["value"] = {names_of(of.by)[i]: float(f"{constants[name][i]:.4g}") for i in reached}
+        elif of.by:
+            table["value"] = {key: float(f"{v:.4g}") for key, v in zip(names_of(of.by), constants[name], strict=True)}
+        else:
+            table["value"] = float(f"{float(constants[name]):.4g}")
+        tables[name] = table
+    return tables

@@ -1,0 +1,156 @@
+"""What publications call things: accelerators, networks, kernels, what is recomputed, how data is parallel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shoal.catalog.accelerators import Accelerator, accelerator
+from shoal.catalog.clusters import Node, nodes
+from shoal.catalog.links import link
+
+Row = Mapping[str, str]
+_ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the first that is found counts
+    ("v100", "16", "v100-sxm2-16gb", "V100"), ("v100", "", "v100-sxm2-32gb", "V100"),
+    ("a100", "40", "a100-sxm-40gb", "A100-40GB"), ("a100", "", "a100-sxm-80gb", "A100"),
+    ("a800", "", "a100-sxm-80gb", "A100"), ("h800", "", "h800-sxm", "H800"), ("h200", "", "h200-sxm", "H200"),
+    ("h100", "", "h100-sxm", "H100"), ("gb200", "", "gb200", "GB200"), ("gb300", "", "b300-sxm", "GB200"),
+    ("b200", "", "b200-sxm", "B200"), ("b300", "", "b300-sxm", "B300"), ("mi300", "", "mi300x", "MI300X"),
+    ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
+    ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
+)  # fmt: skip
+_NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
+_PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
+    r"(\d+) ?x ?(\d+) ?Gb", r"(\d+)x? (?:Omni-Path )?(?:links per node \()?(\d+) ?Gb", r"inter (\d+) ?Gb/s per node",
+    r"(\d+) ?Gb(?:ps|/s)?\+? ?(?:\w+ )*(?:per|/) ?node",
+)  # fmt: skip
+
+
+def number(row: Row, name: str) -> float | None:
+    """A column's number, None where it has none."""
+    try:
+        return float(row.get(name) or "")
+    except ValueError:
+        return None
+
+
+def machine(row: Row) -> tuple[Accelerator, Node] | None:
+    """The accelerator and the node that it is commonly in; None if the catalog has none."""
+    text, size = (row.get("gpu") or "").lower(), row.get("gpu_mem_gb") or ""
+    for word, memory, name, node in _ACCELERATORS:
+        if word in text and (not memory or memory in size or f"{memory}gb" in text):
+            return accelerator(name), nodes()[node]
+    return None
+
+
+def network(row: Row) -> str:
+    """What leads out of a node, by what constants are known by."""
+    text = (row.get("interconnect") or "").lower()
+    return next((kind for word, kind in _NETWORKS if word in text), "infiniband")
+
+
+def leaving(row: Row, node: Node, per_node: float) -> float:
+    """Bytes/s of one accelerator's share of what leaves its node: as published, or as such nodes have it."""
+    text = row.get("interconnect") or ""
+    if found := re.search(r"(\d+) ?GB/s per node", text):
+        return float(found[1]) * 1e9 / per_node
+    for pattern in _PER_NODE:
+        if found := re.search(pattern, text):
+            gigabits = 1.0
+            for part in found.groups():
+                gigabits *= float(part)
+            return gigabits / 8 * 1e9 / per_node
+    if found := re.search(r"(\d+) ?Gb/s\+? ?(?:\w+ )*per GPU", text):
+        return float(found[1]) / 8 * 1e9
+    if node.nic is None:
+        return link(node.inside).bandwidth
+    return link(node.nic).bandwidth * (node.nics or node.per_node) / node.per_node
+
+
+def attention(row: Row, default: str) -> str:
+    """The kernel, by `shoal.cost.runs.ATTENTION`."""
+    text = (row.get("attn_kernel") or "").lower()
+    for word, kind in (("torch", "unfused"), ("v1", "flash-1"), ("flash", "flash-2"), ("fused", "fused-softmax")):
+        if word in text:
+            return "flash-3" if kind == "flash-2" and "3" in text else kind
+    return default
+
+
+def recomputed(row: Row) -> str | None:
+    """none, selective or full; "" where it is not stated, None where it is something else."""
+    text = (row.get("recompute") or "").lower()
+    if not text:
+        return ""
+    if text.startswith(("none", "0 of")):
+        return "none"
+    return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
+
+
+def bubble(row: Row) -> tuple[float, float]:
+    """Of zero-bubble schedules: the part of 1F1B's bubble that they have, and micro-batches alive over 1F1B's.
+
+    Qi et al. 2023 (Zero Bubble Pipeline Parallelism), table 1: ZB-H1 a third, ZB-H2 none with twice the activations.
+    """
+    text = (row.get("schedule") or "").lower()
+    return (1 / 3, 1.0) if "zb-1p" in text else (0.0, 2.0) if "zb-2p" in text else (1.0, 1.0)
+
+
+def zero_stage(row: Row) -> int:
+    """Of ZeRO, by its number or by the name of what does it."""
+    stage, text = number(row, "zero_stage"), row.get("dp_mode") or ""
+    if stage is not None:
+        return int(stage)
+    return 3 if "FSDP" in text else 1 if "opt" in text or "ZeRO" in text else 0
+
+
+def shards(row: Row, stage: int, dp: float) -> float:
+    """Ranks that ZeRO shards over."""
+    found = re.search(r"shard group=(\d+)", row.get("dp_mode") or "")
+    return 1.0 if not stage else min(dp, float(found[1])) if found else dp
+
+
+def eight_bits(row: Row) -> bool:
+    """Whether products run in 8 bits or fewer."""
+    text = (row.get("precision") or "").lower()
+    return any(word in text for word in ("fp8", "float8", "fp4"))
+
+
+def gated(row: Row) -> bool:
+    """Whether the feed-forward block has two matrices in."""
+    kind = row.get("mlp_type") or ""
+    return "glu" in kind if kind else not re.search("gpt|bert|opt|bloom", row.get("model") or "")
+
+
+def tied(row: Row) -> bool:
+    """Whether the head is the embedding: as the note says, or as models of the kind have it."""
+    if found := re.search(r"tie_emb=(\w+)", row.get("note") or ""):
+        return found[1] == "True"
+    if "tie_emb=" in (row.get("note") or ""):
+        return (number(row, "params_b") or 0) < 5
+    return not gated(row)
+
+
+def fused_norm(row: Row, software: str) -> bool:
+    """Whether a norm is one kernel: everywhere, but for a study that compares."""
+    return software != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or "")
+
+
+def memory(row: Row) -> tuple[float | None, str]:
+    """Bytes, and of what: allocated, reserved, reserved on the first rank, or of the whole process."""
+    size, text = number(row, "mem_gb"), row.get("mem_kind") or ""
+    if size is None or not text:
+        return None, ""
+    unit = 2**30 if any(word in text for word in ("GiB", "MiB", "reserved", "smi")) else 1e9
+    kind = (
+        "first" if "rank0" in text else "process" if "smi" in text else "allocated" if "alloc" in text else "reserved"
+    )
+    return size * unit, kind
+
+
+def seconds(row: Row, tokens: float, gpus: float) -> float | None:
+    """Of a step; None where the publication has none, or has one that is no measure of a schedule."""
+    broken = "after_pp_fix=False" in (row.get("note") or "") and (number(row, "pp") or 1) > 1
+    if row.get("quality") == "M" or broken:
+        return None
+    rate = number(row, "tokens_per_s_per_gpu")
+    return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)

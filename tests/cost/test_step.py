@@ -1,0 +1,87 @@
+"""The closed forms of time and memory behave as physics does."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.catalog.calibration import calibration
+from shoal.cost.footprint import footprint
+from shoal.cost.kernels import Kernels
+from shoal.cost.runs import Runs
+from shoal.cost.step import stages_of, step, weights_of_stage
+
+LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocab": 128256,
+    "s": 8192, "b": 1, "microbatches": 8, "peak": 989e12, "hbm": 3.35e12, "memory": 80e9, "inside": 450e9, "nic": 50e9,
+    "dp": 8, "zero": 1, "shard": 8,
+}  # fmt: skip
+
+
+def seconds(**change: float) -> float:
+    return float(step(Runs.of([LLAMA | change]), calibration()).seconds[0])
+
+
+def test_a_layer_has_its_parameters() -> None:
+    runs = Runs.of([LLAMA])
+    assert weights_of_stage(runs, stages_of(runs).most)[0] == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_utilisation_is_that_of_well_shaped_runs() -> None:
+    flops = 6 * 8.03e9 * 8 * 8 * 8192 + 12 * 32 * 4096 * 8192 * 8 * 8 * 8192
+    assert 0.3 < flops / (seconds() * 8 * 989e12) < 0.75
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["hbm", "peak", "inside", "nic"]),
+    st.sampled_from(
+        [{}, {"tp": 8, "dp": 1, "shard": 1, "zero": 0}, {"zero": 3}, {"pp": 4, "dp": 16, "shard": 16, "tp": 2}]
+    ),
+    st.sampled_from([0, 1, 2]),
+)
+def test_faster_hardware_is_never_slower(name: str, layout: dict, recompute: int) -> None:
+    assert (
+        seconds(**layout, recompute=recompute, **{name: 2 * LLAMA[name]})
+        <= seconds(**layout, recompute=recompute) * 1.0001
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 16), st.integers(0, 2), st.sampled_from([1, 2, 4, 8]))
+def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: int) -> None:
+    given = LLAMA | {"microbatches": count, "recompute": recompute, "tp": tp}
+    runs = Runs.of([given, given | {"microbatches": count + 1}, given | {"b": 2}, given | {"layers": 40}])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).reserved
+    assert (times[1:] > times[0]).all()
+    assert sizes[1] >= sizes[0] and (sizes[2:] > sizes[0]).all()
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    runs = Runs.of([LLAMA | {"recompute": mode, "attention": 0} for mode in (0, 1, 2)])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
+    assert (np.diff(times) > 0).all()
+    assert (np.diff(sizes) < 0).all()
+
+
+def test_the_bubble_is_the_papers() -> None:
+    """(p - 1)/m of the work, over the stages of a rank (Narayanan et al. 2021, section 2.2), without messages."""
+    plain = LLAMA | {"pp": 8, "dp": 1, "shard": 1, "zero": 0, "vocab": 1, "overlap_pipeline": 1}
+    runs = Runs.of([plain, plain | {"virtual": 2}, plain | {"warmup": 1 / 3}, plain | {"warmup": 0}])
+    messages = calibration().with_values({"hop": np.float64(0), "hide_pipeline": np.float64(1)})
+    found = step(runs, messages)
+    hops = found.bubble[3]
+    assert (found.bubble - hops) / found.busy == pytest.approx(7 / 8 * np.array([1, 1 / 2, 1 / 3, 0]), rel=0.01)
+
+
+def test_many_runs_are_what_each_is_alone() -> None:
+    rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
+    together = step(Runs.of(rows), calibration()).seconds
+    assert together == pytest.approx([seconds(**row) for row in rows], rel=1e-12)
+
+
+def test_collectives_of_a_node_and_of_many() -> None:
+    kernels = Kernels(Runs.of([LLAMA, LLAMA]), calibration())
+    inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).gather(np.array([1e9, 1e9]))
+    assert outside > inside > 7 / 8 * 1e9 / 450e9
+    assert kernels.group(np.array([1.0, 1.0]), 1.0).reduce(np.array([1e9, 1e9])).max() == 0

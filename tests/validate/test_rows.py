@@ -1,0 +1,76 @@
+"""Published rows become points; what cannot is counted with its reason."""
+
+import pytest
+
+from shoal.catalog.calibration import GENERATIONS, NETWORKS
+from shoal.catalog.clusters import nodes
+from shoal.validate import words
+from shoal.validate.rows import Inexpressible, read_folder, read_row
+from tests.validate.published import row, write
+
+
+def test_a_row_is_what_it_says() -> None:
+    point = read_row(row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB"), "file")
+    assert point.seconds == 3.5
+    assert point.bytes == 40 * 2**30
+    assert (point.run["dp"], point.run["tp"], point.run["pp"], point.run["b"]) == (4, 2, 2, 2)
+    assert point.run["microbatches"] == 64 / (4 * 2)
+    assert point.run["shard"] == 4
+    assert GENERATIONS[point.run["generation"]] == "hopper"
+    assert not point.assumed
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kind": "theoretical"}, "kind theoretical"),
+        ({"status": "other_failure"}, "status other_failure"),
+        ({"layers": ""}, "layers not stated"),
+        ({"gpu": "a new one"}, "accelerator a new one is not in the catalog"),
+        ({"recompute": "a third of the layers"}, "recompute: a third of the layers"),
+        ({"n_gpus": 24}, "dp x tp x pp x cp is not the number of accelerators"),
+        ({"global_batch": ""}, "global_batch not stated"),
+        ({}, "neither time nor memory"),
+    ],
+)
+def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
+    with pytest.raises(Inexpressible, match=reason):
+        read_row(row(**change), "file")
+
+
+def test_what_is_not_stated_is_assumed_and_said() -> None:
+    point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
+    assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:
+    assert read_row(row(tokens_per_s_per_gpu=1000), "file").seconds == pytest.approx(64 * 2048 / (1000 * 8))
+    assert read_row(row(kind="measured_oom", status="oom", step_time_s=1), "file").seconds is None
+
+
+@pytest.mark.parametrize(
+    ("text", "per_accelerator", "kind"),
+    [
+        ("NVLink3; 4x100Gb RoCE per node", 50e9 / 8, "roce"),
+        ("4 Omni-Path links per node (100Gb/s each)", 50e9 / 8, "omni-path"),
+        ("1600 Gbps/node RoCE", 25e9, "roce"),
+        ("NVLink4 450GB/s; 400Gb/s NDR IB per GPU", 50e9, "infiniband"),
+        ("InfiniBand 200 GB/s per node", 25e9, "infiniband"),
+        ("Selene: NVLink3; 8x200Gb/s HDR IB per node", 25e9, "infiniband"),
+        ("", 50e9, "infiniband"),
+    ],
+)
+def test_what_leaves_a_node(text: str, per_accelerator: float, kind: str) -> None:
+    given = {"interconnect": text}
+    assert words.leaving(given, nodes()["H100"], 8) == pytest.approx(per_accelerator)
+    assert words.network(given) == kind
+    assert kind in NETWORKS
+
+
+def test_a_folder_keeps_count(tmp_path) -> None:
+    good = row(step_time_s=1) | {"a column that nobody knows": "x"}
+    write(tmp_path, [good, row(), row(layers="", step_time_s=1), row(layers="", step_time_s=1)])
+    (tmp_path / "hardware.csv").write_text("accelerator,peak\nH100,989\n")
+    points, left = read_folder(tmp_path)
+    assert len(points) == 1
+    assert left == {("made", "neither time nor memory"): 1, ("made", "layers not stated"): 2}
