@@ -127,7 +127,7 @@ def minimise(
     for _ in range(iterations):
         jacobian = np.stack([(residuals(x - small * unit) - r) / -small for unit in np.eye(len(x))], axis=1)
         weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
-        curvature = (jacobian * weight[:, None]).T @ jacobian + np.diag(1 / sure**2)
+        curvature = np.einsum("ri,r,rj->ij", jacobian, weight, jacobian) + np.diag(1 / sure**2)
         slope = jacobian.T @ (weight * r) + (x - expected) / sure**2
         before = best
         for _ in range(8):

@@ -11,7 +11,7 @@ from shoal.cost.runs import Runs
 from shoal.validate.fit import estimated
 from shoal.validate.rows import Point, read_row
 
-MODELS = {"small": (12, 1024, 16), "middle": (24, 2048, 16), "large": (40, 5120, 40)}
+MODELS = {"small": (16, 3072, 24), "middle": (24, 4096, 32), "large": (40, 5120, 40)}
 LAYOUTS = [(8, 1, 1), (4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (16, 1, 1), (8, 2, 1), (4, 2, 2)]
 COLUMNS = (
     "row_id", "kind", "status", "quality", "framework", "year", "gpu", "gpu_mem_gb", "n_gpus", "gpus_per_node", "model",

@@ -19,7 +19,7 @@ def other() -> Calibration:
     """Shoal's constants, some of them changed."""
     own = calibration()
     product, kept = own["product"].copy(), own["kept_ffn"].copy()
-    product[HOPPER], kept[:] = 0.5 * product[HOPPER], 1.3 * kept
+    product[HOPPER], kept[:] = 0.5 * product[HOPPER], 1.6 * kept
     return own.with_values({"product": product, "kept_ffn": kept, "update": own["update"] * 2})
 
 
