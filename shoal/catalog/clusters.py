@@ -120,8 +120,8 @@ def cluster(name: str) -> Cluster:
         UsageError: a form, an accelerator or a network that is not known, or a slice larger than its pod.
     """
     given = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", name, re.IGNORECASE)
-    nodes, per_node, rest = given.groups() if given else (None, None, name)
-    if nodes is None and per_node is None:
+    wanted, per_node, rest = given.groups() if given else (None, None, name)
+    if wanted is None and per_node is None:
         if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and _known(pod[1]) in _pods():
             return _slice(name, nodes()[_known(pod[1])], int(pod[2]))
         if rest in accelerator_names():
@@ -137,10 +137,10 @@ def cluster(name: str) -> Cluster:
     if node.dimensions:
         whole = f"{kind}-{node.cores_per_chip * 256}"
         raise UsageError(f"cluster '{name}': a {kind} comes in slices of a pod.\n  Write {whole}.")
-    count, each = int(nodes or 1), int(per_node or (node.per_node if nodes else 1))
+    count, each = int(wanted or 1), int(per_node or (node.per_node if wanted else 1))
     if not count or not each:
         raise UsageError(f"cluster '{name}': at least one node of at least one {kind}.")
-    if nodes is None and each > node.per_node:
+    if wanted is None and each > node.per_node:
         if each % node.per_node:
             raise UsageError(
                 f"cluster '{name}': a node has {node.per_node} {kind}, which does not divide {each}."
