@@ -317,7 +317,7 @@ class Layout(BaseModel):
             )
         least = 2 * self.cp * self.token_multiple
         if self.cp > 1 and sequence_length < least:
-            each = f" x tp {self.tp}" if self.sequence_parallel else ""
+            each = " x tp" if self.sequence_parallel else ""
             raise UsageError(
                 f"data.sequence_length = {sequence_length} is too short for cp {self.cp}: it needs 2 x cp{each} = "
                 f"{least} tokens.\n  Use a longer sequence, or parallel.cp <= "

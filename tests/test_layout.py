@@ -59,6 +59,45 @@ def test_zero_shard_divides_dp():
     assert "Nearest that do: 2 or 4." in message
 
 
+def test_context_parallel_ranks_count() -> None:
+    layout = Layout(dp=2, cp=4, ulysses=2, zero=1, tp=2)
+    assert (layout.world_size, layout.ring, layout.shards, layout.shape) == (16, 2, 8, (1, 1, 2, 4, 2))
+    assert layout.equation() == "pp 1 x dp 2 x cp 4 x tp 2 = 16 ranks"
+    assert layout.describe() == "dp 2 (ZeRO-1) x cp 4 (ring 2, zig-zag, ulysses 2) x tp 2"
+    assert Layout(cp=2, ulysses=2, zero=3).describe() == "cp 2 (ulysses 2, ZeRO-3)"
+    assert Layout(dp=2, cp=2).shards == 1, "without ZeRO nothing is sharded"
+
+
+def test_ulysses_divides_cp_and_the_heads():
+    assert "parallel.ulysses = 3 does not divide cp 4: cp = ring x ulysses" in refusal(cp=4, ulysses=3)
+    assert "Nearest that do: 2 or 4." in refusal(cp=4, ulysses=3)
+    message = refusal(cp=16, ulysses=16)
+    assert "parallel.ulysses = 16 does not fit the 8 heads and 4 key/value heads" in message
+    assert "Fits cp 16: 1, 2, 4, 8." in message
+    assert "of a tensor-parallel rank (tp 4)" in refusal(cp=4, ulysses=4, tp=4)
+    assert "Fits cp 4: 1, 2." in refusal(cp=4, ulysses=4, tp=4)
+    check(cp=8, ulysses=8, global_batch=1)  # two ranks have the same key/value head
+
+
+def test_an_order_needs_a_ring():
+    assert "parallel.cp_order = striped, but there is no ring: cp 2 = ring 1" in refusal(
+        cp=2, ulysses=2, cp_order="striped"
+    )
+    assert "parallel.cp_order = contiguous, but there is no ring" in refusal(cp_order="contiguous")
+
+
+def test_every_context_parallel_rank_has_tokens():
+    message = refusal(cp=8, sequence_length=15)
+    assert "data.sequence_length = 15 is too short for cp 8: it needs 2 x cp = 16 tokens" in message
+    assert "parallel.cp <= 7." in message
+    assert "2 x cp x tp = 32 tokens" in refusal(cp=8, tp=2, sequence_parallel=True, sequence_length=30)
+    check(cp=7, sequence_length=15)
+
+
+def test_what_fits_a_world_size_may_change_cp():
+    assert "Fits 4: dp 2, or cp 4." in refusal(cp=2, ranks=4)
+
+
 def test_global_batch_is_a_multiple_of_one_pass():
     message = refusal(dp=3, micro_batch=2, global_batch=16)
     assert "train.global_batch = 16 is not a multiple of dp 3 x micro_batch 2 = 6" in message
@@ -170,16 +209,21 @@ def cases(draw) -> tuple[Layout, ModelShape, dict]:
     shard = draw(st.none() | st.sampled_from([d for d in range(1, dp + 1) if dp % d == 0]))
     if shard and draw(slip):
         shard += 1
+    cp = draw(st.sampled_from([1, 1, 2, 4, 6]))
+    ulysses = max(1, draw(st.sampled_from([n for n in range(1, cp + 1) if cp % n == 0])) + draw(slip))
     layout = Layout(
         dp=dp,
         tp=tp,
+        cp=cp,
+        ulysses=ulysses,
+        cp_order=draw(st.sampled_from(["zig-zag", "zig-zag", "striped"])),
         pp=pp,
         micro_batch=micro_batch,
         zero=zero,
         zero_shard=shard if zero or draw(slip) else None,
         sequence_parallel=draw(st.booleans()) if tp > 1 else bool(draw(slip)),
     )
-    heads = max(1, tp * draw(st.integers(1, 4)) + draw(slip))
+    heads = max(1, tp * draw(st.sampled_from([1, ulysses])) * draw(st.integers(1, 4)) + draw(slip))
     shape = TINY.model_copy(
         update={
             "layers": max(1, pp + draw(st.integers(0, 5)) + draw(slip)),
@@ -190,7 +234,7 @@ def cases(draw) -> tuple[Layout, ModelShape, dict]:
     )
     sizes = {
         "global_batch": max(1, dp * micro_batch * draw(degree) + draw(slip)),
-        "sequence_length": max(1, tp * draw(degree) + draw(slip)),
+        "sequence_length": max(1, tp * draw(st.sampled_from([1, 2 * cp])) * draw(degree) + draw(slip)),
         "ranks": draw(st.none() | st.just(max(1, layout.world_size + draw(slip)))),
     }
     return layout, shape, sizes
@@ -213,7 +257,8 @@ def test_a_layout_covers_the_batch_or_says_what_would(case):
     assert math.prod(layout.shape) == layout.world_size == ranks
     assert len(layout.shape) == len(AXES)
     assert layout.dp_replicate * layout.dp_shard == layout.dp
-    assert shape.heads % layout.tp == shape.ffn % layout.tp == 0
+    assert layout.ring * layout.ulysses == layout.cp
+    assert shape.heads % (layout.tp * layout.ulysses) == shape.ffn % layout.tp == 0
     assert math.lcm(shape.kv_heads, layout.tp) in (shape.kv_heads, layout.tp)
 
 
@@ -248,7 +293,13 @@ def mends(layout: Layout, sizes: dict, message: str):
             changed = {"tp": int(value), "sequence_parallel": layout.sequence_parallel and int(value) > 1}
             yield layout.model_copy(update=changed), sizes | {"ranks": None}
     if "Nearest that do" in mend:
+        field = re.match(r"parallel\.(\w+)", message)[1]
         for value in re.findall(r"\d+", mend):
-            yield layout.model_copy(update={"zero_shard": int(value)}), sizes
+            yield layout.model_copy(update={field: int(value)}), sizes
+    if match := re.search(r"Fits cp \d+: ([\d, ]+)\.", mend):
+        for value in match[1].split(", "):
+            yield layout.model_copy(update={"ulysses": int(value)}), sizes
+    if match := re.search(r"parallel\.cp <= (\d+)", mend):
+        yield layout.model_copy(update={"cp": int(match[1]), "ulysses": 1}), sizes | {"ranks": None}
     if match := re.search(r"Use pp <= (\d+)", mend):
         yield layout.model_copy(update={"pp": int(match[1])}), sizes | {"ranks": None}

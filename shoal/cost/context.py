@@ -18,7 +18,7 @@ import math
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
-from shoal.layout import Layout
+from shoal.layout import Layout, Recompute
 
 
 class ContextBytes(NamedTuple):
@@ -28,14 +28,28 @@ class ContextBytes(NamedTuple):
         block: keys and values of one place of the ring.
         gradient: their gradients.
         ring_forward, ring_backward: round the ring.
-        exchange: heads for tokens and back, in either direction.
+        exchange_in, exchange_out: heads for tokens before attention, and back after it; backward the other way round.
     """
 
     block: int
     gradient: int
     ring_forward: int
     ring_backward: int
-    exchange: int
+    exchange_in: int
+    exchange_out: int
+
+    @property
+    def exchange(self) -> int:
+        """Both, which is what a forward sends, and a backward."""
+        return self.exchange_in + self.exchange_out
+
+    def step(self, recompute: Recompute) -> tuple[int, int]:
+        """Round the ring and exchanged, in a forward and a backward; what is computed again is sent again.
+
+        Selective recomputation ends with the core, so that its output is not exchanged again.
+        """
+        again = {"none": (0, 0), "selective": (1, self.exchange_in), "full": (1, self.exchange)}[recompute]
+        return (1 + again[0]) * self.ring_forward + self.ring_backward, 2 * self.exchange + again[1]
 
 
 def tokens_here(layout: Layout, s: int) -> int:
@@ -54,7 +68,7 @@ def kv_heads(shape: ModelShape, layout: Layout) -> int:
 
 
 def layer_bytes(shape: ModelShape, layout: Layout, s: int, itemsize: int) -> ContextBytes:
-    """What one layer sends, without what is recomputed (a forward more).
+    """What one layer sends.
 
     Args:
         s: tokens of a whole sequence.
@@ -64,5 +78,6 @@ def layer_bytes(shape: ModelShape, layout: Layout, s: int, itemsize: int) -> Con
     keys = 2 * b * n * kv_heads(shape, layout) * d  # numbers; of U times as many tokens, 1/U of the heads
     block, gradient = keys * itemsize, keys * max(4, itemsize)
     steps, u = layout.ring - 1, layout.ulysses
-    exchanged = (2 * b * n * shape.heads // layout.tp * d + keys) * itemsize * (u - 1) // u
-    return ContextBytes(block, gradient, steps * block, steps * (block + gradient), exchanged)
+    queries = b * n * shape.heads // layout.tp * d
+    into, out = (numbers * itemsize * (u - 1) // u for numbers in (queries + keys, queries))
+    return ContextBytes(block, gradient, steps * block, steps * (block + gradient), into, out)

@@ -1,6 +1,7 @@
 """The promise of shoal: every valid layout computes what one device computes."""
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -65,6 +66,16 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
         "vocabulary not divisible": any(run.model.vocab % run.parallel.tp for run in drawn),
         "layers not divisible": any(run.model.layers % run.parallel.pp for run in drawn),
         "sequence parallel": any(layout.sequence_parallel for layout in layouts),
+        "context parallel, every order and kind": {
+            (layout.cp_order, layout.ulysses > 1) for layout in layouts if layout.ring > 1
+        } | {("", True) for layout in layouts if layout.cp == layout.ulysses > 1} >= {
+            *product(("zig-zag", "striped", "contiguous"), (False,)), ("zig-zag", True), ("", True),
+        },
+        "context parallel with every other axis": all(
+            any(layout.cp > 1 and getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "pp", "zero")
+        ),
+        "sequences that cp does not divide": any(run.data.sequence_length % run.parallel.cp for run in drawn),
+        "documents over cp": any(run.data.document_mask and run.parallel.cp > 1 for run in drawn),
         "document masks": any(run.data.document_mask for run in drawn),
         "tied over a pipeline": any(run.model.tied and run.parallel.pp > 1 for run in drawn),
     }
