@@ -141,11 +141,12 @@ def _check_size(case: Case) -> None:
             "\n  Verify the same axes with smaller degrees: what differs at dp 64 differs at dp 2 or 4."
         )
     # Each replica may hold everything (DDP), cut over its tensor and pipeline ranks; ZeRO's shards hold less.
-    needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (layout.dp + 1)
+    replicas = layout.dp * layout.cp
+    needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (replicas + 1)
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(
-            f"model: {case.shape.parameters():,} parameters on {layout.dp} replicas and one device need about "
+            f"model: {case.shape.parameters():,} parameters on {replicas} replicas and one device need about "
             f"{needed / 2**30:.0f} GiB in float64; {available / 2**30:.0f} GiB are free."
             "\n  Verify a smaller model of the same kind: --model.layers 4 --model.hidden 256 --model.heads 8 ..."
         )

@@ -72,7 +72,7 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
             *product(("zig-zag", "striped", "contiguous"), (False,)), ("zig-zag", True), ("", True),
         },
         "context parallel with every other axis": all(
-            any(layout.cp > 1 and getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "pp", "zero")
+            any(layout.cp > 1 < getattr(layout, axis) for layout in layouts) for axis in ("dp", "tp", "pp", "zero")
         ),
         "sequences that cp does not divide": any(run.data.sequence_length % run.parallel.cp for run in drawn),
         "documents over cp": any(run.data.document_mask and run.parallel.cp > 1 for run in drawn),

@@ -59,6 +59,8 @@ def check_relaxed(config: RunConfig) -> None:
     field = f"parallel.sync = '{sync}'"
     _need(layout.zero == 0, f"{field} with parallel.zero = {layout.zero}",
           "each replica keeps its own weights and moments whole", "Use parallel.zero 0")
+    _need(layout.cp == 1, f"{field} with parallel.cp = {layout.cp}",
+          "what it exchanges and saves belongs to ranks that have whole sequences", "Use parallel.cp 1")
     several = layout.schedule in ("pipedream", "pipedream-2bw")
     _need(not several, f"{field} with parallel.schedule = '{layout.schedule}'",
           "its replicas exchange once a step, and each stage would update several times", "Use another schedule")
@@ -90,10 +92,9 @@ def _check_meetings(config: RunConfig) -> None:
 
 def _check_free(config: RunConfig, field: str) -> None:
     layout = config.parallel
-    cp = f", cp {layout.cp}" if layout.cp > 1 else ""
-    _need(layout.tp == layout.pp == layout.cp == 1, f"{field} with tp {layout.tp}{cp} and pp {layout.pp}",
+    _need(layout.tp == layout.pp == 1, f"{field} with tp {layout.tp} and pp {layout.pp}",
           "the ranks of one replica would read the others' weights at different moments, and no longer fit each other",
-          "Use tp 1, cp 1 and pp 1, or local-sgd, diloco or a compressed all-reduce")
+          "Use tp 1 and pp 1, or local-sgd, diloco or a compressed all-reduce")
     _need(config.train.device != "cuda", f"{field} with train.device = 'cuda'",
           "its ranks share the memory of one host", "Use train.device cpu")
     _need(config.train.transport == "auto", f"{field} with train.transport = 'backend'",
