@@ -131,7 +131,7 @@ class Sight:
         if place not in self._pieces:
             found = pieces(self.queries, self.keys[place])
             if self.documents is not None:
-                found = [seen for piece in found for part in _rows_of(piece) for seen in self._inside(part, place)]
+                found = [seen for piece in found for seen in self._inside(piece, place)]
             self._pieces[place] = found
         return self._pieces[place]
 
@@ -144,19 +144,25 @@ class Sight:
         return (same.tril() if piece.causal else same).unsqueeze(1)
 
     def _inside(self, piece: Piece, place: int) -> Iterator[Piece]:
-        of_queries, of_keys = self._documents_of(piece, place)  # [b, n], [b, t]
-        first, last = of_queries.amin(1, keepdim=True), of_queries.amax(1, keepdim=True)
-        columns = ((of_keys >= first) & (of_keys <= last)).any(0).nonzero().view(-1)
-        if not len(columns):
+        """What documents leave of a piece."""
+        if self._in_one(piece, place):
+            yield piece
             return
-        one = bool(((first == last) & (of_keys == first)).all())
-        if piece.causal:
-            yield replace(piece, masked=not one)
-            return
-        start = piece.columns.start
-        shorter = replace(piece, columns=slice(start + int(columns[0]), start + int(columns[-1]) + 1))
-        of_keys = of_keys[:, columns[0] : columns[-1] + 1]
-        yield replace(shorter, masked=not bool(((first == last) & (of_keys == first)).all()))
+        for part in _rows_of(piece):
+            of_queries, of_keys = self._documents_of(part, place)  # [b, n], [b, t]
+            first, last = of_queries.amin(1, keepdim=True), of_queries.amax(1, keepdim=True)
+            columns = ((of_keys >= first) & (of_keys <= last)).any(0).nonzero().view(-1).tolist()
+            if columns and not part.causal:  # a square stays one
+                start = part.columns.start
+                part = replace(part, columns=slice(start + columns[0], start + columns[-1] + 1))
+            if columns:
+                yield replace(part, masked=not self._in_one(part, place))
+
+    def _in_one(self, piece: Piece, place: int) -> bool:
+        """Whether all its queries and keys are in one document, in every sequence."""
+        of_queries, of_keys = self._documents_of(piece, place)
+        one = of_queries[:, :1]
+        return bool((of_queries == one).all() and (of_keys == one).all())
 
     def _documents_of(self, piece: Piece, place: int) -> tuple[Tensor, Tensor]:
         if place not in self._of_keys:
