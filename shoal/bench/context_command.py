@@ -15,7 +15,7 @@ from shoal.cost.activations import Pass
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError
 from shoal.layout import ContextOrder, Layout
-from shoal.precision import POLICIES
+from shoal.precision.formats import FORMATS
 
 MIB = 2**20
 
@@ -103,7 +103,7 @@ def long_context(options: LongContextOptions, console: Console) -> int:
     })
     shape = config.model.shape(vocab=257, sequence_length=options.tokens)
     config.parallel.check(shape, global_batch=1, sequence_length=options.tokens)
-    one = Pass(shape, Layout(), options.tokens, POLICIES["fp32"].compute.itemsize)
+    one = Pass(shape, Layout(), options.tokens, FORMATS["fp32"].compute.itemsize)
     alone = activations.total(activations.stage(one, options.layers, first=True, last=True))
     every = train(config, shape, options.steps)
     most, budget = max(rank.kept for rank in every), options.budget_mib * MIB
