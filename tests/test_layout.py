@@ -95,7 +95,7 @@ def test_every_context_parallel_rank_has_tokens():
 
 
 def test_what_fits_a_world_size_may_change_cp():
-    assert "Fits 4: dp 2, or cp 4." in refusal(cp=2, ranks=4)
+    assert "Fits 4: cp 4, or dp 2, or pp 2, or tp 2." in refusal(cp=2, ranks=4)
 
 
 def test_global_batch_is_a_multiple_of_one_pass():
