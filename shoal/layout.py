@@ -295,25 +295,24 @@ class Layout(BaseModel):
             )
 
     def _check_context_parallel(self, shape: ModelShape, sequence_length: int) -> None:
-        if self.cp % self.ulysses:
-            near = " or ".join(map(str, nearest_divisors(self.ulysses, of=self.cp)))
+        heads, kv = shape.heads // self.tp, max(1, shape.kv_heads // self.tp)
+        fits = [n for n in _divisors(self.cp) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        if self.ulysses not in fits:
+            if self.cp % self.ulysses:
+                why = f"does not divide cp {self.cp}: cp = ring x ulysses."
+            else:
+                of_tp = f" of a tensor-parallel rank (tp {self.tp})" if self.tp > 1 else ""
+                why = (
+                    f"does not fit the {heads} heads and {kv} key/value heads{of_tp}: it must divide the heads, and "
+                    "divide the key/value heads or be a multiple of them."
+                )
             raise UsageError(
-                f"parallel.ulysses = {self.ulysses} does not divide cp {self.cp}: cp = ring x ulysses."
-                f"\n  Nearest that do: {near}."
+                f"parallel.ulysses = {self.ulysses} {why}\n  Fits cp {self.cp}: {', '.join(map(str, fits))}."
             )
         if self.cp_order != "zig-zag" and self.ring == 1:
             raise UsageError(
                 f"parallel.cp_order = {self.cp_order}, but there is no ring: cp {self.cp} = ring 1 x ulysses "
                 f"{self.ulysses}.\n  Leave cp_order out, or set parallel.cp to a multiple of ulysses."
-            )
-        heads, kv = shape.heads // self.tp, max(1, shape.kv_heads // self.tp)
-        if heads % self.ulysses or (kv % self.ulysses and self.ulysses % kv):
-            fits = [n for n in range(1, heads + 1) if not (heads % n or (kv % n and n % kv) or self.cp % n)]
-            of_tp = f" of a tensor-parallel rank (tp {self.tp})" if self.tp > 1 else ""
-            raise UsageError(
-                f"parallel.ulysses = {self.ulysses} does not fit the {heads} heads and {kv} key/value heads{of_tp}: it "
-                "must divide the heads, and divide the key/value heads or be a multiple of them."
-                f"\n  Fits cp {self.cp}: {', '.join(map(str, fits))}."
             )
         least = 2 * self.cp * self.token_multiple
         if self.cp > 1 and sequence_length < least:

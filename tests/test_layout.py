@@ -70,7 +70,7 @@ def test_context_parallel_ranks_count() -> None:
 
 def test_ulysses_divides_cp_and_the_heads():
     assert "parallel.ulysses = 3 does not divide cp 4: cp = ring x ulysses" in refusal(cp=4, ulysses=3)
-    assert "Nearest that do: 2 or 4." in refusal(cp=4, ulysses=3)
+    assert "Fits cp 4: 1, 2, 4." in refusal(cp=4, ulysses=3)
     message = refusal(cp=16, ulysses=16)
     assert "parallel.ulysses = 16 does not fit the 8 heads and 4 key/value heads" in message
     assert "Fits cp 16: 1, 2, 4, 8." in message

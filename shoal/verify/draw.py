@@ -23,8 +23,8 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
     tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
-    cp = choose([n for n in (1, 2, 4, 3) if pp * tp * n <= max_ranks])
-    dp = choose([n for n in (1, 2, 4, 3, 8) if pp * tp * cp * n <= max_ranks])
+    cp = choose([n for n in (1, 1, 2, 4, 3) if pp * tp * n <= max_ranks])  # leave room for dp
+    dp = choose([n for n in (1, 2, 4, 3, 4, 8) if pp * tp * cp * n <= max_ranks])
     accumulation = choose((2, 1, 3, 5, 4, 8))
     schedule, virtual = choose([
         (name, stages)
@@ -53,7 +53,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     if schedule == "terapipe":
         parallel["sequence_slices"] = slices
     if zero:
-        parallel["zero_shard"] = choose([n for n in (dp, 1, 2, 3) if dp % n == 0])
+        parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
     heads = tp * ulysses * choose((1, 2))
     model = {

@@ -48,7 +48,7 @@ def test_the_runs_own_precision_stays_within_its_rounding(pool: Pool, precision:
 
 
 def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
-    drawn = [draw_run(random.Random(i).choice) for i in range(400)]
+    drawn = [draw_run(random.Random(i).choice) for i in range(600)]
     for run in drawn:
         prepare(run, own_precision=False)  # raises if it is not valid
     layouts = [run.parallel for run in drawn]
