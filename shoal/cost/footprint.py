@@ -51,12 +51,13 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
+    after = np.where(alone, 1.0, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
-    logits = r.tokens * r.vocab * (k.of("logit_bytes", "software") / r.tp + c["logit_whole"] * r.crowded)
-    first = _rank(k, stages.first, alive * stages.first * kept + again + np.where(alone, logits, 0.0))
-    last = _rank(k, stages.last, waiting * stages.last * kept + again + logits)
-    allocated = np.maximum(first[0], last[0])
-    reserved = np.maximum(first[1], last[1])
+    logits = r.tokens * r.vocab / r.tp * k.of("logit_bytes", "software")
+    first = _rank(k, stages.first, 1, alive * stages.first * kept + again + np.where(alone, logits, 0.0))
+    second = _rank(k, stages.most, r.pp == 2, np.where(r.pp > 2, after * stages.most * kept + again, 0.0))
+    last = _rank(k, stages.last, 1, waiting * stages.last * kept + again + logits)
+    allocated, reserved = (np.maximum(np.maximum(*ends), more) for *ends, more in zip(first, last, second, strict=True))
     return Footprint(allocated, reserved, first[1], reserved + c["context"] * GB, r.memory * c["usable"])
 
 
@@ -64,10 +65,11 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
-    hidden = r.hidden * (k.of("kept_hidden", "software") * between * E + 2 * r.dropout * between + 2 * inputs * E)
+    norms = k.of("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
+    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
     heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
-    softmax = np.where(k.scores_in_memory, scores * (2 + 3 * r.dropout + 2 * (r.attention == 0)), 0.0)
+    softmax = np.where(k.scores_in_memory, scores * (2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)), 0.0)
     inside = np.where(r.gated > 0, k.of("kept_ffn", "software"), 2.0)
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
@@ -75,17 +77,17 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     return kept, np.where(mode == 2, whole, 0.0)
 
 
-def _rank(k: Kernels, layers: np.ndarray, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes allocated and reserved on a rank of a stage."""
     r, c = k.runs, k.constants
     q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
     layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep) / r.tp
-    ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0) * r.vocab * r.hidden / r.tp
+    ends = ends * np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0) * r.vocab * r.hidden / r.tp
     weights, shard = layers * layer + ends, np.maximum(r.shard, 1)
     sharded = r.zero > 0
-    whole = E + np.where(r.dp > 1, r.gradient_bytes + r.whole_copies, r.gradient_bytes) + r.whole_copies * sharded
+    whole = E + r.gradient_bytes + r.whole_copies
     cut = OPTIMIZER + r.shard_copies * sharded
-    states = np.where(r.zero == 3, weights * (OPTIMIZER + 4) / shard, weights * (whole + cut / shard))
+    states = np.where(r.zero == 3, weights * (cut + 4) / shard, weights * (whole + cut / shard))
     gathered = np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
     work = np.maximum(working, weights / shard * c["update_bytes"])
     allocated = states + gathered + work

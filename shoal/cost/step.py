@@ -23,7 +23,7 @@ class Stages:
     """Layers of the pipeline ranks that matter.
 
     Attributes:
-        first, most, last: of the first rank, of the one with most, and of the last, which has the head.
+        first, most, last: of the first rank, of the second (with the most), and of the last, which has the head.
     """
 
     first: np.ndarray
@@ -45,8 +45,8 @@ def stages_of(r: Runs) -> Stages:
     most = np.minimum(np.where(r.balanced > 0, np.ceil(target), each), r.layers)
     rest = np.maximum(r.layers - np.ceil(np.round((r.pp - 1) * target, 6)), 0)
     last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
-    alone = r.pp == 1
-    return Stages(np.where(alone, r.layers, most), np.where(alone, r.layers, most), np.where(alone, r.layers, last))
+    first = np.where((r.balanced > 0) | even, most, np.maximum(each - 1, 1))
+    return Stages(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
 
 
 def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
@@ -134,7 +134,7 @@ def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndar
 def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """ZeRO-3, for each micro-batch: two gathers and a reduction behind computation, whose memory they slow down."""
     r, c = k.runs, k.constants
-    group = k.group(r.shard * r.cp, r.tp)
+    group = k.group(r.shard, r.tp)
     messages = r.layers / r.pp * r.unit_messages
     gather = group.gather(weights * E, messages)
     reduce = group.gather(weights * r.reduce_bytes, messages)

@@ -121,7 +121,7 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
     tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
     stage = words.zero_stage(row)
     dp = number(row, "dp") or gpus / (tp * pp * cp)
-    shard = words.shards(row, stage, dp)
+    shard = words.shards(row, stage, dp) * (cp if stage == 3 else 1)
     if stage == 3 and dp * tp * pp * cp < gpus:  # sharded inside each of the replicas that are counted
         shard = gpus / (dp * tp * pp * cp)
         dp *= shard
@@ -150,11 +150,12 @@ def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
         known.assumed.append("recompute")
     hidden, heads = number(row, "hidden"), number(row, "heads")
     gated = words.gated(row)
+    experts, active, width = words.experts(row)
     return {
         "layers": number(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": number(row, "seq"),
         "kv_heads": number(row, "kv_heads") or heads, "head_dim": number(row, "head_dim") or hidden / heads,
-        "ffn": known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
-        "tied": words.tied(row), "experts": number(row, "n_experts") or 1, "active": number(row, "topk") or 1,
+        "ffn": width or known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
+        "tied": words.tied(row), "experts": experts, "active": active,
         "recompute": RECOMPUTE.index(mode or software.recompute),
         "attention": ATTENTION.index(words.attention(row, software.attention)),
         "fused_norm": words.fused_norm(row, software.name),
@@ -171,8 +172,9 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
     return {name: getattr(software, name) for name in FACTS} | {
         "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
         "network": NETWORKS.index(words.network(row)), "peak": peak, "peak8": machine.peak_flops.get("fp8", peak),
-        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth, "memory": machine.memory_bytes,
+        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth, "memory": (number(row, "gpu_mem_gb") or machine.memory_bytes / 1e9) * 1e9,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
+        "gathers_kept": words.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     }  # fmt: skip
 
