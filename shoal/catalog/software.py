@@ -65,6 +65,9 @@ class Software(BaseModel):
     shard_copies: NonNegativeInt = 0
     """The same of each rank's shard, under ZeRO."""
 
+    flight_copies: NonNegativeInt = 0
+    """Whole tensors of [b, s, h] that each micro-batch in flight keeps on a rank of a tensor-parallel pipeline."""
+
     gathers_kept: bool = False
     """With sequence parallelism the gathered inputs of each block are kept for backward."""
 

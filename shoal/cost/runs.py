@@ -41,7 +41,7 @@ class Runs:
         per_node: accelerators.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, compiled,
-            unit_messages, crowded, whole_copies, shard_copies, gathers_kept: facts of the software, as there.
+            unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software, as there.
         fused_norm: 1 where a norm is one kernel.
     """
 
@@ -95,6 +95,7 @@ class Runs:
     crowded: np.ndarray = 0
     whole_copies: np.ndarray = 0
     shard_copies: np.ndarray = 0
+    flight_copies: np.ndarray = 0
     gathers_kept: np.ndarray = 0
     fused_norm: np.ndarray = 1
 

@@ -174,6 +174,7 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
         "network": NETWORKS.index(words.network(row)), "peak": peak, "peak8": machine.peak_flops.get("fp8", peak),
         "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth, "memory": (number(row, "gpu_mem_gb") or machine.memory_bytes / 1e9) * 1e9,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
+        "flight_copies": software.flight_copies * words.schedule_works(row),
         "gathers_kept": words.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     }  # fmt: skip

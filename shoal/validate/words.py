@@ -19,7 +19,10 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the firs
     ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
     ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width and shared ones; their ffn is a dense layer's
+_EXPERTS = {
+    "deepseek-v2": (1536.0, 2),
+    "deepseek-v3": (2048.0, 1),
+}  # width and shared ones; their ffn is a dense layer's
 _GATHERED_AGAIN = 14_018_000  # job of nanotron's benchmark from which on memory shows that inputs are gathered again
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
@@ -164,10 +167,14 @@ def memory(row: Row) -> tuple[float | None, str]:
     return size * unit, kind
 
 
+def schedule_works(row: Row) -> bool:
+    """Whether a pipeline runs as it should: some of nanotron's did not, as their notes say."""
+    return "after_pp_fix=False" not in (row.get("note") or "") or (number(row, "pp") or 1) == 1
+
+
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:
     """Of a step; None where the publication has none, or has one that is no measure of a schedule."""
-    broken = "after_pp_fix=False" in (row.get("note") or "") and (number(row, "pp") or 1) > 1
-    if row.get("quality") == "M" or broken:
+    if row.get("quality") == "M" or not schedule_works(row):
         return None
     rate = number(row, "tokens_per_s_per_gpu")
     return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)
