@@ -55,7 +55,8 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     logits = r.tokens * r.vocab / r.tp * k.of("logit_bytes", "software")
     whole = np.where((r.pp > 1) & (r.tp > 1), r.flight_copies * E * r.tokens * r.hidden, 0.0)
-    first = _rank(k, stages.first, 1, alive * whole + alive * stages.first * kept + again + np.where(alone, logits, 0.0))
+    loss = np.where(alone, logits, 0.0)
+    first = _rank(k, stages.first, 1, alive * (whole + stages.first * kept) + again + loss)
     second = _rank(k, stages.most, r.pp == 2, np.where(r.pp > 2, after * (whole + stages.most * kept) + again, 0.0))
     last = _rank(k, stages.last, 1, waiting * stages.last * kept + again + logits)
     allocated, reserved = (np.maximum(np.maximum(*ends), more) for *ends, more in zip(first, last, second, strict=True))
@@ -70,7 +71,8 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
     heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
-    softmax = np.where(k.scores_in_memory, scores * (2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)), 0.0)
+    each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
+    softmax = np.where(k.scores_in_memory, scores * each, 0.0)
     inside = np.where(r.gated > 0, k.of("kept_ffn", "software"), 2.0)
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")

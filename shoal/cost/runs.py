@@ -41,7 +41,7 @@ class Runs:
         per_node: accelerators.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, compiled,
-            unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software, as there.
+            unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software.
         fused_norm: 1 where a norm is one kernel.
     """
 

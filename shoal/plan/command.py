@@ -133,12 +133,13 @@ def facts(estimate: Estimate, options: EstimateOptions) -> list[tuple[str, str]]
     tokens = options.tokens or 20 * parameters
     seconds = step * tokens / run.tokens
     flops = model_flops(run.shape, run.sequence_length, tokens)
+    low, high = map(show_seconds, estimate.interval)
     found = [
-        ("step", show_seconds(step)),
+        ("step", f"{show_seconds(step)}; in four of five cases between {low} and {high}"),
         ("tokens per second", f"{run.tokens / step:,.0f}, {run.tokens / step / run.cluster.size:,.0f} a device"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
-         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(machine.memory_bytes)}"),
+         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}"),
         (f"training on {tokens:.3g} tokens",
          f"{f'{seconds / DAY:,.1f} days' if seconds > DAY else show_seconds(seconds)}, {flops:.3g} FLOPs, "
          f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days"),

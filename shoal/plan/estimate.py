@@ -1,10 +1,10 @@
 """A step of training, priced before it is run: time by what takes it, memory of every pipeline rank by what holds it.
 
-Physics with few constants. A matrix product takes its roofline's time, at the part of the peak that the best product
-attains on that accelerator; everything element by element takes the time of its bytes; a collective its closed form on
-the cluster; the pipeline is the schedule's own program, played. What the engine overlaps is taken off: gradients that
-are reduced while backward goes on, parameters that are gathered a unit ahead, the sum over tensor-parallel ranks of an
-input's gradient while that of the weight is made.
+Physics with few constants, which were fitted to published measurements (`shoal.cost.own`, docs/validate.md): a layer
+takes the time of its products by their shape, of its bytes, and of the host that launches it; a collective its closed
+form on what a cluster's links attain; the pipeline is the schedule's own program, played. What the engine overlaps is
+taken off: gradients that are reduced while backward goes on, parameters that are gathered a unit ahead, the sum over
+tensor-parallel ranks of an input's gradient while that of the weight is made.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import exp, log2
 
 import numpy as np
 
 from shoal.catalog import ModelShape
+from shoal.catalog.calibration import calibration
 from shoal.catalog.clusters import Cluster
+from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
 from shoal.cost.communication import group_of, ring_of
-from shoal.cost.context import layer_bytes, tokens_here
+from shoal.cost.context import layer_bytes
 from shoal.cost.flops import hardware_flops, model_flops
-from shoal.cost.roofline import matrix_product
+from shoal.cost.own import Layer, attained, layer_of, memory_rate, spread
 from shoal.cost.state import StagePart, StateBytes, bucket_bytes, state_bytes
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
@@ -32,10 +35,7 @@ from shoal.precision.formats import FORMATS, Formats
 from shoal.simulate import Links, Timeline, Times, simulate
 from shoal.simulate.columns import Columns
 
-CAUSAL = 0.5  # of the scores are computed by kernels that skip what is masked
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
-FRAGMENTATION = 0.05  # of what is allocated: holes that torch's caching allocator leaves; an assumption
-LIBRARIES = 1.5e9  # bytes of CUDA's context, of NCCL's buffers and of cuBLAS's workspace; an assumption
 NO_STATES = {
     "pp", "schedule", "virtual_stages", "stage_layers", "sequence_slices", "micro_batch", "recompute", "overlap",
 }  # fmt: skip
@@ -83,6 +83,7 @@ class StageTimes:
         context: of its forward's ring and exchange of heads, what attention's products do not hide.
         context_backward: of backward's.
         gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
+        launches, launches_backward: what the host adds, where it is slower than the accelerator.
     """
 
     matrices: float
@@ -95,11 +96,14 @@ class StageTimes:
     context_backward: float
     gather_forward: float
     gather_backward: float
+    launches: float
+    launches_backward: float
 
     @property
     def forward(self) -> float:
         """All of a forward."""
-        return self.matrices + self.attention + self.elements + self.tensor + self.context + self.gather_forward
+        computing = self.matrices + self.attention + self.elements + self.launches
+        return computing + self.tensor + self.context + self.gather_forward
 
     @property
     def backward_weight(self) -> float:
@@ -109,7 +113,7 @@ class StageTimes:
     @property
     def backward_input(self) -> float:
         """The other half."""
-        computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements
+        computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
         return computing + self.recompute + self.tensor_backward + self.context_backward + self.gather_backward
 
 
@@ -144,7 +148,8 @@ class Estimate:
         run: whose layout and schedule have been checked, and fill the cluster.
         program: of the layout, where it is there already, or its columns, in which gathers of parameters that need
             none may stand. An outline, without actions, is enough for `stage_of`, `finish_of` and `memory_of`.
-        known: states that were counted, by what decides them; estimates of one model may share it.
+        known: states that were counted and layers that were priced, by what decides them; estimates of one model
+            may share it.
     """
 
     def __init__(self, run: Run, program: Program | Columns | None = None, known: dict | None = None):
@@ -157,11 +162,14 @@ class Estimate:
         self.priced: dict[tuple, StageTimes] = {}
         self.counts = tuple(value for name, value in layout if name not in NO_STATES)
         self.peak = run.cluster.accelerator.dense_flops(KINDS[run.precision])
-        self.rate = self.peak * run.cluster.accelerator.matmul_efficiency
-        self.hbm = run.cluster.accelerator.memory_bandwidth
-        self.groups = {axis: group_of(layout, axis, run.cluster) for axis in ("tp", "shard", "replicate", "replicas")}
-        self.ring = ring_of(run.cluster, layout.ring, layout.tp * layout.ulysses)
-        self.exchange = ring_of(run.cluster, layout.ulysses, layout.tp)
+        self.hbm = memory_rate(run.cluster)
+        self.cluster = attained(run.cluster)
+        self.slower = 1 + float(calibration()["stragglers"]) * log2(run.cluster.nodes)
+        self.groups = {
+            axis: group_of(layout, axis, self.cluster) for axis in ("tp", "shard", "replicate", "replicas")
+        }
+        self.ring = ring_of(self.cluster, layout.ring, layout.tp * layout.ulysses)
+        self.exchange = ring_of(self.cluster, layout.ulysses, layout.tp)
         self.forward = Pass(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
 
     # ---- time ----------------------------------------------------------------------------------------------------
@@ -186,58 +194,55 @@ class Estimate:
             self.priced[key] = self._stage(part)
         return self.priced[key]
 
-    def _stage(self, part: StagePart) -> StageTimes:
+    @cached_property
+    def layer(self) -> Layer:
+        """The times of one layer of one micro-batch."""
         run, layout = self.run, self.run.layout
-        shape, e, t = run.shape, run.policy.compute.itemsize, layout.tp
-        n, layers = layout.micro_batch * tokens_here(layout, run.sequence_length), len(part.layers)
-        q, kv = shape.heads * shape.head_dim // t, shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
-        wide = 2 if shape.family == "llama" else 1
+        later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
+        split = layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel, layout.recompute, later
+        key = ("layer", run.cluster.name, run.precision, run.sequence_length, *split)
+        if key not in self.known:
+            itemsize = run.policy.compute.itemsize
+            self.known[key] = layer_of(
+                run.shape, run.cluster, KINDS[run.precision], itemsize, run.sequence_length, *split
+            )
+        return self.known[key]
 
-        def product(k: int, width: int) -> float:
-            return matrix_product(n, k, width, e).seconds(self.rate, self.hbm)
-
-        one = product(shape.hidden, q) + 2 * product(shape.hidden, kv) + product(q, shape.hidden)
-        one += wide * product(shape.hidden, shape.ffn // t) + product(shape.ffn // t, shape.hidden)
-        head = product(shape.hidden, -(-shape.vocab // t)) if part.last else 0.0
-        core = CAUSAL * 4 * n * run.sequence_length * q / self.rate
-        if layout.cp_order == "contiguous":
-            core *= 2 - 1 / layout.ring  # of the last place
-        context, context_backward = self._context(core)
-        kept = activations.total(activations.layer(self.forward, "none"))
-        elements = 2 * kept / self.hbm  # written once and read once
-        probabilities = 3 * activations.loss_workspace(self.forward) / self.hbm if part.last else 0.0
-
-        moved = e * n * shape.hidden  # [b, s, h]
-        tp = self.groups["tp"]
-        exchange = (2 * tp.all_gather(moved) if layout.sequence_parallel else tp.all_reduce(moved)) if t > 1 else 0.0
-        ends = (part.first + part.last) * exchange / 2
-        # Of the two sums of each layer's backward, the weights' gradients are made meanwhile.
-        exposed = layers * max(0.0, 2 * exchange - one / 2) + ends
-
+    def _stage(self, part: StagePart) -> StageTimes:
+        run, layout, layer, layers = self.run, self.run.layout, self.layer, len(part.layers)
+        head, loss = (layer.head, layer.loss) if part.last else (0.0, 0.0)
+        context, context_backward = self._context(layer.attention)
+        ends = (part.first + part.last) * layer.exchange / 2
+        one = layer.products + layer.attention + layer.elements
         again = {
-            "none": 0.0, "selective": core + context, "full": one + core + elements + 2 * exchange + context,
+            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context,
         }[layout.recompute]
-        compute = layers * (one + core + elements) + head + probabilities
+        compute = layers * one + head + loss / 3
         gather = reduce = 0.0
         if layout.zero >= 2 and layout.shards > 1:
             elements_here = self.state_of([part]).elements
             shard = self.groups["shard"]
             reduce = shard.reduce_scatter(elements_here * run.policy.reduce.itemsize)
-            gather = shard.all_gather(elements_here * e) if layout.zero == 3 else 0.0
+            gather = shard.all_gather(elements_here * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
-        return StageTimes(
-            matrices=layers * one + head,
-            attention=layers * core,
-            elements=layers * elements + probabilities,
-            tensor=layers * 2 * exchange + ends,
+        contention = float(calibration()["contention"])  # what travels behind computation slows it down
+        backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
+        found = StageTimes(
+            matrices=layers * layer.products + head,
+            attention=layers * layer.attention,
+            elements=layers * layer.elements + loss / 3,
+            tensor=layers * 2 * layer.exchange + ends,
             recompute=layers * again,
-            tensor_backward=exposed,
+            tensor_backward=layers * layer.exposed + ends,
             context=layers * context,
             context_backward=layers * context_backward,
-            gather_forward=max(0.0, gather - compute),
-            gather_backward=max(0.0, gather_again + overlapped - 2 * compute) + reduce - overlapped,
+            gather_forward=max(0.0, gather - compute) + contention * gather,
+            gather_backward=backward + reduce - overlapped,
+            launches=layers * layer.launches + float(calibration()["micro_batch"]),
+            launches_backward=layers * layer.launches_backward,
         )
+        return StageTimes(**{name: self.slower * seconds for name, seconds in vars(found).items()})
 
     def _context(self, core: float) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
@@ -273,7 +278,7 @@ class Estimate:
             bucket = min(1.0, bucket_bytes(layout) / max(1, size)) if layout.overlap else 1.0
             stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
-            reduction = max(reduction * bucket, reduction - backward)
+            reduction = max(reduction * bucket, reduction - float(calibration()["hide_data"]) * backward)
         shards = layout.shards if layout.sync == "all-reduce" else 1
         updated = elements / shards
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
@@ -290,7 +295,7 @@ class Estimate:
     @cached_property
     def link(self) -> Links:
         """From a pipeline rank to the next."""
-        run, pipeline = self.run, group_of(self.run.layout, "pp", self.run.cluster)
+        run, pipeline = self.run, group_of(self.run.layout, "pp", self.cluster)
         moved = run.policy.compute.itemsize * self.forward.tokens_here * run.shape.hidden
         return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
 
@@ -313,6 +318,12 @@ class Estimate:
         """Of one step."""
         return self.timeline.step_time
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between what the time of a step is in four of five cases: as far as estimates of other software were off."""
+        factor = exp(spread(self.run.cluster))
+        return self.step_seconds / factor, self.step_seconds * factor
+
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds of a step on the busiest pipeline rank, by what takes them; they add up to the step."""
@@ -327,6 +338,7 @@ class Estimate:
             of["recomputation"] += count * times.recompute
             of["tensor parallelism"] += count * (times.tensor + times.tensor_backward)
             of["context parallelism"] += count * (times.context + times.context_backward)
+            of["launches"] += count * (times.launches + times.launches_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
             of["gathers and reductions"] += self.finishing[stage, 0] + self.finishing[stage, 2]
             of["optimizer"] += self.finishing[stage, 1]
@@ -373,8 +385,9 @@ class Estimate:
             state.parameters, state.gradients, state.optimizer, alive, state.gathered, state.whole_gradients + work,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
-        libraries = LIBRARIES if run.cluster.accelerator.devices else 0.0
-        return Memory(*held, FRAGMENTATION * sum(held) + libraries)
+        c, gpu = calibration(), bool(run.cluster.accelerator.devices)
+        unused = float(c["fragmentation"][list(software_table()).index("shoal")]) * (alive + work)
+        return Memory(*held, unused + (1e9 * float(c["base"] + c["context"]) if gpu else 0.0))
 
     @property
     def fullest(self) -> Memory:
@@ -384,10 +397,16 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is enough."""
-        return self.fullest.reserved <= self.run.cluster.accelerator.memory_bytes
+        return self.fullest.reserved <= self.capacity
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of each accelerator that a process can have: what is sold as 80 GB has 80 GiB."""
+        machine = self.run.cluster.accelerator
+        return machine.memory_bytes * (float(calibration()["usable"]) if machine.devices else 1.0)
 
 
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
-    "context parallelism", "gathers and reductions", "optimizer", "bubble",
+    "context parallelism", "gathers and reductions", "optimizer", "launches", "bubble",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from shoal.plan.estimate import Estimate
 from shoal.report.page import Fragment, page
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 
-COLOURS = ("#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#c9ced6")
+COLOURS = ("#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#6f7c91", "#a3b86c", "#c9ced6")
 WIDTH, LEFT, BAR = 760, 90, 22
 
 

@@ -169,10 +169,12 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
     machine, node = found
     per_node, peak = number(row, "gpus_per_node") or node.per_node, machine.dense_flops("bf16")
+    memory = number(row, "gpu_mem_gb")
     return {name: getattr(software, name) for name in FACTS} | {
         "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
         "network": NETWORKS.index(words.network(row)), "peak": peak, "peak8": machine.peak_flops.get("fp8", peak),
-        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth, "memory": (number(row, "gpu_mem_gb") or machine.memory_bytes / 1e9) * 1e9,
+        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth,
+        "memory": memory * 1e9 if memory else machine.memory_bytes,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
         "flight_copies": software.flight_copies * words.schedule_works(row),
         "gathers_kept": words.gathers_kept(row, software.gathers_kept),

@@ -19,10 +19,7 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the firs
     ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
     ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_EXPERTS = {
-    "deepseek-v2": (1536.0, 2),
-    "deepseek-v3": (2048.0, 1),
-}  # width and shared ones; their ffn is a dense layer's
+_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width, shared; the ffn is a dense layer's
 _GATHERED_AGAIN = 14_018_000  # job of nanotron's benchmark from which on memory shows that inputs are gathered again
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
@@ -147,7 +144,7 @@ def gathers_kept(row: Row, default: bool) -> bool:
 
 
 def experts(row: Row) -> tuple[float, float, float | None]:
-    """Experts of a layer, those that a token meets (shared ones among both), and their width where it is not the ffn."""
+    """Experts of a layer, those that a token meets (the shared ones in both), their width where it is not the ffn."""
     count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
     for name, (width, shared) in _EXPERTS.items():
         if name in (row.get("model") or "") and count > 1:

@@ -40,6 +40,25 @@ def test_the_times_add_up_to_the_step() -> None:
     assert 0.3 < found.mfu == found.hfu < 0.8
 
 
+def test_an_interval_is_wider_where_more_can_be_off() -> None:
+    one, many = estimate(Layout(tp=8), "8xH100", batch=8), estimate(LAYOUT)
+    for found in (one, many):
+        low, high = found.interval
+        assert low < found.step_seconds < high
+        assert 1.1 < high / low < 3
+
+
+def test_a_layer_is_slower_than_its_roofline_and_than_its_launches() -> None:
+    found = estimate(Layout(tp=8), "8xH100", batch=8)
+    run, layer = found.run, found.layer
+    flops = 2 * run.shape.layer_matrices() / 8 * run.sequence_length
+    assert layer.products > flops / found.peak
+    assert layer.attention > 2 * run.shape.hidden / 8 * run.sequence_length**2 / found.peak
+    short = Estimate(Run(run.shape, run.layout, run.cluster, 128, 8)).layer
+    assert short.launches_backward > short.products, "128 tokens are launched more slowly than computed"
+    assert found.layer.launches_backward < 0.05 * found.layer.products
+
+
 @pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])
 def test_the_bubble_is_the_papers(microbatches: int, stages: int) -> None:
     """(K-1)/(M+K-1) of equal stages (GPipe, section 2.3); here a head of almost nothing, and no messages."""

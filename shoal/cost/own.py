@@ -1,0 +1,118 @@
+"""The calibrated times of one layer as shoal's own engine runs it, and of the cluster as it is attained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.catalog import ModelShape
+from shoal.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration
+from shoal.catalog.clusters import Cluster
+from shoal.catalog.software import software_table
+from shoal.cost.kernels import E, Kernels, soft_max
+from shoal.cost.runs import ATTENTION, RECOMPUTE, Runs
+
+
+class Layer(NamedTuple):
+    """Seconds of one layer of one micro-batch on one rank.
+
+    Attributes:
+        products, attention, elements: of its forward.
+        attention_backward: of the core of its attention.
+        exchange: of one sum over tensor-parallel ranks; a forward has two.
+        exposed: of such sums in its backward, what products do not hide.
+        launches, launches_backward: what the host's launches add to a forward and a backward.
+        head: of the output matrix' forward, on the last stage.
+        loss: of the loss, forward and backward.
+    """
+
+    products: float
+    attention: float
+    elements: float
+    attention_backward: float
+    exchange: float
+    exposed: float
+    launches: float
+    launches_backward: float
+    head: float
+    loss: float
+
+
+def network_of(cluster: Cluster) -> str:
+    """What leads out of a node, by what constants are known by: InfiniBand, or Ethernet that carries RoCE."""
+    return "roce" if cluster.nic and "ethernet" in cluster.nic.name else "infiniband"
+
+
+def attained(cluster: Cluster) -> Cluster:
+    """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
+    c = calibration()
+    generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
+    inside, nic = cluster.inside, cluster.nic
+    if inside:
+        latency = c["latency_inside"][generation] if not cluster.torus else inside.latency
+        inside = inside.model_copy(
+            update={"bandwidth": inside.bandwidth * c["inside"][generation], "latency": float(latency)}
+        )
+    if nic:
+        part, latency = c["outside"][network], c["latency_outside"][network]
+        nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": float(latency)})
+    return replace(cluster, inside=inside, nic=nic)
+
+
+def memory_rate(cluster: Cluster) -> float:
+    """Bytes/s that kernels attain."""
+    return cluster.accelerator.memory_bandwidth * float(
+        calibration()["hbm"][GENERATIONS.index(cluster.accelerator.generation)]
+    )
+
+
+def layer_of(
+    shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, cp: int,
+    sequence_parallel: bool, recompute: str, later: float,
+) -> Layer:  # fmt: skip
+    """The times of a layer.
+
+    Args:
+        kind: of the products, as accelerators name their peaks.
+        itemsize: bytes of a number while it is computed with.
+        later: by which attention takes longer on the last place of an uneven ring.
+    """
+    machine, wide = cluster.accelerator, itemsize / E
+    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else np.inf
+    runs = Runs.of([{
+        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
+        "s": s, "b": b, "microbatches": 1, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel,
+        "recompute": RECOMPUTE.index(recompute), "attention": ATTENTION.index("flash-2"), "overlap_tensor": 1,
+        "peak": machine.dense_flops(kind), "hbm": machine.memory_bandwidth / wide, "memory": machine.memory_bytes,
+        "inside": cluster.inside.bandwidth / wide if cluster.inside else np.inf, "nic": share,
+        "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
+        "network": NETWORKS.index(network_of(cluster)), "software": list(software_table()).index("shoal"),
+    }])  # fmt: skip
+    k, c = Kernels(runs, calibration()), calibration()
+    attention, attention_backward = k.attention[0] * later, k.attention[1] * later
+    hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
+    exposed = 2 * k.exchange - hidden
+    forward = k.products + attention + k.elements + 2 * k.exchange
+    again = {"none": 0.0, "selective": attention, "full": forward}[recompute]
+    backward = 2 * k.products + attention_backward + 2 * k.elements + exposed + again
+    launches = soft_max(forward, k.launches, c["sharp"]) - forward
+    host = k.launches * (1 + c["launch_backward"] + (recompute == "full"))
+    launches_backward = soft_max(forward + backward, host, c["sharp"]) - forward - backward - launches
+    head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
+    loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
+    found = (
+        k.products, attention, k.elements, attention_backward, k.exchange, exposed, launches,
+        np.maximum(launches_backward, 0.0), head, loss,
+    )  # fmt: skip
+    return Layer(*(float(value[0]) for value in found))
+
+
+def spread(cluster: Cluster, kind: str = "time") -> float:
+    """Half of the 80 % interval of an estimate, of its logarithm."""
+    c = calibration()
+    scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
+    width = float(c[f"spread_{kind}"][list(software_table()).index("shoal")])
+    return width * float(c["spread_scale"][SPREADS.index(scale)]) if kind == "time" else width
