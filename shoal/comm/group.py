@@ -82,14 +82,22 @@ def share(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
     return _map(backend, *layout, lambda region: SharedGroup(region, ranks, index, progress))
 
 
-def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
+def allocate(
+    numel: int, dtype: torch.dtype, device: torch.device, group: Group | None, *, one: bool = False
+) -> Tensor:
     """Flat zeros. Where the group's ranks share memory they read each other's in place, so that collectives on the
-    whole of it copy nothing into a ring. To be called by all of the group, for equally many numbers."""
+    whole of it copy nothing into a ring. To be called by all of the group, for equally many numbers.
+
+    Args:
+        one: they are the same memory to all ranks, where ranks share any. It is for numbers that are equal on all, of
+            which each rank writes a part, while none reads, before all gather them.
+    """
     mine = None
     if group is not None and group.shared is not None and numel:
         shared = group.shared
-        size = shared.common_bytes(numel, dtype)
-        mine = _map(group.backend, 0, size, lambda region: shared.adopt(region, numel, dtype))
+        rows = 1 if one else shared.size
+        size = shared.common_bytes(numel, dtype, rows)
+        mine = _map(group.backend, 0, size, lambda region: shared.adopt(region, numel, dtype, rows))
     return torch.zeros(numel, dtype=dtype, device=device) if mine is None else mine
 
 

@@ -66,7 +66,8 @@ class SharedGroup:
         self._typed: dict[torch.dtype, Tensor] = {}
         self._takes, self._posts = Lane(self), Lane(self)
         self._pairs: dict[tuple[int, int], Lane] = {}
-        self._common: dict[int, Tensor] = {}  # by this rank's address, all ranks' rows of common memory
+        # By this rank's address, the rows of common memory: of every rank, or a single one that belongs to all.
+        self._common: dict[int, Tensor] = {}
         self._posted = self._taken = 0  # bytes of the rings, from the beginning of time
         self._counters[self._of(index, PROCESS)] = os.getpid()
         weakref.finalize(self, _leave, self._counters, self._of(index, LEFT))
@@ -91,30 +92,39 @@ class SharedGroup:
 
     # ---- common memory -----------------------------------------------------------------------------------------
 
-    def common_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Of a region with a row of ``numel`` elements for each rank, which begins on a page of its own."""
-        return self.size * -(-numel * dtype.itemsize // PAGESIZE) * PAGESIZE
+    def common_bytes(self, numel: int, dtype: torch.dtype, rows: int) -> int:
+        """Of a region with so many rows of ``numel`` elements, each of which begins on a page of its own."""
+        return rows * -(-numel * dtype.itemsize // PAGESIZE) * PAGESIZE
 
-    def adopt(self, region: Region, numel: int, dtype: torch.dtype) -> Tensor:
-        """This rank's row of a new region of `common_bytes`. Collectives on all of it read the others' in place."""
-        stride = self.common_bytes(numel, dtype) // self.size
-        mine = region.part(dtype, self.index * stride, numel)
-        rows = region.data.view(dtype).view(self.size, -1)[:, :numel]
-        self._common[mine.data_ptr()] = rows
+    def adopt(self, region: Region, numel: int, dtype: torch.dtype, rows: int) -> Tensor:
+        """This rank's row of a new region of `common_bytes`, or the one that all have.
+
+        Collectives on a whole row read the others' in place. Where all have the same row, what one writes the others
+        see: it can be gathered, which is then no more than to wait until all have written, but not summed.
+        """
+        stride = self.common_bytes(numel, dtype, rows) // rows
+        mine = region.part(dtype, (self.index if rows > 1 else 0) * stride, numel)
+        self._common[mine.data_ptr()] = region.data.view(dtype).view(rows, -1)[:, :numel]
         weakref.finalize(mine, self._common.pop, mine.data_ptr())
         return mine
 
     def _rows(self, x: Tensor) -> Tensor | None:
-        """All ranks' [size, numel] of what is this rank's ``x``, if that is one whole row of common memory."""
+        """The rows [rows, numel] of which ``x`` is this rank's, if it is a whole one of common memory."""
         rows = self._common.get(x.data_ptr())
         return rows if rows is not None and rows.dtype == x.dtype and rows.shape[1] == x.numel() else None
+
+    def _rows_to_sum(self, x: Tensor) -> Tensor | None:
+        rows = self._rows(x)
+        if rows is not None and len(rows) < self.size:
+            raise ValueError(f"a sum of {list(x.shape)} over ranks {self.ranks}, to all of which it is the same memory")
+        return rows
 
     # ---- what is used ------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Operation:
         """Start reducing contiguous ``x`` in place."""
         flat = x.detach().view(-1)
-        if op == dist.ReduceOp.SUM and (rows := self._rows(flat)) is not None:
+        if op == dist.ReduceOp.SUM and (rows := self._rows_to_sum(flat)) is not None:
             return self._start("all-reduce", x, self._come(), self._sum_everywhere(rows))
         pieces = self._pieces(flat.numel(), flat.element_size())
         pair, many = REDUCTIONS[op]
@@ -128,13 +138,15 @@ class SharedGroup:
         if out[self.index].data_ptr() != part.data_ptr():
             out[self.index].copy_(part)
         if (rows := self._rows(out)) is not None:
-            return self._start("all-gather", part, self._come(), self._copy_common(rows.unflatten(1, (self.size, -1))))
+            rows = rows.unflatten(1, (self.size, -1))
+            take = self._copy_common(rows) if len(rows) > 1 else self._meet()
+            return self._start("all-gather", part, self._come(), take)
         return self._start("all-gather", part, self._post(part, pieces), self._take_rows(out, pieces))
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Operation:
         """Start summing flat ``whole`` into each rank's flat ``part``, which may be its slice of ``whole``."""
         part, whole = part.detach(), whole.detach().view(self.size, -1)
-        if (rows := self._rows(whole)) is not None:
+        if (rows := self._rows_to_sum(whole)) is not None:
             column = rows.unflatten(1, (self.size, -1))[:, self.index]
             return self._start("reduce-scatter", whole, self._come(), self._sum_common(column, part))
         pieces = self._pieces(part.numel(), part.element_size() * self.size)
@@ -299,6 +311,11 @@ class SharedGroup:
     def _come(self) -> Steps:
         yield from self._room(LINE)
         yield self._count_written(LINE)
+
+    def _meet(self) -> Steps:
+        """All have written their parts of the one row that they share."""
+        yield from self._arrived(LINE)
+        yield self._count_consumed(LINE)
 
     def _part(self) -> Steps:
         yield self._count_consumed(LINE)

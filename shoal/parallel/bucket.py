@@ -93,7 +93,8 @@ class Bucket:
             self.numel += split.numel
         self.shards, self.index, self.policy = shards, index, policy
         self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
-        self.full = allocate(shards * self.chunk, policy.compute, device, group if keep_full else None)
+        # One for all ranks of a host: each updates its part where it is, and none until all are done with the step.
+        self.full = allocate(shards * self.chunk, policy.compute, device, group if keep_full else None, one=True)
         for slot in self.slots:
             slot.parameter.data = self.full[slot.start : slot.stop].view(slot.split.local)
         self.keep_full = keep_full

@@ -140,7 +140,10 @@ def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
 
 
 def _add_looked_up(gradient: Tensor, ids: Tensor, total: Tensor, fresh: bool) -> None:
-    add_gradient(torch.ops.aten.embedding_dense_backward(gradient, ids, len(total), -1, False), total, fresh)
+    if total.dtype != gradient.dtype or total.device.type != "cpu":  # elsewhere `index_add_` adds in any order
+        add_gradient(torch.ops.aten.embedding_dense_backward(gradient, ids, len(total), -1, False), total, fresh)
+        return
+    (total.zero_() if fresh else total).index_add_(0, ids.flatten(), gradient.flatten(0, -2))
 
 
 def add_gradient(gradient: Tensor, total: Tensor, fresh: bool) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -170,6 +171,48 @@ def test_common_memory(
     pool.run(common, ranks, transport, parts, dtype, seed)
 
 
+def one_for_all(transport: str, parts: list[int], dtype: torch.dtype, seed: int) -> list[str]:
+    """Each rank writes its part of a buffer that is the same memory to all, in turn with reading the whole."""
+    group, n, rank = world(transport), dist.get_world_size(), dist.get_rank()
+    random.seed(seed * 100 + rank)
+    refused = []
+    for part in parts:
+        x = allocate(n * part, dtype, torch.device("cpu"), group, one=True)
+        mine = x[rank * part : (rank + 1) * part]
+        for turn in range(4):
+            every = [values(r + 8 * turn, part, dtype) for r in range(n)]
+            mine.copy_(every[rank])
+            elsewhere = torch.ones(3)
+            pending = [ops.all_gather_flat(x, mine, group), ops.start_all_reduce(elsewhere, group)]
+            random.shuffle(pending)
+            for work in pending:
+                work.wait()
+            time.sleep(random.random() * 1e-3)
+            assert torch.equal(x, torch.cat(every))
+            ops.all_reduce(elsewhere, group)  # nobody reads any more
+        if part and group.shared is not None:
+            for collective in (ops.start_all_reduce, partial(ops.reduce_scatter_flat, mine)):
+                with pytest.raises(ValueError, match="the same memory") as error:
+                    collective(x, group)
+                refused.append(str(error.value))
+    return refused
+
+
+@both
+@settings(max_examples=6, deadline=None)
+@given(
+    ranks=st.integers(2, 8),
+    parts=st.lists(st.one_of(st.integers(0, 200), st.just(60_001)), min_size=1, max_size=2),
+    dtype=st.sampled_from(DTYPES[:6]),
+    seed=st.integers(0, 99),
+)
+def test_one_memory_of_all_ranks_is_gathered_and_never_summed(
+    pool: Pool, transport: str, ranks: int, parts: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    refused = pool.run(one_for_all, ranks, transport, parts, dtype, seed)[0]
+    assert len(refused) == (2 * sum(map(bool, parts)) if transport == "auto" else 0)
+
+
 def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:shoal")
 
@@ -314,9 +357,9 @@ def killed_in_the_middle(large: bool) -> None:
 
 
 def open_regions() -> int:
-    """Regions that processes of this user have open or mapped."""
-    found = 0
-    for process in psutil.process_iter():
+    """Regions that this process and all that it started have mapped."""
+    found, here = 0, psutil.Process()
+    for process in (here, *here.children(recursive=True)):
         try:
             found += sum("memfd:shoal" in each.path for each in process.memory_maps())
         except psutil.Error:
