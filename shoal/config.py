@@ -261,6 +261,9 @@ class RelaxedConfig(Section):
     outer_int8: bool = False
     """local-sgd, diloco: the replicas' changes are exchanged as 8-bit integers."""
 
+    block: PositiveInt = 256
+    """onebit, int8, outer_int8: elements that have a scale of their own; with 1 nothing is lost, and nothing saved."""
+
     rank: PositiveInt = 4
     """powersgd: columns of the two factors of a gradient matrix (r)."""
 

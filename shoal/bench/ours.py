@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shoal.bench.device import compute_elsewhere
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
 from shoal.comm.mesh import Mesh
 from shoal.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -13,12 +14,14 @@ from shoal.train.engine import Engine
 
 
 def engine(
-    workload: Workload, rank: int, ranks: int, *, compile: bool = False, transport: str = "auto", **layout: Any
+    workload: Workload, rank: int, ranks: int, *,
+    compile: bool = False, transport: str = "auto", device_seconds: float = 0.0, **layout: Any,
 ) -> Callable[[int], float]:
     """A training step of shoal on any layout.
 
     Args:
         compile, transport: as in ``train``.
+        device_seconds: of each layer's forward, on an emulated device (`shoal.bench.device`).
         layout: fields of `Layout`; without ``micro_batch``, a replica takes its sequences in one forward.
 
     Returns:
@@ -38,6 +41,8 @@ def engine(
         shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
     )
     built = Engine(config, workload.shape, Mesh(config.parallel, rank, transport=transport), workload.samples)
+    if device_seconds:
+        compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
 
     def step(number: int) -> float:
         loss = built.step(number).loss

@@ -50,7 +50,8 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             target=1.0,
             also=(several("DDP, buckets of 8 MB", partial(references.ddp, bucket_mb=8)),),
         ),
-        _overlap(workload, ranks),
+        _overlap("overlap", workload, ranks, device_seconds=0.0),
+        _overlap("overlap device", workload, ranks, device_seconds=0.004),
         Race(
             "tp",
             (several("shoal tp", partial(ours.engine, tp=ranks)),),
@@ -79,18 +80,23 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
     ]
 
 
-def _overlap(workload: Workload, ranks: int) -> Race:
-    """Naive DDP against the same with overlap, on so few tokens a rank and over sockets that communication weighs."""
+def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float) -> Race:
+    """Naive DDP against the same with overlap, on so few tokens a rank and over sockets that communication weighs.
+
+    Args:
+        device_seconds: of each layer's forward, in which the cores are free.
+    """
     few = Workload(workload.model, sequence_length=32, sequences=ranks, precision=workload.precision)
     few_on = partial(Contender, workload=few, ranks=ranks)
-    ddp = partial(ours.engine, dp=ranks, bucket_mb=4, transport="backend")
+    ddp = partial(ours.engine, dp=ranks, bucket_mb=4, transport="backend", device_seconds=device_seconds)
+    theirs = partial(references.ddp, bucket_mb=4, device_seconds=device_seconds)
     return Race(
-        "overlap",
+        name,
         (few_on("shoal zero 0", ddp),),
         (few_on("shoal, reduced after backward", partial(ddp, overlap=False)),),
         target=1 / 0.9,
-        also=(few_on("DDP, buckets of 4 MB", partial(references.ddp, bucket_mb=4)),),
-        bounds=(few_on("independent processes", references.independent),),
+        also=(few_on("DDP, buckets of 4 MB", theirs),),
+        bounds=(few_on("independent processes", partial(references.independent, device_seconds=device_seconds)),),
     )
 
 

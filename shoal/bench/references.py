@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.bench.device import compute_elsewhere
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
 from shoal.models.transformer import Transformer, initialise
 from shoal.train.engine import attention_kernel
@@ -83,20 +84,25 @@ def plain(workload: Workload, rank: int, ranks: int, *, kernel: str = "sdpa") ->
     return _loop(module, adamw(module.parameters()), workload, 0, 1, tokens=workload.tokens, share=1.0)
 
 
-def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float) -> Step:
+def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_seconds: float = 0.0) -> Step:
     """DistributedDataParallel, which averages gradients over the ranks."""
+    whole = model(workload, best_kernel())
+    if device_seconds:
+        compute_elsewhere(whole.layers.values(), device_seconds)
     module = DistributedDataParallel(
-        model(workload, best_kernel()),
+        whole,
         bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False,
     )
     tokens = workload.tokens // ranks
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
 
 
-def independent(workload: Workload, rank: int, ranks: int) -> Step:
+def independent(workload: Workload, rank: int, ranks: int, *, device_seconds: float = 0.0) -> Step:
     """Processes that exchange nothing: each trains a model of its own on its part of the samples. No data parallelism
     that updates whole weights on every rank is faster."""
     module = model(workload, best_kernel())
+    if device_seconds:
+        compute_elsewhere(module.layers.values(), device_seconds)
     tokens = workload.tokens // ranks
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.comm.ops import all_gather, all_reduce
 from shoal.parallel.relaxed.flat import Flat
-from shoal.parallel.relaxed.quantised import BLOCK, Int8
+from shoal.parallel.relaxed.quantised import Int8
 from shoal.pieces import Piece
 
 
@@ -31,14 +31,17 @@ class LocalSteps:
         group: the ranks that hold the same part of each replica; None for one replica.
         every: steps between averages (H).
         rate, momentum: of the outer step.
-        int8: whether changes are exchanged as 8-bit integers.
+        int8: how changes are exchanged as 8-bit integers; None exchanges them as they are.
     """
 
-    def __init__(self, flat: Flat, group: Group | None, *, every: int, rate: float, momentum: float, int8: bool):
+    def __init__(
+        self, flat: Flat, group: Group | None, *, every: int, rate: float, momentum: float, int8: Int8 | None
+    ):
         self.flat, self.group, self.every, self.rate, self.momentum = flat, group, every, rate, momentum
+        self.int8 = int8
         self.old = [weights.clone() for weights in flat.weights]
         self.velocity = flat.zeros() if momentum else []
-        self.errors = flat.zeros() if int8 else []
+        self.errors = flat.zeros() if int8 is not None else []
 
     def due(self, done: int, steps: int) -> bool:
         """Whether the replicas average after ``done`` steps of ``steps``."""
@@ -57,11 +60,11 @@ class LocalSteps:
 
     def _mean(self, change: Tensor, i: int) -> Tensor:
         replicas = 1 if self.group is None else self.group.size()
-        if not self.errors:
+        if self.int8 is None:
             return all_reduce(change, self.group).div_(replicas)
+        code = self.int8
         change.add_(self.errors[i])
-        blocks = torch.nn.functional.pad(change, (0, -change.numel() % BLOCK)).view(-1, BLOCK)
-        code = Int8()
+        blocks = torch.nn.functional.pad(change, (0, -change.numel() % code.block)).view(-1, code.block)
         message = code.encode(blocks, blocks != 0)
         self.errors[i].copy_((blocks - code.decode(*message)).view(-1)[: change.numel()])
         every = [all_gather(part, self.group).view(-1, *part.shape) for part in message]

@@ -7,12 +7,16 @@ int8    x ~ scale x integer, scale = largest magnitude of the block / 127 (Dettm
         one magnitude for both signs).
 
 Sums of rounded numbers are not rounded again, so one gather is enough: a rank receives (N - 1) / 4, or (N - 1) / 32, of
-a gradient's bytes, against 2 (N - 1) / N of them in an all-reduce.
+a gradient's bytes, against 2 (N - 1) / N of them in an all-reduce. In blocks of one element both codes say what it is,
+and the sum is the exact one to rounding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.group import Group
@@ -20,14 +24,15 @@ from shoal.comm.ops import all_gather
 from shoal.parallel.relaxed.compress import Compressed
 from shoal.parallel.relaxed.flat import Flat
 
-BLOCK = 256  # elements
 
-
+@dataclass(frozen=True)
 class Int8:
-    """Rounds blocks [n, BLOCK] to integers of 8 bits."""
+    """Rounds blocks [n, block] to integers of 8 bits."""
+
+    block: int
 
     def encode(self, blocks: Tensor, used: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a message: integers [n, BLOCK], scales [n]."""
+        """The parts of a message: integers [n, block], scales [n]."""
         scale = blocks.abs().amax(1) / 127
         divisor = torch.where(scale > 0, scale, 1)
         return (blocks / divisor[:, None]).round_().to(torch.int8), scale
@@ -37,26 +42,32 @@ class Int8:
         return integers.to(scale.dtype) * scale[:, None]
 
 
+@dataclass(frozen=True)
 class OneBit:
-    """Keeps the signs of blocks [n, BLOCK], and the means of the elements of each sign."""
+    """Keeps the signs of blocks [n, block], and the means of the elements of each sign."""
 
-    WEIGHTS = tuple(1 << bit for bit in range(8))
+    block: int
 
     def encode(self, blocks: Tensor, used: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a message: signs, 8 in a byte [n, BLOCK / 8], means [n, 2]."""
+        """The parts of a message: signs, 8 in a byte [n * block / 8], means [n, 2]."""
         positive = blocks >= 0
         means = []
         for chosen in (positive & used, ~positive & used):
             means.append((blocks * chosen).sum(1) / chosen.sum(1).clamp(min=1))
-        weights = torch.tensor(self.WEIGHTS, dtype=torch.uint8, device=blocks.device)
-        bits = (positive.view(len(blocks), -1, 8) * weights).sum(2, dtype=torch.uint8)
+        flat = F.pad(positive.flatten(), (0, -positive.numel() % 8))
+        bits = (flat.view(-1, 8) * _weights(blocks.device)).sum(1, dtype=torch.uint8)
         return bits, torch.stack(means, 1)
 
     def decode(self, bits: Tensor, means: Tensor) -> Tensor:
         """Blocks."""
-        weights = torch.tensor(self.WEIGHTS, dtype=torch.uint8, device=bits.device)
-        positive = (bits[:, :, None] & weights).ne(0).flatten(1)
+        flat = (bits[:, None] & _weights(bits.device)).ne(0).flatten()
+        positive = flat[: len(means) * self.block].view(-1, self.block)
         return torch.where(positive, means[:, :1], means[:, 1:])
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Of the bits of a byte."""
+    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
 
 class Quantised(Compressed):
@@ -66,9 +77,9 @@ class Quantised(Compressed):
         super().__init__(flat, group)
         self.code = code
         self.sizes = [tensor.numel() for tensor in self.tensors]
-        self.rows = [-(-size // BLOCK) for size in self.sizes]
+        self.rows = [-(-size // code.block) for size in self.sizes]
         first = self.tensors[0]
-        self.blocks = first.new_zeros(sum(self.rows), BLOCK)
+        self.blocks = first.new_zeros(sum(self.rows), code.block)
         self.used = torch.zeros_like(self.blocks, dtype=torch.bool)
         for place in self._places(self.used):
             place.fill_(True)

@@ -135,9 +135,9 @@ class CompressedEngine(ReplicaEngine):
             case "topk":
                 return TopK(self.flat, group, relaxed.density)
             case "onebit":
-                return Quantised(self.flat, group, OneBit())
+                return Quantised(self.flat, group, OneBit(relaxed.block))
             case "int8":
-                return Quantised(self.flat, group, Int8())
+                return Quantised(self.flat, group, Int8(relaxed.block))
         raise ValueError(self.config.parallel.sync)
 
     def count(self, batches: Sequence[Batch]) -> int:
@@ -184,7 +184,7 @@ class LocalEngine(ReplicaEngine):
             every=relaxed.local_steps,
             rate=relaxed.outer_learning_rate if diloco else 1.0,
             momentum=relaxed.outer_momentum if diloco else 0.0,
-            int8=relaxed.outer_int8,
+            int8=Int8(relaxed.block) if relaxed.outer_int8 else None,
         )
         self._since = torch.zeros(5, dtype=torch.float64, device=mesh.device)
 

@@ -106,7 +106,9 @@ def test_verify_says_that_it_is_not_meant_to_be_equal(trained, capfd):
 # ---- as a user does --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sync", "more"), [("ps-async", {"sampler": "pool"}), ("wagma", {})])
+@pytest.mark.parametrize(("sync", "more"), [
+    ("ps-async", {"sampler": "pool"}), ("hogwild", {"sampler": "pool"}), ("ps-ssp", {}), ("sgp", {}), ("wagma", {}),
+])
 def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     file, folder = tmp_path / "run.toml", tmp_path / "run"
     save(config_of(corpus, sync, parallel={"dp": 3}, data=more, train={"global_batch": 3}), file)
