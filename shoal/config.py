@@ -148,9 +148,10 @@ class OptimizerConfig(Section):
     """The update rule and its learning-rate schedule."""
 
     name: Literal[
-        "adamw", "adam", "sgd", "momentum", "adagrad", "radam", "adafactor", "adam8bit", "muon", "sage"
+        "adamw", "adam", "sgd", "momentum", "adagrad", "radam", "adafactor", "adam8bit", "muon", "sage",
+        "sophia-g", "sophia-h",
     ] = "adamw"
-    """The update rule; docs/optim.md has a table of them."""
+    """The update rule; docs/numerics.md has a table of them."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
@@ -169,6 +170,13 @@ class OptimizerConfig(Section):
 
     sensitivity_beta: Decay = 0.85
     """sage: decay rate of the running mean of sensitivities."""
+
+    hessian_every: PositiveInt = 10
+    """sophia: steps from one estimate of the Hessian's diagonal to the next (k)."""
+
+    hessian_scale: PositiveFloat = 0.05
+    """sophia: factor on that diagonal (gamma; its authors have 0.05 for sophia-g and 0.01 for sophia-h): the smaller,
+    the more elements take a step of the whole learning rate."""
 
     rates: dict[str, PositiveFloat] = {}
     """Factors on the learning rate by pattern of parameter names, as in {"embed.*" = 0.5}; the first match counts."""

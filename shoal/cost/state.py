@@ -24,7 +24,7 @@ from shoal.precision.formats import Formats
 
 ALIGN = 64  # elements: what shards are rounded up to (`shoal.parallel.bucket`)
 STATES = {  # per element
-    "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3,
+    "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
 }  # fmt: skip
 BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
 

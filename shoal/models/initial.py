@@ -37,7 +37,7 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
     if initial.std == 0:
         out.fill_(initial.mean)
         return
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
+    key = key_of(seed, name)
     rows_at_once = max(1, _BLOCK // max(1, math.prod(box.shape[1:])))
     for row in range(0, box.shape[0], rows_at_once):
         rows = min(rows_at_once, box.shape[0] - row)
@@ -46,18 +46,26 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
         out[row : row + rows].copy_(values.mul_(initial.std).add_(initial.mean))
 
 
-def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers, float64, one for each int64 index.
+def key_of(seed: int, name: str) -> int:
+    """The key of a stream of random numbers, a signed word."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
 
-    SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of ``key + index * golden``, whose top 53 bits
-    are a uniform number, through the inverse of the normal distribution.
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """Standard normal numbers, float64, one for each int64 index: uniform ones through the distribution's inverse."""
+    return torch.special.ndtri(uniform(key, index))
+
+
+def uniform(key: int, index: Tensor) -> Tensor:
+    """Random numbers between 0 and 1, both excluded, float64, one for each int64 index.
+
+    SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of ``key + index * golden``: its top 53 bits.
     """
     z = index * _signed(0x9E3779B97F4A7C15) + key
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift(z, 31)
-    uniform = (_shift(z, 11).double() + 0.5) * 2.0**-53
-    return torch.special.ndtri(uniform)
+    return (_shift(z, 11).double() + 0.5) * 2.0**-53
 
 
 def _indices(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ can be taken out of it: what remains runs as one pipeline stage.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,8 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
+        self.labels: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Makes the targets of (logits, targets), where these are not what the loss is to be of."""
         if shape.tied:
             self.head.weight = self.embed.token.weight
 
@@ -177,7 +180,9 @@ class Transformer(nn.Module):
         if self.head is None:
             return x
         logits = self.head(self.norm(x))
-        return logits if targets is None else self.loss(logits, targets)
+        if targets is None:
+            return logits
+        return self.loss(logits, targets if self.labels is None else self.labels(logits, targets))
 
     def _context(
         self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None

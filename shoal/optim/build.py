@@ -15,6 +15,7 @@ from shoal.optim.radam import RAdam
 from shoal.optim.rule import Rule
 from shoal.optim.sage import Sage
 from shoal.optim.shards import Shards
+from shoal.optim.sophia import Sophia
 
 RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     **{name: partial(FromTorch, name=name) for name in TORCH},
@@ -23,6 +24,8 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     "muon": Muon,
     "radam": RAdam,
     "sage": Sage,
+    "sophia-g": Sophia,
+    "sophia-h": Sophia,
 }
 
 

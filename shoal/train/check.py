@@ -7,6 +7,7 @@ from shoal.config import RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.pipeline.choose import check_schedule
+from shoal.train.curvature import check_curvature
 from shoal.train.relaxed.choose import check_relaxed
 
 
@@ -30,6 +31,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     )
     check_profile(config)
     check_relaxed(config)
+    check_curvature(config)
     return shape
 
 

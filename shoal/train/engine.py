@@ -17,6 +17,7 @@ from shoal.data.ahead import Ahead
 from shoal.data.batches import Batch, Dataset
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.schedule import learning_rate
+from shoal.optim.sophia import Sophia
 from shoal.parallel.apply import build_stages, initialise
 from shoal.parallel.context.order import spread
 from shoal.parallel.context.sight import places_of
@@ -27,6 +28,7 @@ from shoal.pipeline.choose import forwards_of, program_of, slices_of
 from shoal.pipeline.program import Program
 from shoal.pipeline.runtime import Runtime
 from shoal.precision.policy import POLICIES
+from shoal.train.curvature import estimate
 from shoal.train.updates import ManyUpdates, OneUpdate
 
 
@@ -113,6 +115,8 @@ class Engine:
         updates = kind(self, step, sum(tokens), stop=stop, rate=None if dry else rate)
         scale = np.array([1 / max(1, tokens[update_of[m]]) for m in range(self.microbatches)])
         batches = [batch.to(self.mesh.device) for batch in batches]
+        if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
+            self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
         updates.finish(self.runtime.step(batches, scale, updates))
         return None if dry else StepResult(updates.loss, updates.norm, rate, updates.tokens, updates.stopped)
 
@@ -121,9 +125,14 @@ class Engine:
 
     def _batch(self, samples: Dataset, step: int, microbatch: int) -> Batch:
         """This replica's samples of one micro-batch, on the host: consecutive replicas take consecutive runs."""
-        layout, n = self.config.parallel, self.config.parallel.micro_batch
-        start = step * self.config.train.global_batch + (microbatch * layout.dp + self.mesh.index("dp")) * n
-        return samples.batch(range(start, start + n))
+        start = self.first_sample(step, microbatch)
+        return samples.batch(range(start, start + self.config.parallel.micro_batch))
+
+    def first_sample(self, step: int, microbatch: int) -> int:
+        """The global index of the first sample of one of this replica's micro-batches."""
+        layout = self.config.parallel
+        place = (microbatch * layout.dp + self.mesh.index("dp")) * layout.micro_batch
+        return step * self.config.train.global_batch + place
 
     def _count(self, batches: Sequence[Batch], update_of: Sequence[int]) -> list[int]:
         """Unmasked targets of each update's micro-batches, of all replicas."""

@@ -101,6 +101,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run with one update rule, and matrices large enough for its states to be blocks, rows and columns."""
     run = draw_run(choose, max_ranks)
-    settings = run.optimizer.model_copy(update={"name": optimizer, "learning_rate": 1e-2})
+    # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
+    settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
     model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
-    return run.model_copy(update={"optimizer": settings, "model": model})
+    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})

@@ -37,8 +37,8 @@ TOLERANCES = {
 }
 
 # Adafactor divides by roots of row and column means with next to nothing added (1e-30), where Adam adds 1e-8: a row of
-# the gradient that is all but rounding is made as large as any other.
-AMPLIFIED = {"adafactor": 1e4}
+# the gradient that is all but rounding is made as large as any other. Sophia-H divides by differences of gradients.
+AMPLIFIED = {"adafactor": 1e4, "sophia-h": 1e2}
 
 # The error of a tensor is relative to its own largest element, but to no less than this part of the largest element of
 # any parameter's: some gradients are zero in exact arithmetic (softmax does not see a bias on the keys), and the error

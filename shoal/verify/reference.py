@@ -20,9 +20,12 @@ from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.batches import Batch, Dataset
 from shoal.models.transformer import Transformer, initialise
 from shoal.optim.build import build, weight_decay
+from shoal.optim.rule import Rule
 from shoal.optim.schedule import learning_rate
 from shoal.optim.shards import Shards
+from shoal.optim.sophia import Sophia
 from shoal.pipeline.choose import program_of
+from shoal.verify.curvature import PlainCurvature
 from shoal.verify.emulate import emulated_updates
 from shoal.verify.trace import Tracer
 
@@ -78,41 +81,58 @@ def run_reference(
     model = Transformer(shape).double()
     initialise(model, config.train.seed)
     update = plain_optimizer(model, config.optimizer)
+    curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
     facts = []
     for step in range(steps):
         tracer = Tracer(model) if trace and step == steps - 1 else None
-        facts.append(_step(model, update, config, samples, step, step_file(folder, rule, step)))
+        if curvature is not None and curvature.rule.due:
+            curvature.learn(_batches(config, samples, step), step)
+        facts.append(_step(model, update.step, config, samples, step, step_file(folder, rule, step)))
         if tracer is not None:
             # one sample at a time: entry m of the trace is sample m
             save_file({key: torch.cat(parts) for key, parts in tracer.taken().items()}, trace_file(folder))
     return facts
 
 
-def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Callable[[float], None]:
-    """A function that updates the model at a learning rate: torch's own AdamW and SGD on the parameters, other rules as
-    they are on one device. Weight decay on matrices only."""
+def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | PlainTorch:
+    """What updates the model: torch's own AdamW and SGD on the parameters, other rules as they are on one device.
+
+    Weight decay on matrices only.
+    """
+    if config.name in ("adamw", "sgd"):
+        return PlainTorch(model, config)
     named = dict(model.named_parameters())
-    if config.name not in ("adamw", "sgd"):
-        for parameter in named.values():
-            parameter.grad = torch.zeros_like(parameter)
-        whole = Shards.of(
-            ((name, p.detach(), p.grad) for name, p in named.items()), lambda name, p: weight_decay(config, p.shape)
-        )
-        return build(config, whole).step
-    groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    options = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
-    make = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
-    optimizer = make(groups, lr=config.learning_rate, foreach=False, **options)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    return build(config, Shards.of(
+        ((name, p.detach(), p.grad) for name, p in named.items()), lambda name, p: weight_decay(config, p.shape)
+    ))
 
-    def step(rate: float) -> None:
-        for group in optimizer.param_groups:
+
+class PlainTorch:
+    """torch's AdamW or SGD, parameter by parameter."""
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        options = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
+        make = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
+        self.optimizer = make(groups, lr=config.learning_rate, foreach=False, **options)
+
+    def step(self, rate: float) -> None:
+        """Make one update."""
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
+        self.optimizer.step()
 
-    return step
+
+def _batches(config: RunConfig, samples: Dataset, step: int) -> list[Batch]:
+    """The step's samples, one at a time: that bounds the memory of the activations."""
+    n = config.train.global_batch
+    return [samples.batch([step * n + i]) for i in range(n)]
 
 
 def _step(
@@ -123,8 +143,7 @@ def _step(
     step: int,
     file: Path,
 ) -> StepFacts:
-    n = config.train.global_batch
-    batches = [samples.batch([step * n + i]) for i in range(n)]  # one at a time bounds the memory of the activations
+    n, batches = config.train.global_batch, _batches(config, samples, step)
     counts = tuple(batch.unmasked() for batch in batches)
     parameters = dict(model.named_parameters())
     rate = learning_rate(step, config.train.steps, config.optimizer)

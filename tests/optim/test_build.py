@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoal.config import OptimizerConfig
 from shoal.optim.build import RULES, build, rate_factor, weight_decay
 from shoal.optim.shards import Part, Shard, Shards
+from shoal.optim.sophia import Sophia
 from shoal.pieces import flat_range
 
 SHAPES = {"layers.0.mlp.up.weight": (6, 5), "norm.weight": (7,), "layers.0.mlp.down.weight": (4, 3), "bias": (1,)}
@@ -33,6 +34,13 @@ def whole(weights, gradients, config):
     )
 
 
+def update(rule, rate):
+    """One update; Sophia's with estimates of the Hessian that any cut has alike."""
+    if isinstance(rule, Sophia) and rule.due:
+        rule.learn([shard.gradient.square() * 3 for shard in rule.shards.shards])
+    rule.step(rate)
+
+
 @pytest.mark.parametrize("name", sorted(RULES))
 @settings(deadline=None, max_examples=25)
 @given(cuts=st.lists(st.integers(1, 30), max_size=4), seed=st.integers(0, 1000), decay=st.floats(0, 1))
@@ -49,8 +57,8 @@ def test_any_cut_updates_as_whole_parameters_do(name, cuts, seed, decay):
         for gradient, other in zip(gradients, others, strict=True):
             gradient.copy_(draw(gradient.shape))
             other.copy_(gradient)
-        rule.step(0.1 / (step + 1))
-        reference.step(0.1 / (step + 1))
+        update(rule, 0.1 / (step + 1))
+        update(reference, 0.1 / (step + 1))
         for mine, theirs in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -60,7 +68,7 @@ def test_decay_moves_matrices_alone(name):
     config = OptimizerConfig(name=name, weight_decay=0.5)
     weights = [torch.ones(shape) for shape in SHAPES.values()]
     gradients = [torch.zeros_like(w) for w in weights]
-    build(config, whole(weights, gradients, config)).step(0.1)
+    update(build(config, whole(weights, gradients, config)), 0.1)
     for weight in weights:
         if weight.dim() == 1:
             assert torch.equal(weight, torch.ones_like(weight))
@@ -71,8 +79,9 @@ def test_decay_moves_matrices_alone(name):
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_the_states_and_the_step_are_all_that_a_resumed_optimizer_needs(name):
-    config = OptimizerConfig(name=name, learning_rate=0.1)
+@pytest.mark.parametrize("updates", [1, 3, 6])
+def test_the_states_and_the_step_are_all_that_a_resumed_optimizer_needs(name, updates):
+    config = OptimizerConfig(name=name, learning_rate=0.1, hessian_every=3)
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
     values = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
@@ -82,9 +91,9 @@ def test_the_states_and_the_step_are_all_that_a_resumed_optimizer_needs(name):
     def step(rule, rate):
         for gradient, value in zip(gradients, values, strict=True):
             gradient.copy_(value)
-        rule.step(rate)
+        update(rule, rate)
 
-    for _ in range(3):
+    for _ in range(updates):
         step(first, 0.1)
     resumed_weights = [w.clone() for w in weights]
     resumed = build(config, whole(resumed_weights, gradients, config))
@@ -92,10 +101,26 @@ def test_the_states_and_the_step_are_all_that_a_resumed_optimizer_needs(name):
         for parameter, pieces in parameters.items():
             for mine, theirs in zip(pieces, first.states()[kind][parameter], strict=True):
                 mine.tensor.copy_(theirs.tensor)
-    resumed.resume_at(3)
-    step(first, 0.05)
-    step(resumed, 0.05)
-    assert all(torch.equal(w, r) for w, r in zip(weights, resumed_weights, strict=True))
+    resumed.resume_at(updates)
+    for _ in range(2):
+        saved = [w.clone() for w in weights]
+        step(first, 0.05)
+        expected = [w.clone() for w in weights]
+        step(resumed, 0.05)
+        assert not any(torch.equal(w, s) for w, s in zip(weights, saved, strict=True))
+        assert all(torch.equal(w, r) for w, r in zip(expected, resumed_weights, strict=True))
+
+
+def test_sophia_refuses_to_go_on_without_an_estimate():
+    config = OptimizerConfig(name="sophia-h", hessian_every=2)
+    weights = [torch.ones(shape) for shape in SHAPES.values()]
+    rule = build(config, whole(weights, [torch.ones_like(w) for w in weights], config))
+    with pytest.raises(RuntimeError, match="update 0 of Sophia"):
+        rule.step(0.1)
+    update(rule, 0.1)
+    rule.step(0.1)
+    with pytest.raises(RuntimeError, match="update 2 of Sophia"):
+        rule.step(0.1)
 
 
 def test_rates_multiply_the_learning_rate_of_the_parameters_that_match_first():
@@ -108,7 +133,7 @@ def test_rates_multiply_the_learning_rate_of_the_parameters_that_match_first():
 
 def test_bytes_are_those_of_the_states():
     big = {"layers.0.mlp.up.weight": (64, 512)}
-    sizes = {"adamw": 8, "sgd": 0, "momentum": 4, "sage": 12, "muon": 4, "adam8bit": 2 + 8 / 256}
+    sizes = {"adamw": 8, "sgd": 0, "momentum": 4, "sage": 12, "sophia-g": 8, "muon": 4, "adam8bit": 2 + 8 / 256}
     for name, size in sizes.items():
         config = OptimizerConfig(name=name)
         weights, gradients = torch.ones(64, 512), torch.zeros(64, 512)

@@ -79,6 +79,15 @@ def adamw(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
     return -RATE * (s["m"] / (1 - beta1**t)) / ((s["v"] / (1 - beta2**t)).sqrt() + c.eps)
 
 
+def sophia(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    """Liu et al. 2023, algorithm 3, with g^2 / 2 for the estimates."""
+    beta1, beta2 = c.betas
+    s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
+    if t % c.hessian_every == 1:
+        s["h"] = beta2 * s.get("h", 0) + (1 - beta2) * g**2 / 2
+    return -RATE * (s["m"] / torch.clamp(c.hessian_scale * s["h"], min=c.eps)).clamp(-1, 1)
+
+
 def adam8bit(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
     """AdamW whose moments pass through the nearest code of their block (Dettmers et al. 2022, sections 1.3 and 2)."""
     update = adamw(w, g, s, t, c)
@@ -100,9 +109,12 @@ def rounded(x: Tensor, signed: bool) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("paper", [sage, adafactor, muon, adamw, radam, adam8bit], ids=lambda paper: paper.__name__)
+@pytest.mark.parametrize(
+    "paper", [sage, adafactor, muon, adamw, radam, adam8bit, sophia], ids=lambda paper: paper.__name__
+)
 def test_a_rule_does_what_its_paper_says(paper) -> None:
-    config = OptimizerConfig(name=paper.__name__, betas=(0.8, 0.95), weight_decay=DECAY)
+    name = "sophia-g" if paper is sophia else paper.__name__
+    config = OptimizerConfig(name=name, betas=(0.8, 0.95), weight_decay=DECAY, hessian_every=3, hessian_scale=20.0)
     generator = torch.Generator().manual_seed(7)
     expected = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
@@ -119,6 +131,8 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
             gradients[name].copy_(g)
             update = paper(w, g, states[name], t, config)
             expected[name] = w * (1 - RATE * (DECAY if w.dim() == 2 else 0.0)) + update
+        if paper is sophia and rule.due:
+            rule.learn([shard.gradient.square() / 2 for shard in rule.shards.shards])
         rule.step(RATE)
     for name in SHAPES:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-9, atol=1e-10)

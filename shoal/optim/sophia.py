@@ -1,0 +1,48 @@
+"""Sophia: momentum over a diagonal of the Hessian, clipped by element (Liu et al. 2023, arXiv 2305.14342)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal.optim.rule import Elementwise
+
+
+class Sophia(Elementwise):
+    """Algorithm 3. Whoever has the model makes the estimates of the diagonal: `shoal.train.curvature`.
+
+    A weight moves by the learning rate at most, and by that much where its curvature is small or negative; elsewhere
+    the step is Newton's, along the mean gradient.
+    """
+
+    STATES = ("exp_avg", "hessian")
+    _learned = -1  # the number of updates before the one that the newest estimate is for
+
+    @property
+    def due(self) -> bool:
+        """Whether the next update needs a new estimate: the first of every k (line 7)."""
+        return self.count % self.config.hessian_every == 0 and self._learned != self.count
+
+    def learn(self, estimates: Sequence[Tensor]) -> None:
+        """Take a new estimate of the Hessian's diagonal: for each shard a tensor that lies like it (line 9)."""
+        for hessian, estimate in zip(self.tensors["hessian"], estimates, strict=True):
+            hessian.lerp_(estimate, 1 - self.config.betas[1])
+        self._learned = self.count
+
+    def step(self, learning_rate: float) -> None:
+        """Make one update.
+
+        Raises:
+            RuntimeError: it needs an estimate that it was not given.
+        """
+        if self.due:
+            raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
+        super().step(learning_rate)
+
+    def block(self, weights: Tensor, gradient: Tensor, *states: Tensor, rate: float, decay: float) -> None:
+        mean, hessian = states
+        mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
+        weights.mul_(1 - rate * decay)  # line 12
+        curvature = (hessian * self.config.hessian_scale).clamp_(min=self.config.eps)
+        weights.sub_((mean / curvature).clamp_(-1, 1), alpha=rate)  # line 13

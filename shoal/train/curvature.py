@@ -1,0 +1,182 @@
+"""Estimates of the Hessian's diagonal on any layout, for Sophia: by the very passes that make gradients.
+
+Both are unbiased for the loss of the step's own samples, and what they draw depends on (seed, step, place in the model
+or in the data) alone, so that every layout draws the same.
+
+- Gauss-Newton-Bartlett (Liu et al. 2023, algorithm 2): one forward and backward more, for labels that the model draws
+  from its own distribution. With g the gradient of their mean loss over B tokens it is B g o g, and never negative.
+- Hutchinson (algorithm 1): u o (H u) for a normal u. The product H u is the central difference of the gradients at
+  weights + d u and weights - d u, two forwards and backwards: no operation, schedule or shard needs a second
+  derivative. Its error is of order d^2, far below the estimator's own spread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.comm.ops import all_gather, all_reduce
+from shoal.config import RunConfig
+from shoal.data.batches import Batch
+from shoal.errors import UsageError
+from shoal.models.initial import Initial, fill
+from shoal.models.labels import draw, key_of_step
+from shoal.models.transformer import IGNORE
+from shoal.pipeline.schedules import ASYNCHRONOUS
+
+if TYPE_CHECKING:
+    from shoal.train.engine import Engine
+
+PRECISIONS = {"sophia-g": ("fp32", "bf16", "fp64"), "sophia-h": ("fp32", "fp64")}
+"""By rule, those in which its estimate means something."""
+
+SHIFT = 1e-3
+"""d, relative to the root mean square of the weights: errors of the difference of 5e-5, and its rounding of fp32."""
+
+
+def check_curvature(config: RunConfig) -> None:
+    """Refuse what no estimate can be made of.
+
+    Raises:
+        UsageError: naming the field, why, and what would do.
+    """
+    rule, layout = config.optimizer.name, config.parallel
+    if rule not in PRECISIONS:
+        return
+    what = f"optimizer.name = '{rule}'"
+    if layout.sync != "all-reduce":
+        raise UsageError(
+            f"{what} with parallel.sync = '{layout.sync}': its estimates are of all replicas together."
+            "\n  Use parallel.sync all-reduce, or another optimizer."
+        )
+    if layout.schedule in ASYNCHRONOUS:
+        raise UsageError(
+            f"{what} with parallel.schedule = '{layout.schedule}': an estimate is of one version of all weights, and "
+            "each stage would have several in a step.\n  Use another schedule, or another optimizer."
+        )
+    if config.train.precision not in PRECISIONS[rule]:
+        raise UsageError(
+            f"{what} with train.precision = '{config.train.precision}': "
+            + ("differences of gradients would be their rounding." if rule == "sophia-h" else
+               "its squares of gradients would leave the number format's range.")
+            + f"\n  Use train.precision {' or '.join(PRECISIONS[rule])}, or optimizer.name "
+            + ("sophia-g." if rule == "sophia-h" else "adamw.")
+        )
+
+
+def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+    """The estimate that the engine's optimizer is due, for each of its shards a tensor that lies like it.
+
+    Args:
+        batches: this replica's micro-batches of the step, on the device.
+        tokens: that count in the loss of the global batch.
+    """
+    with _unrecorded(engine):
+        make = gauss_newton_bartlett if engine.config.optimizer.name == "sophia-g" else hutchinson
+        return make(engine, step, batches, max(1, tokens))
+
+
+def gauss_newton_bartlett(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+    """Algorithm 2, over the step's tokens that count."""
+    length, layout = engine.config.data.sequence_length, engine.config.parallel
+    numbered = []
+    for microbatch, batch in enumerate(batches):
+        sample = engine.first_sample(step, microbatch) + torch.arange(layout.micro_batch)
+        index = (sample[:, None] * length + torch.arange(length)).to(batch.targets.device)
+        numbered.append(replace(batch, targets=index.where(batch.targets != IGNORE, IGNORE)))
+    labels = _labels(engine, key_of_step(engine.config.train.seed, step))
+    for stage in engine.stages:
+        stage.module.labels = labels
+    try:
+        _backward(engine, numbered, tokens)
+    finally:
+        for stage in engine.stages:
+            stage.module.labels = None
+    return [gradient.square().mul_(tokens) for gradient in _gradients(engine)]
+
+
+def _labels(engine: Engine, key: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """From logits and the tokens' numbers in the place of targets to labels."""
+    tp, rank = engine.mesh.size("tp"), engine.mesh.index("tp")
+    rows = -(-engine.shape.vocab // tp)
+    here = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
+    gather = partial(_stack, engine.mesh.group("tp"))
+
+    def labels(logits: Tensor, index: Tensor) -> Tensor:
+        drawn = draw(logits[..., :here], key, index, start=rank * rows, part=rank, gather=gather)
+        return drawn.where(index != IGNORE, IGNORE)
+
+    return labels
+
+
+def _stack(group, x: Tensor) -> Tensor:
+    return all_gather(x.unsqueeze(0), group)
+
+
+def hutchinson(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+    """Algorithm 1, with the Hessian-vector product by a central difference."""
+    shards, seed = engine.optimizer.shards.shards, engine.config.train.seed
+    size = SHIFT * _root_mean_square(engine)
+    kept = [shard.weights.clone() for shard in shards]
+    directions = [torch.zeros_like(shard.weights) for shard in shards]
+    for shard, direction in zip(shards, directions, strict=True):
+        for part in shard.parts:
+            fill(
+                part.piece(direction).tensor, name=f"hutchinson.{step}.{part.name}", whole=part.whole, box=part.box,
+                initial=Initial(0.0, 1.0), seed=seed,
+            )
+
+    def move(by: float) -> None:
+        for shard, weights, direction in zip(shards, kept, directions, strict=True):
+            torch.add(weights, direction, alpha=by, out=shard.weights)
+        engine.parameters.gather()
+
+    move(size)
+    _backward(engine, batches, tokens)
+    ahead = [gradient.clone() for gradient in _gradients(engine)]
+    move(-size)
+    _backward(engine, batches, tokens)
+    move(0.0)
+    return [
+        (one - other).mul_(direction).mul_(1 / (2 * size))
+        for one, other, direction in zip(ahead, _gradients(engine), directions, strict=True)
+    ]
+
+
+def _root_mean_square(engine: Engine) -> float:
+    """Of all weights of the model, each counted once."""
+    total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+    for shard in engine.optimizer.shards.shards:
+        for part in shard.parts:
+            if part.primary:
+                total += torch.linalg.vector_norm(shard.weights[part.slice]).double().square().to(total.device)
+    return math.sqrt(float(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
+
+
+def _backward(engine: Engine, batches: Sequence[Batch], tokens: int) -> None:
+    """The gradients of the mean loss, complete, where the optimizer reads them; no weight changes."""
+    engine.runtime.step(
+        batches, np.full(len(batches), 1 / tokens), lambda action, loss: engine.parameters.sum_ends()
+    )
+
+
+def _gradients(engine: Engine) -> list[Tensor]:
+    return [shard.gradient for shard in engine.optimizer.shards.shards]
+
+
+@contextmanager
+def _unrecorded(engine: Engine):
+    """A profile is of the step's own passes."""
+    recorder, engine.runtime.recorder = engine.runtime.recorder, None
+    try:
+        yield
+    finally:
+        engine.runtime.recorder = recorder

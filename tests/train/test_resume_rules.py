@@ -1,0 +1,31 @@
+"""A run with any update rule goes on in the middle: bit for bit on its layout, to rounding on another."""
+
+import pytest
+
+from shoal.optim.build import RULES
+
+from .runs import FOUR_RANKS, checkpoints, copy_until, curve, same_bits, small_config, train_in
+
+AMPLIFIED = {"adafactor": 1e4}  # divides by moments without a floor, and so gradients that are rounding alone
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
+    # Two updates after the checkpoint: Sophia's first uses its old estimate, its second makes a new one.
+    config = small_config(
+        corpus, FOUR_RANKS, train={"precision": "fp64", "steps": 5, "validate_every": 0},
+        model={"layers": 2, "hidden": 30, "ffn": 140}, checkpoint={"every": 3},
+        optimizer={"name": rule, "warmup_steps": 0, "hessian_every": 4, "hessian_scale": 50.0},
+    )
+    whole = train_in(pool, config, tmp_path / "whole")
+    same = train_in(pool, config, copy_until(whole, tmp_path / "same", 3), resume=True)
+    assert curve(same) == curve(whole)
+    assert same_bits(checkpoints(same)[5], checkpoints(whole)[5])
+    layout = type(config.parallel)(pp=2, micro_batch=2)
+    other = train_in(
+        pool, config.model_copy(update={"parallel": layout}), copy_until(whole, tmp_path / "other", 3), resume=True
+    )
+    assert curve(other)[:3] == curve(whole)[:3]
+    for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(other), curve(whole), strict=True):
+        assert loss == pytest.approx(same_loss, rel=1e-9 * AMPLIFIED.get(rule, 1), abs=0)
+        assert norm == pytest.approx(same_norm, rel=2e-8 * AMPLIFIED.get(rule, 1), abs=0)
