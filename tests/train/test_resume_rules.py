@@ -14,7 +14,7 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     # Two updates after the checkpoint: Sophia's first uses its old estimate, its second makes a new one.
     config = small_config(
         corpus, FOUR_RANKS, train={"precision": "fp64", "steps": 5, "validate_every": 0},
-        model={"layers": 2, "hidden": 30, "ffn": 140}, checkpoint={"every": 3},
+        model={"layers": 2, "hidden": 32, "ffn": 140}, checkpoint={"every": 3},
         optimizer={"name": rule, "warmup_steps": 0, "hessian_every": 4, "hessian_scale": 50.0},
     )
     whole = train_in(pool, config, tmp_path / "whole")
