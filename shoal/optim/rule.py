@@ -12,7 +12,7 @@ from shoal.config import OptimizerConfig
 from shoal.optim.shards import Shard, Shards, like
 from shoal.pieces import Piece
 
-BLOCK = 1 << 15  # elements: with a few states they stay in a core's second-level cache from one operation to the next
+BLOCK = 1 << 17  # elements: with a few states they stay in the caches from one operation to the next
 
 
 class Rule(ABC):
@@ -66,7 +66,7 @@ class Elementwise(Rule):
         for i, shard in enumerate(self.shards.shards):
             states = [self.tensors[name][i] for name in self.STATES]
             rate = learning_rate * shard.rate
-            for weights, gradient, *values in _blocks(shard.weights, shard.gradient, *states):
+            for weights, gradient, *values in blocks(shard.weights, shard.gradient, *states):
                 self.block(weights, gradient, *values, rate=rate, decay=shard.decay)
 
     @abstractmethod
@@ -86,7 +86,7 @@ def named(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
     return pieces
 
 
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """On the CPU a shard goes through the caches block by block; a GPU takes it whole."""
     if tensors[0].device.type != "cpu":
         yield tensors

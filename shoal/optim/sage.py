@@ -24,7 +24,11 @@ class Sage(Elementwise):
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         now = (gradient * weights).abs_()
         sensitivity.lerp_(now, 1 - self.config.sensitivity_beta)
-        now.sub_(sensitivity).abs_().add_(self.config.eps).div_(sensitivity + self.config.eps)
-        root = square.sqrt().div_((1 - beta2**self.count) ** 0.5).add_(self.config.eps)
-        weights.mul_(1 - rate * decay)
-        weights.addcdiv_(now.mul_(mean), root, value=-rate / (1 - beta1**self.count))
+        now.sub_(sensitivity).abs_().add_(self.config.eps).mul_(mean)
+        # One division by both: (root + eps c) (M + eps) / c, with c the bias of the root.
+        bias = (1 - beta2**self.count) ** 0.5
+        under = square.sqrt().add_(self.config.eps * bias)
+        under.mul_(sensitivity + self.config.eps)
+        if decay:
+            weights.mul_(1 - rate * decay)
+        weights.addcdiv_(now, under, value=-rate * bias / (1 - beta1**self.count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from shoal.optim.rule import Elementwise
@@ -43,6 +44,10 @@ class Sophia(Elementwise):
     def block(self, weights: Tensor, gradient: Tensor, *states: Tensor, rate: float, decay: float) -> None:
         mean, hessian = states
         mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
-        weights.mul_(1 - rate * decay)  # line 12
-        curvature = (hessian * self.config.hessian_scale).clamp_(min=self.config.eps)
-        weights.sub_((mean / curvature).clamp_(-1, 1), alpha=rate)  # line 13
+        if decay:
+            weights.mul_(1 - rate * decay)  # line 12
+        # Line 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
+        gamma = self.config.hessian_scale
+        newton = hessian.clamp(min=self.config.eps / gamma)
+        torch.div(mean, newton, out=newton).clamp_(-gamma, gamma)
+        weights.sub_(newton, alpha=rate / gamma)
