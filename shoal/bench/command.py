@@ -1,5 +1,6 @@
 """`shoal bench`: step (shoal beside torch), attention (the kernels), peak (matrix product), transport (all-reduce),
-slices (of a sequence), context (a ring against its bound), long-context (what it makes room for)."""
+slices (of a sequence), context (a ring against its bound), long-context (what it makes room for), optimizers (an update
+of each rule)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from shoal.bench import attention, peak, slices, transport
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
+from shoal.bench.optimizers_command import OptimizersOptions, optimizers
 from shoal.bench.pipelining import MICROBATCHES, SCHEDULES
 from shoal.bench.race import Row, run
 from shoal.bench.races import NAMES, races
@@ -337,4 +339,5 @@ COMMANDS = {
     "relaxed": (RelaxedOptions, relaxed),
     "context": (ContextOptions, context),
     "long-context": (LongContextOptions, long_context),
+    "optimizers": (OptimizersOptions, optimizers),
 }

