@@ -187,8 +187,9 @@ class OptimizerConfig(Section):
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the minimum; wsd (warm-up, stable, linear decay: Hu et al. 2024); or constant."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
+    """After the warm-up: cosine or linear to the minimum; wsd (warm-up, stable, linear decay: Hu et al. 2024);
+    inverse-sqrt, as 1 / sqrt(step) but not below the minimum (Vaswani et al. 2017); or constant."""
 
     warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""

@@ -22,6 +22,9 @@ FUSED = ("sgd", "momentum", "adagrad", "adam", "adamw")
 """Those that torch has fused and foreach kernels for; of the others the plain loop is what there is."""
 
 RATE = 1e-3
+WARM_UP = 7
+"""Steps before those that are timed: the first allocates, and RAdam's first few are momentum alone."""
+
 Step = Callable[[], object]
 
 
@@ -73,12 +76,14 @@ def measure(rule: str, parameters: int, turns: int) -> Timing:
     shapes = shapes_of(parameters)
     steps = {"shoal": flat(config, shapes), **rivals(config, shapes)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 1):
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    for _ in range(turns):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
-            if turn:  # the first allocates, and touches its memory first
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     return Timing(rule, sum(torch.Size(shape).numel() for shape in shapes.values()), seconds)
 
 

@@ -142,17 +142,22 @@ class Shards:
     saves: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(named: Iterable[tuple[str, Tensor, Tensor]], decay: Callable[[str, Tensor], float]) -> Shards:
+    def of(
+        named: Iterable[tuple[str, Tensor, Tensor]], decay: Callable[[str, Tensor], float],
+        rate: Callable[[str], float] = lambda name: 1.0,
+    ) -> Shards:
         """Whole parameters of one device: (name, weights, gradient), each a contiguous tensor used in place.
 
         Args:
             decay: weight decay of a parameter.
+            rate: factor on its learning rate.
         """
         named = list(named)
         shards = [
             Shard(
                 weights.view(-1), gradient.view(-1),
                 (Part(name, tuple(weights.shape), Box.whole(tuple(weights.shape)), 0),), decay(name, weights),
+                rate(name),
             )
             for name, weights, gradient in named
         ]

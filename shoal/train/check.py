@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
+import torch
+
 from shoal.catalog import ModelShape
 from shoal.config import RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
+from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
 from shoal.train.curvature import check_curvature
 from shoal.train.relaxed.choose import check_relaxed
@@ -32,7 +37,27 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)
+    check_rates(config, shape)
     return shape
+
+
+def check_rates(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse factors on the learning rate of parameters that do not exist.
+
+    Raises:
+        UsageError: naming the pattern, and what parameters are called.
+    """
+    if not config.optimizer.rates:
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(shape).named_parameters()]
+    for pattern in config.optimizer.rates:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = dict.fromkeys(name for name in names if not name.startswith("layers.") or ".0." in name)
+            raise UsageError(
+                f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
+                "* stands for anything."
+            )
 
 
 def check_profile(config: RunConfig) -> None:

@@ -99,9 +99,13 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
 
 
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
-    """A drawn run with one update rule, and matrices large enough for its states to be blocks, rows and columns."""
+    """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
     run = draw_run(choose, max_ranks)
     # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
     settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
     model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
+    settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
+    settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
+    settings["rates"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
+    run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})

@@ -19,7 +19,7 @@ from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.batches import Batch, Dataset
 from shoal.models.transformer import Transformer, initialise
-from shoal.optim.build import build, weight_decay
+from shoal.optim.build import build, rate_factor, weight_decay
 from shoal.optim.rule import Rule
 from shoal.optim.schedule import learning_rate
 from shoal.optim.shards import Shards
@@ -105,7 +105,8 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     return build(config, Shards.of(
-        ((name, p.detach(), p.grad) for name, p in named.items()), lambda name, p: weight_decay(config, p.shape)
+        ((name, p.detach(), p.grad) for name, p in named.items()),
+        lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
     ))
 
 
@@ -113,10 +114,10 @@ class PlainTorch:
     """torch's AdamW or SGD, parameter by parameter."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
-        parameters = list(model.parameters())
         groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p], "weight_decay": config.weight_decay if p.dim() > 1 else 0.0,
+             "rate": rate_factor(config, name)}
+            for name, p in model.named_parameters()
         ]
         options = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
         make = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
@@ -125,7 +126,7 @@ class PlainTorch:
     def step(self, rate: float) -> None:
         """Make one update."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate"]
         self.optimizer.step()
 
 

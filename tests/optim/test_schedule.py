@@ -23,7 +23,7 @@ def rates(steps: int, **fields) -> list[float]:
     return [learning_rate(step, steps, config) for step in range(steps)]
 
 
-@given(st.integers(1, 200), st.sampled_from(["cosine", "wsd", "constant"]), settings)
+@given(st.integers(1, 200), st.sampled_from(["cosine", "linear", "wsd", "inverse-sqrt", "constant"]), settings)
 def test_any_schedule_rises_to_the_peak_then_never_rises_nor_falls_below_the_minimum(steps, schedule, fields):
     found = rates(steps, schedule=schedule, **fields)
     peak, warmup = fields["learning_rate"], fields["warmup_steps"]
@@ -61,7 +61,22 @@ def test_wsd_is_flat_and_then_a_straight_line(steps, fields):
         assert rate == pytest.approx(expected)
 
 
-def test_where_the_runs_of_the_three_end():
+@given(st.integers(2, 200), settings)
+def test_linear_is_a_straight_line(steps, fields):
+    peak, floor, warmup = fields["learning_rate"], fields["minimum"], fields["warmup_steps"]
+    length = max(1, steps - warmup)
+    for done, rate in enumerate(rates(steps, schedule="linear", **fields)[warmup:]):
+        assert rate == pytest.approx(peak * (1 - (1 - floor) * done / length))
+
+
+@given(st.integers(2, 200), settings)
+def test_inverse_sqrt_goes_on_from_the_warm_up_whatever_the_length_of_the_run(steps, fields):
+    peak, floor, warmup = fields["learning_rate"], fields["minimum"], max(1, fields["warmup_steps"])
+    for done, rate in enumerate(rates(steps, schedule="inverse-sqrt", **fields)[fields["warmup_steps"]:]):
+        assert rate == pytest.approx(peak * max(floor, (warmup / (warmup + done)) ** 0.5))
+
+
+def test_where_the_runs_end():
     fields = {"learning_rate": 1.0, "warmup_steps": 10, "decay_fraction": 0.2, "minimum": 0.1}
     assert rates(1010, schedule="constant", **fields)[-1] == 1.0
     assert rates(1010, schedule="cosine", **fields)[-1] == pytest.approx(0.1, abs=1e-4)

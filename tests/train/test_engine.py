@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.data.batches import Batch, SyntheticDataset, open_dataset
+from shoal.errors import UsageError
 from shoal.models.transformer import IGNORE, Transformer
 from shoal.train.check import check
 from shoal.train.engine import Engine
@@ -268,3 +269,9 @@ def test_compiled_layers_compute_the_same_on_two_ranks(pool, parallel):
 def uneven_losses(values, steps: int) -> list[float]:
     engine, _ = engine_of(values)
     return [engine.step(step).loss for step in range(steps)]
+
+
+def test_a_rate_of_no_parameter_is_refused():
+    check(build({"optimizer": {"rates": {"embed.*": 0.5, "layers.*.mlp.*": 2.0}}}))
+    with pytest.raises(UsageError, match=r"'embedd\.\*' fits no parameter of the model.\n  These are called embed.token"):
+        check(build({"optimizer": {"rates": {"norm*": 0.5, "embedd.*": 0.5}}}))
