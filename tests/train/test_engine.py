@@ -273,5 +273,5 @@ def uneven_losses(values, steps: int) -> list[float]:
 
 def test_a_rate_of_no_parameter_is_refused():
     check(build({"optimizer": {"rates": {"embed.*": 0.5, "layers.*.mlp.*": 2.0}}}))
-    with pytest.raises(UsageError, match=r"'embedd\.\*' fits no parameter of the model.\n  These are called embed.token"):
+    with pytest.raises(UsageError, match=r"'embedd\.\*' fits no parameter of the model.\n  These are called"):
         check(build({"optimizer": {"rates": {"norm*": 0.5, "embedd.*": 0.5}}}))
