@@ -53,33 +53,38 @@ class Adafactor(Rule):
             update_size, weight_size = root_mean_squares[part.name]
             rate = learning_rate * shard.rate
             scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
-            for weights, direction in zip(_rows(shard.weights, part), self._directions(shard, part), strict=True):
-                weights.mul_(1 - rate * shard.decay).sub_(direction, alpha=scale)
+            for some, (scaled, factor) in zip(_rows(shard.weights, part), self._directions(shard, part), strict=True):
+                if shard.decay:
+                    some.mul_(1 - rate * shard.decay)
+                some.addcmul_(scaled, factor, value=-scale)
 
     def _accumulate(self, beta2: float) -> None:
         """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
         fresh = torch.zeros_like(self.factors)
         sums = self._split(fresh)
         for shard, part in self._parts():
-            squares = (gradient.square().add_(_EPS_SQUARE) for gradient in _rows(shard.gradient, part))
             if not _matrix(part):
-                self.squares[part.name, part.box].lerp_(torch.cat(list(squares)), 1 - beta2)
+                square = shard.gradient[part.slice].view(part.box.shape).square().add_(_EPS_SQUARE)
+                self.squares[part.name, part.box].lerp_(square, 1 - beta2)
                 continue
             row, column = (total[along] for total, along in zip(sums[part.name], part.box.slices, strict=True))
             start = 0
-            for square in squares:
-                row[start : start + len(square)] += square.sum(1) / part.copies
-                column += square.sum(0) / part.copies
-                start += len(square)
+            for gradient in _rows(shard.gradient, part):
+                square = gradient * gradient
+                n, m = square.shape
+                row[start : start + n] += square.sum(1).add_(m * _EPS_SQUARE) / part.copies
+                column += square.sum(0).add_(n * _EPS_SQUARE) / part.copies
+                start += n
         self.shards.holders.sum(fresh)
         self.factors.lerp_(fresh, 1 - beta2)
 
-    def _directions(self, shard: Shard, part: Part) -> Iterator[Tensor]:
-        """The gradient over the root of its estimated second moment (lines 7 and 8), some rows at a time."""
+    def _directions(self, shard: Shard, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradient over the root of its estimated second moment (lines 7 and 8), some rows at a time, as two factors:
+        of all elements, and of each row of a matrix."""
         gradients = _rows(shard.gradient, part)
         if not _matrix(part):
-            roots = self.squares[part.name, part.box].sqrt().split(gradients[0].size(0))
-            yield from (gradient / root for gradient, root in zip(gradients, roots, strict=True))
+            roots = self.squares[part.name, part.box].rsqrt().split(gradients[0].size(0))
+            yield from zip(gradients, roots, strict=True)
             return
         row, column = self.views[part.name]
         rows, columns = part.box.slices
@@ -87,16 +92,19 @@ class Adafactor(Rule):
         by_row = (row[rows, None] / row.sum()).rsqrt_().split(gradients[0].size(0))
         by_column = column[columns].rsqrt()
         for gradient, factor in zip(gradients, by_row, strict=True):
-            yield (gradient * by_column).mul_(factor)
+            yield gradient * by_column, factor
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
         """By parameter, those of the update and of the weights."""
         squares = self.factors.new_zeros(len(self.shards.parameters), 2, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self.shards.parameters)}
         for shard, part in self._parts():
-            for i, values in enumerate((self._directions(shard, part), _rows(shard.weights, part))):
-                for some in values:
-                    squares[place[part.name], i] += torch.linalg.vector_norm(some).double().square() / part.copies
+            total = squares[place[part.name]]
+            for scaled, factor in self._directions(shard, part):
+                by_row = torch.linalg.vector_norm(scaled, dim=1, keepdim=True) if _matrix(part) else scaled
+                total[0] += torch.linalg.vector_norm(by_row * factor).double().square() / part.copies
+            for weights in _rows(shard.weights, part):
+                total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
         numbers = squares.tolist()
         return {
