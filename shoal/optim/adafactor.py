@@ -79,8 +79,11 @@ class Adafactor(Rule):
         self.factors.lerp_(fresh, 1 - beta2)
 
     def _directions(self, shard: Shard, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradient over the root of its estimated second moment (lines 7 and 8), some rows at a time, as two factors:
-        of all elements, and of each row of a matrix."""
+        """The gradient over the root of its estimated second moment (lines 7 and 8), some rows at a time.
+
+        Yields:
+            Two factors of it: one for all elements, and one for all elements of a vector or for the rows of a matrix.
+        """
         gradients = _rows(shard.gradient, part)
         if not _matrix(part):
             roots = self.squares[part.name, part.box].rsqrt().split(gradients[0].size(0))
