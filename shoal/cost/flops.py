@@ -23,7 +23,7 @@ class LayerFlops:
     Attributes:
         projections: of attention's q, k, v and output.
         core: q k^T and the product with v, counted in full (not halved for causality).
-        mlp: of the feed-forward block.
+        mlp: of the feed-forward block, or of the experts that a token is given to and their router.
     """
 
     projections: int
@@ -36,11 +36,11 @@ class LayerFlops:
         return self.projections + self.core + self.mlp
 
 
-def layer_flops(shape: ModelShape, sequence_length: int) -> LayerFlops:
+def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> LayerFlops:
     """One layer, by its parts."""
     width = shape.heads * shape.head_dim
-    mlp = 2 * shape.hidden * shape.ffn * (3 if shape.family == "llama" else 2)
-    return LayerFlops(2 * shape.layer_matrices() - mlp, 4 * width * sequence_length, mlp)
+    projections = 2 * shape.hidden * 2 * (width + shape.kv_heads * shape.head_dim)
+    return LayerFlops(projections, 4 * width * sequence_length, 2 * shape.layer_matrices(layer) - projections)
 
 
 def model_flops(shape: ModelShape, sequence_length: int, tokens: float = 1) -> float:
@@ -54,9 +54,11 @@ def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute
     For GPT with full recomputation this is 96 B s l h^2 (1 + s/6h + v/16lh) (Narayanan et al. 2021, equation 3), which
     also recomputes the layers alone.
     """
-    once = layer_flops(shape, sequence_length)
-    again = {"none": 0, "selective": once.core, "full": once.forward}[recompute]
-    return model_flops(shape, sequence_length, tokens) + tokens * shape.layers * again
+    again = 0
+    for layer in range(shape.layers):
+        once = layer_flops(shape, sequence_length, layer)
+        again += {"none": 0, "selective": once.core, "full": once.forward}[recompute]
+    return model_flops(shape, sequence_length, tokens) + tokens * again
 
 
 def six_n_t(parameters: float, tokens: float) -> float:
@@ -66,27 +68,6 @@ def six_n_t(parameters: float, tokens: float) -> float:
     '3.15e+23'
     """
     return 6 * parameters * tokens
-
-
-def moe_flops_per_token(
-    shape: ModelShape, sequence_length: int, *,
-    experts: int, active: int, expert_ffn: int | None = None, shared: int = 0,
-) -> int:
-    """Model FLOPs per token, forward and backward, where each layer has experts instead of one feed-forward block.
-
-    A token passes through its active and the shared experts and the router, not through the others (Fedus et al. 2022,
-    section 2).
-
-    Args:
-        experts: that a layer has.
-        active: that the router chooses for a token.
-        expert_ffn: width inside one; the shape's unless given.
-        shared: that every token passes through.
-    """
-    matrices = 3 if shape.family == "llama" else 2
-    width = expert_ffn or shape.ffn
-    instead = matrices * shape.hidden * (width * (active + shared) - shape.ffn) + shape.hidden * experts
-    return shape.flops_per_token(sequence_length) + 6 * shape.layers * instead
 
 
 # ---- a whole training ----------------------------------------------------------------------------------------------

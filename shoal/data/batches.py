@@ -28,11 +28,13 @@ class Batch:
         targets: what it should say, the next token or `IGNORE`, ``[n, s]`` int64.
         documents: which document of the sequence each token belongs to, from 0, ``[n, s]`` int32; only where attention
             and loss stay inside documents.
+        samples: global sample index of each sequence, ``[n]`` int64; None where nothing is drawn by it.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
 
     def unmasked(self) -> int:
         """Number of targets that count in the loss."""
@@ -41,7 +43,8 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device."""
         documents = None if self.documents is None else self.documents.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+        samples = None if self.samples is None else self.samples.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents, samples)
 
 
 class Dataset(Protocol):
@@ -86,7 +89,7 @@ class PackedDataset:
         windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
         for row, start in enumerate(starts.tolist()):
             windows[row] = self._stream.read(start, start + self._length + 1)
-        return _next_token(windows, self._end)
+        return _next_token(windows, self._end, indices)
 
 
 class SyntheticDataset:
@@ -126,23 +129,24 @@ class SyntheticDataset:
             if self._masked:
                 masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
             masks[row, kept] = False
-        batch = _next_token(windows, self._end)
+        batch = _next_token(windows, self._end, indices)
         batch.targets[torch.from_numpy(masks)] = IGNORE
         return batch
 
 
-def _next_token(windows: np.ndarray, end_of_document: int | None) -> Batch:
+def _next_token(windows: np.ndarray, end_of_document: int | None, indices: Sequence[int]) -> Batch:
     """Windows ``[n, s + 1]`` to tokens and next tokens; with an end id, documents are told apart.
 
     The end belongs to its document. What follows it is the next document's first token, which nothing predicts.
     """
     tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+    samples = torch.tensor(indices, dtype=torch.int64)
     if end_of_document is None:
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), samples=samples)
     ends = tokens == end_of_document
     targets[ends] = IGNORE
     documents = (np.cumsum(ends, axis=1) - ends).astype(np.int32)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), samples)
 
 
 def open_dataset(

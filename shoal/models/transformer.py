@@ -19,8 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
+from shoal.errors import UsageError
 from shoal.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
 from shoal.models.cache import Slice
+from shoal.models.experts.layer import MoE
+from shoal.models.experts.router import RoutingContext
+from shoal.models.feedforward import MLP, SwiGLU
 from shoal.models.initial import Initial, fill
 from shoal.models.norm import RMSNorm
 from shoal.pieces import Box
@@ -35,6 +39,7 @@ class Context(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2]
     mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
     part: Slice | None = None  # keys and values of the tokens before, where the sequence comes in slices: t = start + s
+    routing: RoutingContext = RoutingContext()
 
 
 class Attention(nn.Module):
@@ -45,6 +50,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
+        if shape.latent is not None:
+            raise UsageError("model: multi-head latent attention is counted, but not trained.\n  Choose another model.")
         bias = shape.family == "gpt"
         self.head_dim = shape.head_dim
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
@@ -66,31 +73,6 @@ class Attention(nn.Module):
         return self.out(o.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
 
 
-class SwiGLU(nn.Module):
-    """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
-
-    def __init__(self, shape: ModelShape):
-        super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class MLP(nn.Module):
-    """The feed-forward block of GPT-2: down(gelu(up x))."""
-
-    def __init__(self, shape: ModelShape):
-        super().__init__()
-        self.up = nn.Linear(shape.hidden, shape.ffn)
-        self.down = nn.Linear(shape.ffn, shape.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
 def norm(shape: ModelShape) -> nn.Module:
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm, by family."""
     kind = RMSNorm if shape.family == "llama" else nn.LayerNorm
@@ -100,16 +82,21 @@ def norm(shape: ModelShape) -> nn.Module:
 class Block(nn.Module):
     """One transformer layer, norms before (Xiong et al. 2020)."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, index: int):
         super().__init__()
         self.attention_norm = norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = norm(shape)
-        self.mlp = SwiGLU(shape) if shape.family == "llama" else MLP(shape)
+        self.sparse = shape.sparse(index)
+        if self.sparse:
+            self.mlp: nn.Module = MoE(shape, index)
+        else:
+            self.mlp = SwiGLU(shape, shape.ffn) if shape.family == "llama" else MLP(shape, shape.ffn)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x))
+        y = self.mlp_norm(x)
+        return x + (self.mlp(y, context.routing) if self.sparse else self.mlp(y))
 
 
 class Embedding(nn.Module):
@@ -135,19 +122,24 @@ class CrossEntropy(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``)."""
+    """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
+
+    Attributes:
+        sequences, seed: of `RoutingContext`, for layers with experts.
+    """
 
     def __init__(self, shape: ModelShape):
         super().__init__()
         self.shape = shape
         self.positions, self.mask = Positions(), Mask()
         self.embed: Embedding | None = Embedding(shape)
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.layers)})
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
         self.labels: Callable[[Tensor, Tensor], Tensor] | None = None
         """Makes the targets of (logits, targets), where these are not what the loss is to be of."""
+        self.sequences, self.seed = 1, 0
         if shape.tied:
             self.head.weight = self.embed.token.weight
 
@@ -158,6 +150,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         hidden: Tensor | None = None,
         part: Slice | None = None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """Run the parts that are here.
 
@@ -168,13 +161,15 @@ class Transformer(nn.Module):
             hidden: [b, s, h], the output of the layers before, where ``embed`` is absent.
             part: the slice of the sequences that the tokens are, if these do not come whole; `documents` still are of
                 all their tokens.
+            samples: [b] int64, which samples of the data the sequences are, from which gates with chance in them draw;
+                None (validation, sampling) has no chance.
 
         Returns:
             The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
         """
         positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
-        context = self._context(positions, documents, x.dtype, part)
+        context = self._context(positions, documents, x.dtype, part, samples)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.head is None:
@@ -185,13 +180,14 @@ class Transformer(nn.Module):
         return self.loss(logits, targets if self.labels is None else self.labels(logits, targets))
 
     def _context(
-        self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None
+        self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None,
+        samples: Tensor | None = None,
     ) -> Context:
         shape, rotary = self.shape, None
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
         mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
-        return Context(rotary, mask, part)
+        return Context(rotary, mask, part, RoutingContext(self.sequences, self.seed, samples))
 
 
 def initial(name: str, shape: ModelShape) -> Initial:
@@ -203,7 +199,9 @@ def initial(name: str, shape: ModelShape) -> Initial:
         return Initial(mean=0.0, std=0.0)
     if "norm" in name:
         return Initial(mean=1.0, std=0.0)
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+    if name.endswith("router.noise"):
+        return Initial(mean=0.0, std=0.0)
+    if name.endswith(("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")):
         return Initial(mean=0.0, std=0.02 / math.sqrt(2 * shape.layers))
     return Initial(mean=0.0, std=0.02)
 

@@ -82,7 +82,7 @@ def flops(shape: ModelShape, ridge: int = RIDGE) -> Times:
 
     The matrix products of a slice of less than ``ridge`` tokens are counted as those of ``ridge``: they take as long.
     """
-    matrices, attention = 2 * shape.layer_matrices(), 4 * shape.heads * shape.head_dim
+    matrices, attention = 2 * shape.layer_matrices(0), 4 * shape.heads * shape.head_dim
     return lambda length, before: max(length, ridge) * matrices + attention * length * (before + length / 2)
 
 

@@ -55,7 +55,7 @@ def layers_of(shape: ModelShape, program: Program) -> list[range]:
 
 def even_layers(shape: ModelShape, stages: int) -> list[range]:
     """The layers of each part of a model, where nobody says otherwise."""
-    return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.layer_matrices())
+    return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())
 
 
 def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:

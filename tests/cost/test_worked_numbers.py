@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.catalog import accelerator, link, model_shape
+from shoal.catalog import Experts, accelerator, link, model_shape
 from shoal.cost import flops, roofline, scaling
 from shoal.cost.flops import DAY, YEAR
 from shoal.layout import Layout
@@ -133,11 +133,11 @@ def test_hardware_flops_are_megatrons(name: str) -> None:
 def test_experts_count_where_a_token_goes() -> None:
     """One expert of the shape's width is the dense model and a router; Mixtral 8x7B's 13 B active of 47 B."""
     shape = model_shape("llama-3-8b")
-    dense, one = shape.flops_per_token(1), flops.moe_flops_per_token(shape, 1, experts=1, active=1)
-    assert one - dense == 6 * shape.layers * shape.hidden
-    mixtral = model_shape("llama-3-8b").model_copy(update={"vocab": 32000})
-    active = flops.moe_flops_per_token(mixtral, 0, experts=8, active=2) / 6 + mixtral.vocab * mixtral.hidden
-    assert active == pytest.approx(12.9e9, rel=0.005)
+    one = shape.model_copy(update={"experts": Experts(count=1, ffn=shape.ffn)})
+    assert one.flops_per_token(1) - shape.flops_per_token(1) == 6 * shape.layers * shape.hidden
+    mixtral = model_shape("mixtral-8x7b")
+    assert mixtral.flops_per_token(0) / 6 + mixtral.vocab * mixtral.hidden == pytest.approx(12.9e9, rel=0.005)
+    assert flops.layer_flops(mixtral, 1).mlp == 2 * 4096 * (2 * 3 * 14336 + 8)
 
 
 def test_chinchilla() -> None:

@@ -180,10 +180,10 @@ def test_the_halves_take_the_flops_of_a_whole_backward(pool, model, recompute) -
         shape = prepare(run, own_precision=True).shape
         layers = engine_layers(shape, rank)
         head = shape.vocab * shape.hidden if rank == 1 else 0
-        assert halves["W"] == 2 * 5 * 8 * (layers * shape.layer_matrices() + head)
+        assert halves["W"] == 2 * 5 * 8 * (layers * shape.layer_matrices(0) + head)
 
 
 def engine_layers(shape, rank: int) -> int:
     """Layers of a stage of two."""
-    head = shape.vocab * shape.hidden / shape.layer_matrices()
+    head = shape.vocab * shape.hidden / shape.layer_matrices(0)
     return len(stage_layers(shape.layers, 2, head)[rank])

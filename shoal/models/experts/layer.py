@@ -1,0 +1,47 @@
+"""A mixture of experts in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+from shoal.models.experts.grouped import Experts
+from shoal.models.experts.router import Router, RoutingContext
+from shoal.models.feedforward import MLP, SwiGLU
+
+
+class MoE(nn.Module):
+    """The sum over the experts that a token is given to of weight x expert(token), and of those that all tokens pass.
+
+    Attributes:
+        router: gives tokens to experts.
+        experts: those that tokens are routed to.
+        shared: one block as wide as the shared experts together, or None.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int):
+        super().__init__()
+        self.router = Router(shape, layer)
+        self.experts = Experts(shape)
+        width = shape.experts.shared * shape.experts.ffn
+        block = SwiGLU if shape.family == "llama" else MLP
+        self.shared = block(shape, width) if width else None
+
+    def forward(self, x: Tensor, context: RoutingContext) -> Tensor:
+        """x: [b, s, h]."""
+        y = self.routed(x, context)
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, x: Tensor, context: RoutingContext) -> Tensor:
+        """What the router's experts make of the tokens."""
+        weights, chosen = self.router(x, context)  # [b, s, E]
+        rows = x.flatten(0, 1)  # [n, h]
+        expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
+        y = self.compute(rows.index_select(0, token), chosen.sum((0, 1)))  # [m, h]
+        weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
+        return torch.zeros_like(rows).index_add(0, token, y * weight.unsqueeze(-1)).view_as(x)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Every row through its expert: [m, h] by expert, with the number of each one's rows, [E]."""
+        return self.experts(rows, counts.tolist())

@@ -1,0 +1,33 @@
+"""The dense feed-forward blocks of both families."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape, width: int):
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, width, bias=False)
+        self.up = nn.Linear(shape.hidden, width, bias=False)
+        self.down = nn.Linear(width, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MLP(nn.Module):
+    """The feed-forward block of GPT-2: down(gelu(up x))."""
+
+    def __init__(self, shape: ModelShape, width: int):
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, width)
+        self.down = nn.Linear(width, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
