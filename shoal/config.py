@@ -44,8 +44,9 @@ ExpertsConfig = create_model(
     __base__=Section,
     __doc__="Override any part of `Experts`; count makes a dense model one with experts.",
     **{
-        name: (Annotated[(field.annotation, Field(), *field.metadata)] | None, Field(None, description=field.description))
+        name: (Annotated[(field.annotation, Field(), *field.metadata)] | None, Field(None, description=about))
         for name, field in Experts.model_fields.items()
+        for about in [field.description]
     },
 )
 
@@ -132,8 +133,8 @@ class ModelConfig(Section):
             values["per_token"] = _EXPERTS_PER_TOKEN[gate]
         experts = Experts(**values | given)
         if not experts.layers(shape.layers):
-            raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} and "
-                             f"every = {experts.every}.\n  Make them smaller.")
+            raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} "
+                             f"and every = {experts.every}.\n  Make them smaller.")
         if experts.per_token > experts.count:
             raise UsageError(f"model.experts.per_token = {experts.per_token} is more than model.experts.count = "
                              f"{experts.count}.\n  Nearest that works: {experts.count}.")
@@ -146,8 +147,8 @@ class ModelConfig(Section):
                 raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"
                                  f"  Leave it out, or choose the gate top-k.")
         if gate == "expert-choice" and experts.balance_loss:
-            raise UsageError(f"model.experts.balance_loss = {experts.balance_loss}: experts that choose get equally many "
-                             "tokens.\n  Set it to 0.")
+            raise UsageError(f"model.experts.balance_loss = {experts.balance_loss}: experts that choose get equally "
+                             "many tokens.\n  Set it to 0.")
         return experts
 
 

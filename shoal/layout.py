@@ -18,6 +18,8 @@ from shoal.catalog import ModelShape
 from shoal.errors import UsageError, did_you_mean, nearest_divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 Schedule = Literal[  # as `shoal.pipeline.schedules` has them
     "naive", "gpipe", "looped-bfs", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
@@ -75,6 +77,13 @@ class Layout(BaseModel):
     cp_order: ContextOrder = "zig-zag"
     """Which tokens a place of the ring has: zig-zag, a chunk from the front and one from the back, so that causal
     attention is equal work for all; striped, every n-th token (Brandon et al. 2023); contiguous, one run."""
+
+    ep: PositiveInt = 1
+    """Expert-parallel ranks: each holds some of the experts, and tokens are sent to them (Lepikhin et al. 2020). They
+    are taken from the dp x cp x tp ranks of a pipeline stage, neighbours first."""
+
+    etp: PositiveInt | None = None
+    """Ranks that split each expert's matrices, as tp does the others'; ep x etp divides dp x cp x tp. Default: tp."""
 
     pp: PositiveInt = 1
     """Pipeline ranks: consecutive layers on different ranks."""
@@ -156,6 +165,23 @@ class Layout(BaseModel):
         return self.tp if self.sequence_parallel else 1
 
     @property
+    def expert_tensor(self) -> int:
+        """Ranks that split one expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The size of each of `EXPERT_AXES`, outer to inner.
+
+        Ranks that hold the same experts shard their state as far as ZeRO's groups reach.
+        """
+        inside = self.ep * self.expert_tensor
+        ranks = math.prod(self.shape[1:])
+        together = math.prod(self.shape[2:]) if self.zero else 1
+        shard = math.gcd(ranks // inside, together // inside) or 1
+        return (self.pp, ranks // inside // shard, shard, self.ep, self.expert_tensor)
+
+    @property
     def bucket_bytes(self) -> float:
         """The least bytes of a bucket of gradients; 25 MiB where that is yet to be measured."""
         return (type(self).model_fields["bucket_mb"].default if self.bucket_mb == "auto" else self.bucket_mb) * 2**20
@@ -192,6 +218,8 @@ class Layout(BaseModel):
             parts.append(f"cp {self.cp} ({how}{sharded})")
         if self.tp > 1:
             parts.append(f"tp {self.tp}" + (" + sequence parallel" if self.sequence_parallel else ""))
+        if self.ep > 1 or self.etp is not None:
+            parts.append(f"ep {self.ep}" + (f" (etp {self.etp})" if self.etp is not None else ""))
         if self.pp > 1:
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages else ""
             parts.append(f"pp {self.pp} ({self.schedule}{stages})")
@@ -216,6 +244,7 @@ class Layout(BaseModel):
         self._check_data_parallel(global_batch)
         self._check_tensor_parallel(shape, sequence_length)
         self._check_context_parallel(shape, sequence_length)
+        self._check_experts(shape)
         if self.pp > shape.layers:
             raise UsageError(
                 f"parallel.pp = {self.pp}: {shape.layers} layers cannot fill {self.pp} stages, each needs at least one."
@@ -275,7 +304,7 @@ class Layout(BaseModel):
                     "tensor-parallel ranks.\n  Set parallel.tp to 2 or more, or leave sequence_parallel out."
                 )
             return
-        for what, size in (("heads", shape.heads), ("ffn", shape.ffn)):
+        for what, size in _split_sizes(shape).items():
             if size % self.tp:
                 raise UsageError(
                     f"parallel.tp = {self.tp} does not divide model.{what} = {size}: each rank takes {what} / tp of "
@@ -323,11 +352,52 @@ class Layout(BaseModel):
                 f"{max(1, sequence_length // (2 * self.token_multiple))}."
             )
 
+    def _check_experts(self, shape: ModelShape) -> None:
+        experts = shape.experts
+        if experts is None:
+            if self.ep > 1 or self.etp is not None:
+                name, value = ("ep", self.ep) if self.ep > 1 else ("etp", self.etp)
+                raise UsageError(
+                    f"parallel.{name} = {value}, but the model has no experts.\n  Leave it out, or set "
+                    "model.experts.count."
+                )
+            return
+        ranks, inside = math.prod(self.shape[1:]), self.ep * self.expert_tensor
+        if ranks % inside:
+            near = " or ".join(map(str, nearest_divisors(self.ep, of=max(1, ranks // self.expert_tensor))))
+            raise UsageError(
+                f"parallel: ep {self.ep} x etp {self.expert_tensor} = {inside} does not divide dp {self.dp} x cp {self.cp} "
+                f"x tp {self.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
+                f"\n  Nearest ep that fits: {near}."
+            )
+        for name, degree, what, size in (
+            ("ep", self.ep, "count", experts.count), ("etp", self.expert_tensor, "ffn", experts.ffn)
+        ):
+            if size % degree:
+                near = " or ".join(map(str, nearest_divisors(degree, of=size)))
+                raise UsageError(
+                    f"parallel.{name} = {degree} does not divide model.experts.{what} = {size}: each rank takes as "
+                    f"much.\n  Nearest {name} that fits: {near}."
+                )
+        if self.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
+            raise UsageError(
+                f"parallel.schedule = {self.schedule} with experts: " + (
+                    "gates decide for whole sequences, of which it has slices." if self.schedule == "terapipe"
+                    else "their losses and loads are of whole steps, in which it makes several updates."
+                ) + "\n  Choose another schedule."
+            )
+        if self.sync != "all-reduce":
+            raise UsageError(
+                f"parallel.sync = {self.sync} with experts: their loads are those of the whole batch, and its "
+                "replicas go their own ways.\n  Leave sync out."
+            )
+
     def _nearest_tp(self, shape: ModelShape) -> str:
         fits = [
             tp
             for tp in range(1, shape.heads + 1)
-            if shape.heads % tp == shape.ffn % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+            if not any(size % tp for size in _split_sizes(shape).values())
+            and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
         ]
         return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - self.tp))[:2]))
 
@@ -360,6 +430,8 @@ def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
       them too; without it they replicate.
     - "replicate": the same shard.
     - "holders": all parts of the same parameters.
+    - "edp": other tokens, for the same experts; their shards are "edp_shard".
+    - "stage": all of one pipeline stage.
     - "world": everybody.
     """
     shard = ("dp_shard", "cp") if layout.zero else ()
@@ -369,9 +441,21 @@ def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
         "shard": shard,
         "replicate": ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp"),
         "holders": (*shard, "tp"),
+        "edp": ("edp_replicate", "edp_shard"),
+        "stage": AXES[1:],
         "world": AXES,
     }
     return merged.get(name, (name,))
+
+
+def _split_sizes(shape: ModelShape) -> dict[str, int]:
+    """What tensor parallelism splits evenly, by its name in the config."""
+    sizes = {"heads": shape.heads}
+    if not all(shape.sparse(layer) for layer in range(shape.layers)):
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None and shape.experts.shared:
+        sizes["experts.shared x ffn"] = shape.experts.shared * shape.experts.ffn
+    return sizes
 
 
 def _nearest_multiples(value: int, of: int) -> str:

@@ -1,6 +1,7 @@
 """Facts are what their sources say."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_active_parameters_are_the_published_ones(name):
 
 def test_twice_the_experts_are_twice_their_weights():
     sizes = [model_shape(f"switch-base-{n}").parameters() for n in (8, 16, 32, 64, 128)]
-    for n, (few, many) in zip((8, 16, 32, 64), zip(sizes, sizes[1:], strict=False), strict=True):
+    for n, (few, many) in zip((8, 16, 32, 64), pairwise(sizes), strict=True):
         assert many - few == 12 * n * (2 * 768 * 3072 + 768)  # with the router's rows
     few, many = (model_shape(f"switch-base-{n}").flops_per_token(512) for n in (8, 16))
     assert many - few == 6 * 12 * 8 * 768  # a token meets one of them, and every router

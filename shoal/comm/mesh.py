@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm.group import Group, announce, local_progress, share
 from shoal.comm.progress import Progress
-from shoal.layout import AXES, Layout, axes_of
+from shoal.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
 class Mesh:
@@ -44,6 +44,12 @@ class Mesh:
         self._named: dict[tuple[str, str, tuple[int, ...]], Group] = {}  # the same, each axis with its own count
 
     @cached_property
+    def _expert_place(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The same ranks as a grid over `EXPERT_AXES`, and this rank's place in it."""
+        grid = self.grid.reshape(self.layout.expert_shape)
+        return grid, tuple((grid == self.rank).nonzero()[0].tolist())
+
+    @cached_property
     def coordinate(self) -> dict[str, int]:
         """This rank's place along each of `AXES`."""
         place = (self.grid == self.rank).nonzero()[0].tolist()
@@ -60,7 +66,7 @@ class Mesh:
     def ranks(self, axis: str) -> list[int]:
         """Global ranks that differ from this one in ``axis`` alone, in order.
 
-        Besides `AXES`, there are several axes as one (`shoal.layout.axes_of`), and these parts of axes:
+        Besides `AXES` and `EXPERT_AXES`, there are several axes as one (`shoal.layout.axes_of`), and these parts of axes:
         "pp:a,b", the places a and b of the pipeline (as those that share a tied embedding), this rank alone if it is
         at neither;
         "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number;
@@ -78,6 +84,10 @@ class Mesh:
             here = ranks.index(self.rank)
             return ranks[here // n * n :][:n] if axis == "ulysses" else ranks[here % n :: n]
         axes = axes_of(self.layout, axis)
+        if axes[0] in EXPERT_AXES[1:]:
+            grid, place = self._expert_place
+            where = tuple(slice(None) if name in axes else i for name, i in zip(EXPERT_AXES, place, strict=True))
+            return grid[where].flatten().tolist()
         where = tuple(slice(None) if name in axes else self.coordinate[name] for name in AXES)
         return self.grid[where].flatten().tolist()
 

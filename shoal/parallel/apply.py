@@ -14,6 +14,7 @@ from shoal.models.transformer import Transformer, initial
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.order import Spread
 from shoal.parallel.data import ShardedParameters
+from shoal.parallel.expert import apply_expert_parallel
 from shoal.parallel.held import HeldParameters
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.split import Split
@@ -86,6 +87,7 @@ def _build_stage(
     postponed = Postponed()
     # On the meta device, so that no rank ever allocates a whole matrix.
     splits = apply_tensor_parallel(model, shape, mesh, postponed)
+    splits |= apply_expert_parallel(model, shape, mesh)
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)

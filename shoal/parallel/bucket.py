@@ -62,6 +62,8 @@ class Run:
 class Bucket:
     """Flat storage of some parameters: whole in `full`, this rank's shard in `master`.
 
+    All have their replicas along one axis of the mesh, `replicas`.
+
     Args:
         members: (parameter on any device, its split, whether it decays), in any order; they are sorted so that equal
             treatment is contiguous, and their data is replaced by views of the buffer.
@@ -87,6 +89,7 @@ class Bucket:
     ):
         members = sorted(members, key=lambda m: (m[1].sum_over, m[1].copies, m[2]))
         self.slots: list[Slot] = []
+        self.replicas = members[0][1].replicas
         self.numel = 0
         for parameter, split, decay in members:
             self.slots.append(Slot(parameter, split, decay, self.numel))
@@ -223,15 +226,16 @@ def grouped(
 ) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
     """The members of each bucket: whole units, until it has ``limit`` bytes of numbers of ``itemsize``.
 
-    A parameter that two stages share is a bucket by itself, so that its shards lie alike on both.
+    A parameter that two stages share is a bucket by itself, so that its shards lie alike on both; those whose replicas
+    lie along other axes of the mesh are in other buckets.
     """
-    members: list[tuple[nn.Parameter, Split, bool]] = []
+    filling: dict[str, list[tuple[nn.Parameter, Split, bool]]] = {}
     for unit in units:
-        alone = [member for member in unit if ENDS in member[1].sum_over]
-        yield from ([member] for member in alone)
-        members += [member for member in unit if ENDS not in member[1].sum_over]
-        if members and sum(split.numel for _, split, _ in members) * itemsize >= limit:
-            yield members
-            members = []
-    if members:
-        yield members
+        yield from ([member] for member in unit if ENDS in member[1].sum_over)
+        for member in unit:
+            if ENDS not in member[1].sum_over:
+                filling.setdefault(member[1].replicas, []).append(member)
+        for axis, members in list(filling.items()):
+            if sum(split.numel for _, split, _ in members) * itemsize >= limit:
+                yield filling.pop(axis)
+    yield from filling.values()

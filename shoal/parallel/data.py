@@ -30,6 +30,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
 from shoal.parallel.bucket import Bucket, Run, grouped
@@ -50,13 +51,41 @@ class _Reduction:
     last: bool
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks along one axis of the mesh, "replicas" or "edp", that hold the same parameters.
+
+    Attributes:
+        shard_group: over which they are sharded.
+        replicate_group: that hold the same shard.
+        shards, index: the size of the first, and this rank's place in it.
+        copies, copy: of the second.
+    """
+
+    shard_group: Group | None
+    replicate_group: Group | None
+    shards: int
+    index: int
+    copies: int
+    copy: int
+
+    @staticmethod
+    def along(axis: str, mesh: Mesh) -> Replicas:
+        """Those of a mesh."""
+        shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
+        return Replicas(
+            mesh.group(shard), mesh.group(replicate),
+            mesh.size(shard), mesh.index(shard), mesh.size(replicate), mesh.index(replicate),
+        )
+
+
 class ShardedParameters:
     """The parameters of one pipeline stage, their gradients, and the collectives that keep replicas equal.
 
     Args:
         units: groups of parameters in forward order, each (parameter, its split, whether it decays); the parameters may
             be on the meta device. A bucket holds whole units.
-        mesh: its "shard" ranks shard, its "replicate" ranks replicate.
+        mesh: its "shard" ranks shard, its "replicate" ranks replicate; for experts "edp_shard" and "edp_replicate".
         policy: the number formats.
 
     Attributes:
@@ -72,25 +101,26 @@ class ShardedParameters:
     ):
         self.mesh, self.policy = mesh, policy
         self.zero = mesh.layout.zero
-        self.shard_group = mesh.group("shard")
-        self.replicate_group = mesh.group("replicate")
+        axes = {"replicas"} | {split.replicas for unit in units for _, split, _ in unit}
+        self.replicas = {axis: Replicas.along(axis, mesh) for axis in sorted(axes)}
         limit = 0 if self.zero == 3 else mesh.layout.bucket_bytes
-        self.buckets = [
-            Bucket(
+        self.buckets = []
+        for members in grouped(units, limit, policy.reduce.itemsize):
+            here = self.replicas[members[0][1].replicas]
+            bucket = Bucket(
                 members,
-                shards=mesh.size("shard"),
-                index=mesh.index("shard"),
+                shards=here.shards,
+                index=here.index,
                 policy=policy,
                 device=mesh.device,
                 keep_full=self.zero < 3,
                 offload=mesh.layout.offload,
-                group=self.shard_group,
+                group=here.shard_group,
             )
-            for members in grouped(units, limit, policy.reduce.itemsize)
-        ]
+            self.buckets.append(bucket)
         self.gradients = [
-            Gradients(bucket, keep_whole=self.zero < 2, group=self.shard_group or self.replicate_group)
-            for bucket in self.buckets
+            Gradients(bucket, keep_whole=self.zero < 2, group=here.shard_group or here.replicate_group)
+            for bucket in self.buckets for here in [self.replicas[bucket.replicas]]
         ]
         self.places = {
             slot.parameter: (b, i) for b, bucket in enumerate(self.buckets) for i, slot in enumerate(bucket.slots)
@@ -112,6 +142,10 @@ class ShardedParameters:
         engine = weakref.ref(self)
         for parameter in self.places:
             parameter.register_post_accumulate_grad_hook(lambda p: engine()._made(p))
+
+    def shard_group(self, bucket: Bucket) -> Group | None:
+        """The ranks that hold the shards of a bucket."""
+        return self.replicas[bucket.replicas].shard_group
 
     def expect(self, given: Mapping[nn.Parameter, int]) -> None:
         """How many gradients each backward will `add` of these parameters; of others, autograd makes one."""
@@ -211,9 +245,10 @@ class ShardedParameters:
         self._reduce_complete()
 
     def _learn_order(self) -> None:
-        """Take the order that the first backward has shown on the first of the replicas."""
-        first = torch.tensor(self._shown, device=self.mesh.device) * (self.mesh.index("replicas") == 0)
-        self.order, self._learned = all_reduce(first, self.mesh.group("replicas")).tolist(), True
+        """Take the order that the first backward has shown on the first of the replicas, or of the stage's ranks."""
+        axis = "stage" if "edp" in self.replicas else "replicas"
+        first = torch.tensor(self._shown, device=self.mesh.device) * (self.mesh.index(axis) == 0)
+        self.order, self._learned = all_reduce(first, self.mesh.group(axis)).tolist(), True
 
     def _reduce_complete(self) -> None:
         """Start the reductions that are next in order, as far as buckets are complete."""
@@ -226,9 +261,9 @@ class ShardedParameters:
     def _reduce(self, gradients: Gradients) -> None:
         """Start summing a bucket's gradients over the ranks that shard it."""
         whole, shard = gradients.take()
-        work = None
-        if self.shard_group is not None:
-            work = reduce_scatter_flat(shard, whole, self.shard_group)
+        work, group = None, self.replicas[gradients.bucket.replicas].shard_group
+        if group is not None:
+            work = reduce_scatter_flat(shard, whole, group)
         elif shard.data_ptr() != whole.data_ptr():
             shard.copy_(whole)
         self._scattering.append(_Reduction(gradients, shard, whole, work, self.last_microbatch))
@@ -245,8 +280,9 @@ class ShardedParameters:
             shard = reduction.gradients.shard
             if reduction.shard is not shard:
                 shard += reduction.shard
-            if reduction.last and self.replicate_group is not None:
-                self._replicating.append(start_all_reduce(shard, self.replicate_group))
+            group = self.replicas[reduction.gradients.bucket.replicas].replicate_group
+            if reduction.last and group is not None:
+                self._replicating.append(start_all_reduce(shard, group))
 
     def finish(self) -> None:
         """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and copies left partial.
@@ -282,9 +318,11 @@ class ShardedParameters:
         What several ranks hold is divided by their number, so that every element counts once.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        replicas = self.mesh.size("replicate")
-        for run, _, gradient in self.runs():
-            total += torch.linalg.vector_norm(gradient).double().square().to(total.device) / (run.copies * replicas)
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            copies = self.replicas[bucket.replicas].copies
+            for run in bucket.runs:
+                norm = torch.linalg.vector_norm(gradients.update[run.slice])
+                total += norm.double().square().to(total.device) / (run.copies * copies)
         return total
 
     def scale(self, factor: float) -> None:
@@ -297,7 +335,7 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.stale()
             if bucket.keep_full:
-                bucket.gather(self.shard_group)
+                bucket.gather(self.shard_group(bucket))
         for bucket in self.buckets:
             bucket.wait()
 
@@ -316,9 +354,9 @@ class ShardedParameters:
             tensors: for each of `runs`, in order, a flat tensor of its length.
         """
         named: dict[str, list[Piece]] = {}
-        primary = self.mesh.index("replicate") == 0
         tensors = iter(tensors)
         for bucket in self.buckets:
+            primary = self.replicas[bucket.replicas].copy == 0
             for run in bucket.runs:
                 for name, piece in bucket.pieces(next(tensors), run.start):
                     piece.primary &= primary

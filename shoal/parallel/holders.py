@@ -20,15 +20,15 @@ from shoal.parallel.held import HeldParameters
 
 
 class MeshHolders:
-    """`Holders` on a mesh. The group is made at the first use: element-wise rules need none."""
+    """`Holders` along an axis of a mesh. The group is made at the first use: element-wise rules need none."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.ranks, self.index = mesh, mesh.size("holders"), mesh.index("holders")
+    def __init__(self, mesh: Mesh, axis: str):
+        self.mesh, self.axis, self.ranks, self.index = mesh, axis, mesh.size(axis), mesh.index(axis)
 
     @property
     def group(self) -> Group:
         """Of the ranks that hold shards of the same parameters."""
-        return self.mesh.group("holders")
+        return self.mesh.group(self.axis)
 
     def sum(self, x: Tensor) -> None:
         """As `Holders`."""
@@ -53,27 +53,36 @@ class MeshHolders:
         all_gather_flat(whole, part, self.group).wait()
 
 
-def shards_of(parameters: HeldParameters, mesh: Mesh, config: OptimizerConfig, dtype: torch.dtype) -> Shards:
+def shards_of(
+    parameters: HeldParameters, mesh: Mesh, config: OptimizerConfig, dtype: torch.dtype, *, mixed: bool = False
+) -> Shards:
     """The shards of all stages of a rank, each run cut where the learning rate's factor changes.
 
     Args:
+        mixed: whether the model has experts, which lie otherwise over a stage's ranks than the rest does: then all of
+            these are holders, replicas too.
         dtype: of the weights that the optimizer updates.
     """
-    holders: Holders = MeshHolders(mesh) if mesh.size("holders") > 1 else Alone()
+    axis = "stage" if mixed else "holders"
+    holders: Holders = MeshHolders(mesh, axis) if mesh.size(axis) > 1 else Alone()
     replica = mesh.index("replicate") == 0
     slots = [slot for bucket in parameters.buckets for slot in bucket.slots]
     here = Counter(slot.split.name for slot in slots)  # 2 where the first and the last stage share an embedding
-    saves = {slot.split.name for slot in slots if slot.split.primary and replica and holders.index == 0}
+    first = replica and holders.index == 0
+    saves = {slot.split.name for slot in slots if first and (slot.split.primary or slot.split.replicas == "edp")}
     shards = []
     for stage in parameters.stages:
         runs = stage.runs()
         for bucket in stage.buckets:
+            among = stage.replicas[bucket.replicas]
+            copies = among.copies if mixed else 1
             for run in bucket.runs:
                 _, weights, gradient = next(runs)
                 parts = tuple(
                     Part(
                         slot.split.name, slot.split.whole, box, start,
-                        slot.split.copies // slot.split.stages * here[slot.split.name], slot.split.primary and replica,
+                        copies * slot.split.copies // slot.split.stages * here[slot.split.name],
+                        slot.split.primary and among.copy == 0,
                     )
                     for slot, start, box in bucket.boxes(run.start, run.stop)
                 )

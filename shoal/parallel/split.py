@@ -25,6 +25,7 @@ class Split:
         copies: how often this very box is held along tp and pp.
         stages: of the pipeline that hold the parameter.
         primary: whether this rank, of those, is the one that saves and counts it.
+        replicas: mesh axis over which its replicas lie: "replicas", or "edp" for experts.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Split:
     copies: int = 1
     stages: int = 1
     primary: bool = True
+    replicas: str = "replicas"
 
     @property
     def numel(self) -> int:

@@ -20,6 +20,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
+from shoal.models.experts.layer import MoE
 from shoal.models.transformer import IGNORE
 from shoal.parallel.split import Split
 from shoal.parallel.weight import Postponed, look_up, product
@@ -63,6 +64,13 @@ class Region:
     def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
         module.register_forward_pre_hook(lambda _, args: (at.enter(args[0]), *args[1:]))
         return []
+
+
+class FeedForward(Region):
+    """The same, where the block is dense; what tokens do between experts is `shoal.parallel.expert`'s."""
+
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+        return [] if isinstance(module, MoE) else super().apply(module, name, at)
 
 
 class Column:
@@ -148,9 +156,12 @@ TENSOR_PARALLEL = {
     "layers.*.attention.q": Column(),  # heads are split, so there is no collective until `out`
     "layers.*.attention.{k,v}": KeyValue(),
     "layers.*.attention.out": Row(),
-    "layers.*.mlp": Region(),
+    "layers.*.mlp": FeedForward(),
     "layers.*.mlp.{gate,up}": Column(),
     "layers.*.mlp.down": Row(),
+    "layers.*.mlp.shared": Region(),
+    "layers.*.mlp.shared.{gate,up}": Column(),
+    "layers.*.mlp.shared.down": Row(),
     "head": VocabularyHead(),
     "loss": VocabularyLoss(),
 }

@@ -16,12 +16,14 @@ in the first half, by autograd; they are sums over tokens, without a matrix prod
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.experts.grouped import Experts, rows_product, weight_product
 from shoal.parallel.data import ShardedParameters
 from shoal.parallel.gradients import Term
 
@@ -59,6 +61,10 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
             module.look_up = partial(_Embedding.apply, parameters)
             if "forward" not in vars(module):
                 module.forward = partial(_embedding, module)
+        elif isinstance(module, Experts):
+            module.product = partial(_GroupedLinear.apply, parameters)
+            given.update(module.parameters())
+            continue
         else:
             continue
         given[module.weight] += 1
@@ -109,6 +115,24 @@ class _Linear(torch.autograd.Function):
         return None, None, d_x, None, None
 
 
+class _GroupedLinear(torch.autograd.Function):
+    """As `_Linear`, for runs of rows with a matrix each."""
+
+    @staticmethod
+    def forward(ctx, parameters: ShardedParameters, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+        ctx.parameters, ctx.weight, ctx.counts = parameters, weight, counts
+        ctx.save_for_backward(x, weight)
+        return rows_product(x, weight.mT, counts)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x, weight = ctx.saved_tensors
+        d_x = rows_product(gradient, weight, ctx.counts) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[2]:
+            ctx.parameters.add(ctx.weight, partial(_add_grouped, gradient, x.detach(), ctx.counts))
+        return None, d_x, None, None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameters: ShardedParameters, ids: Tensor, weight: nn.Parameter):
@@ -133,6 +157,10 @@ def _add_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> Non
         torch.mm(d_y, x, out=total)
     else:
         torch.addmm(total, d_y, x, out=total)
+
+
+def _add_grouped(gradient: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, fresh: bool) -> None:
+    weight_product(gradient, x, counts, total, fresh=fresh)
 
 
 def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:

@@ -34,7 +34,7 @@ class GatherOnUse:
         keep: int,
     ):
         self.buckets = [buckets for _, buckets in units]
-        self.parameters, self.group, self.ahead = parameters, parameters.shard_group, ahead
+        self.parameters, self.ahead = parameters, ahead
         used: set[Bucket] = set()
         self.first_used: list[list[Bucket]] = []  # buckets of each unit that no unit before it needs
         for buckets in self.buckets:
@@ -49,7 +49,7 @@ class GatherOnUse:
         """Wait for the first unit's parameters, and start the gathering of the others', which will be used after it."""
         for unit in units:
             for bucket in self.buckets[unit]:
-                bucket.gather(self.group)
+                bucket.gather(self.parameters.shard_group(bucket))
         for bucket in self.buckets[units[0]]:
             bucket.wait()
 

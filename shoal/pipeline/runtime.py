@@ -208,7 +208,8 @@ class Runtime:
         if number >= 0:
             part = self._parts[stage, microbatch] = Slice(self._parts.get((stage, microbatch)))
             batch = self._slice(batch, number)
-        output = self.stages[stage].module(batch.tokens, batch.targets, batch.documents, hidden, part)
+        samples = batch.samples if torch.is_grad_enabled() else None  # validation draws nothing
+        output = self.stages[stage].module(batch.tokens, batch.targets, batch.documents, hidden, part, samples)
         if self.program.is_last(stage):
             self._loss += output.detach()
             output = output * scale

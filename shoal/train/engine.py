@@ -29,6 +29,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.runtime import Runtime
 from shoal.precision.policy import POLICIES
 from shoal.train.curvature import estimate
+from shoal.train.routing import Routing
 from shoal.train.updates import ManyUpdates, OneUpdate
 
 
@@ -79,7 +80,11 @@ class Engine:
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
         )
         initialise(self.parameters, shape, train.seed)
-        shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage)
+        self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
+        for stage in self.stages:
+            stage.module.sequences, stage.module.seed = train.global_batch, train.seed
+        mixed = shape.experts is not None
+        shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
         self.optimizer = build_optimizer(config.optimizer, shards)
         self.runtime = self._runtime(self.program)
         engine = weakref.ref(self)  # the thread that makes them must not own the engine
@@ -112,6 +117,8 @@ class Engine:
         tokens = self._count(batches, [update_of[m] for m in range(self.microbatches)])
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
         kind = ManyUpdates if self.program.updates > 1 else OneUpdate
+        if self.routing:
+            self.routing.begin()
         updates = kind(self, step, sum(tokens), stop=stop, rate=None if dry else rate)
         scale = np.array([1 / max(1, tokens[update_of[m]]) for m in range(self.microbatches)])
         batches = [batch.to(self.mesh.device) for batch in batches]
@@ -161,10 +168,14 @@ class Engine:
 
     def state(self) -> dict[str, list[Piece]]:
         """Everything that a checkpoint holds, under names that are the same on every layout."""
-        state = {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
+        state = {f"model.{name}": pieces for name, pieces in self.weights().items()}
         for kind, parameters in self.optimizer.states().items():
             state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.items()}
         return state
+
+    def weights(self) -> dict[str, list[Piece]]:
+        """The pieces of the model on this rank: parameters, and the biases of routers."""
+        return self.parameters.weights() | (self.routing.state() if self.routing else {})
 
     def restored(self, updates: int) -> None:
         """The state was overwritten with that after so many updates: spread it."""

@@ -64,6 +64,8 @@ class OneUpdate:
         if clip and self.norm > clip:
             engine.parameters.scale(clip / self.norm)
         self.update()
+        if engine.routing:
+            engine.routing.update()
 
     def update(self) -> None:
         """Step the optimizer."""

@@ -10,6 +10,8 @@ from shoal.pipeline.schedules import SCHEDULES
 
 Choose = Callable[[Sequence[Any]], Any]
 
+NO_EXPERTS = ("terapipe", "pipedream", "pipedream-2bw")
+
 
 def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A run that `Layout.check` accepts.
@@ -55,10 +57,11 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
+    experts = _draw_experts(choose, parallel) if schedule not in NO_EXPERTS else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
-        "layers": depth + choose((0, 1, 2)),
+        "layers": max(depth + choose((0, 1, 2)), experts.get("first", 0) + experts.get("every", 1)),
         "hidden": choose((8, 13, 22)),
         "heads": heads,
         "kv_heads": choose([
@@ -70,6 +73,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
         "ffn": tp * choose((3, 8)),
         "vocab": choose((257, 260, 262)),
         "tied": choose((False, True)),
+        "experts": experts,
     }
     if cp > 1:
         parallel["ulysses"] = ulysses
@@ -109,3 +113,39 @@ def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig
     settings["rates"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})
+
+
+def _draw_experts(choose: Choose, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Experts of a model, or none, with the degrees that they are split in, which go into ``parallel``."""
+    gate = choose(("", "top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
+    if not gate:
+        return {}
+    ranks, tp = parallel["dp"] * parallel["tp"], parallel["tp"]
+    etp = choose([n for n in (tp, 1, 2) if ranks % n == 0])
+    ep = choose([n for n in (1, 2, 4, 3, 8) if ranks % (n * etp) == 0])
+    if ep > 1:
+        parallel["ep"] = ep
+    if etp != tp:
+        parallel["etp"] = etp
+    experts = {
+        "count": ep * choose((2, 3) if ep == 1 else (1, 2)),
+        "ffn": etp * choose((3, 5)),
+        "gate": gate,
+        "first": choose((0, 1)),
+        "every": choose((1, 2)),
+        "shared": tp * choose((0, 1)),
+        "capacity_factor": choose((0.0, 0.6, 1.0, 1.5)),
+        "z_loss": choose((0.0, 0.1)),
+    }
+    if gate != "expert-choice":
+        experts["balance_loss"] = choose((0.0, 1.0))
+    if gate == "gshard":
+        experts["count"] = max(2, experts["count"])
+    if gate in ("top-k", "noisy-top-k"):
+        experts["per_token"] = choose([n for n in (2, 1, 3) if n <= experts["count"]])
+    if gate == "top-k":
+        experts |= {
+            "score": choose(("softmax", "sigmoid")), "normalise": choose((True, False)), "scale": choose((1.0, 2.5)),
+            "bias_update": choose((0.0, 0.01)),
+        }
+    return experts

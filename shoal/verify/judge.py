@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.layout import Layout
+from shoal.models.experts.router import SUMS
 from shoal.verify.rank import RankReport
 from shoal.verify.reference import StepFacts
 from shoal.verify.trace import traced_modules
@@ -50,6 +51,7 @@ PHASES = (
     "structure",
     "samples",
     "forward",
+    "routing",
     "loss",
     "backward",
     "gradient",
@@ -137,6 +139,7 @@ def judge(
             judgement = _Step(rule, step, number > 0, precision, fact, layers, reports, verdict)
             judgement.samples(layout)
             judgement.trace()
+            judgement.routing()
             judgement.loss()
             judgement.parameters()
     order = {rule: i for i, rule in enumerate(facts)}
@@ -182,7 +185,7 @@ class _Step:
         verdict: Verdict,
     ):
         self.rule, self.step, self.fact, self.verdict = rule, step, fact, verdict
-        self.tolerance = TOLERANCES[precision]
+        self.precision, self.tolerance = precision, TOLERANCES[precision]
         self.adaptive = adaptive
         self.modules = traced_modules(layers)
         self.reports = reports
@@ -225,6 +228,25 @@ class _Step:
                     what = f"{phase}: {_module_text(phase, order, i)}, micro-batch {seen[where][2]}"
                     self._find(phase, module, errors, what, self.tolerance.gradient)
                     break
+
+    def routing(self) -> None:
+        """Each expert got as many tokens as on one device, as many found no room, and the losses are the same.
+
+        In fp64, where rounding moves no score past another.
+        """
+        if self.precision != "fp64" or not len(self.fact.routing):
+            return
+        expected = self.fact.routing
+        for what, part in (("tokens dropped", slice(0, 1)), ("balance and z loss", slice(1, SUMS)),
+                           ("tokens of each expert", slice(SUMS, None))):
+            exact = part.start != 1
+            errors = {
+                where: _relative(float((found.routing[:, part] - expected[:, part]).abs().max()),
+                                 float(expected[:, part].abs().max()))
+                for where, found in self.ranks
+            }
+            allowed = 0 if exact else self.tolerance.gradient
+            self._find("routing", "", errors, f"routing: {what}", allowed)
 
     def loss(self) -> None:
         """The loss and the gradient norm that the run reports."""

@@ -55,6 +55,7 @@ class RankStep:
     Attributes:
         loss, gradient_norm: as reported by the engine.
         samples: for each micro-batch, the places of its samples in the global batch, where they are of this step.
+        routing: what all routers counted, as of `StepFacts`; None without experts.
         differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference.
         trace: as of `trace_errors`.
     """
@@ -62,6 +63,7 @@ class RankStep:
     loss: float
     gradient_norm: float
     samples: list[list[int]]
+    routing: torch.Tensor | None = None
     differences: dict[str, float] = field(default_factory=dict)
     trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
@@ -127,10 +129,11 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
     result = engine.step(step)
     n = engine.config.train.global_batch  # those of the next step may have been asked for too
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
-    found = RankStep(result.loss, result.gradient_norm, places)
+    routing = engine.routing.totals if engine.routing else None
+    found = RankStep(result.loss, result.gradient_norm, places, routing)
     with safe_open(step_file(job.folder, rule, step), "pt") as file:
         parameters = engine.parameters
-        for key, held in (("gradient", parameters.reduced_gradients()), ("weight", parameters.weights())):
+        for key, held in (("gradient", parameters.reduced_gradients()), ("weight", engine.weights())):
             for name, pieces in held.items():
                 found.differences[f"{key}/{name}"] = max(_difference(file, f"{key}/{name}", p) for p in pieces)
         for name, piece in _in_use(engine):

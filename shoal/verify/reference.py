@@ -18,6 +18,8 @@ from torch import Tensor
 from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.batches import Batch, Dataset
+from shoal.models.experts.balance import begin, rebalance, routers_of
+from shoal.models.experts.router import SUMS
 from shoal.models.transformer import Transformer, initialise
 from shoal.optim.build import build, rate_factor, weight_decay
 from shoal.optim.rule import Rule
@@ -38,6 +40,7 @@ class StepFacts:
         loss: mean over the global batch's unmasked tokens [nats].
         gradient_norm: before clipping.
         tokens: unmasked targets of each sample of the global batch.
+        routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`].
         gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped).
         weights: the largest absolute value of each updated parameter.
     """
@@ -45,6 +48,7 @@ class StepFacts:
     loss: float
     gradient_norm: float
     tokens: tuple[int, ...]
+    routing: Tensor
     gradients: dict[str, float]
     weights: dict[str, float]
 
@@ -80,6 +84,7 @@ def run_reference(
     """
     model = Transformer(shape).double()
     initialise(model, config.train.seed)
+    model.sequences, model.seed = config.train.global_batch, config.train.seed
     update = plain_optimizer(model, config.optimizer)
     curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
     facts = []
@@ -148,6 +153,9 @@ def _step(
     counts = tuple(batch.unmasked() for batch in batches)
     parameters = dict(model.named_parameters())
     rate = learning_rate(step, config.train.steps, config.optimizer)
+    routers = list(routers_of(model))
+    for router in routers:
+        begin(router)
     program = program_of(config.parallel, config.parallel.microbatches(n))
     if program.updates > 1:
         gradients: dict[str, Tensor] = {}
@@ -163,12 +171,17 @@ def _step(
     else:
         total, norm, gradients = _one_update(model, batches, max(1, sum(counts)), config)
         update(rate)
-    weights = {name: p.detach() for name, p in parameters.items()}
+    for router in routers:
+        rebalance(router, router.tally[SUMS:])
+    routing = torch.stack([router.tally for router in routers]) if routers else torch.zeros(0, SUMS)
+    weights = {name: p.detach() for name, p in parameters.items()} | dict(model.named_buffers())
     save_file(
         {f"gradient/{name}": t for name, t in gradients.items()} | {f"weight/{name}": t for name, t in weights.items()},
         file,
     )
-    return StepFacts(total / max(1, sum(counts)), norm, counts, _largest(gradients), _largest(weights))
+    return StepFacts(
+        total / max(1, sum(counts)), norm, counts, routing, _largest(gradients), _largest(weights)
+    )
 
 
 def _one_update(
@@ -178,7 +191,7 @@ def _one_update(
     model.zero_grad(set_to_none=False)  # the update may hold on to them
     total = 0.0
     for batch in batches:
-        loss = model(batch.tokens, batch.targets, batch.documents)
+        loss = model(batch.tokens, batch.targets, batch.documents, samples=batch.samples)
         (loss / tokens).backward()
         total += loss.item()
     parameters = dict(model.named_parameters())

@@ -1,8 +1,8 @@
 """The feed-forward blocks of many experts, as products of runs of rows with a matrix each.
 
-Tokens come sorted by expert, so that an expert's are one run of rows: nothing is padded and nothing dropped (Gale et al.
-2023, "MegaBlocks"). On CUDA a run is part of one grouped product; on the CPU each is a product of its own, written in
-place into one result.
+Tokens come sorted by expert, so that an expert's are one run of rows: nothing is padded and nothing dropped (Gale et
+al. 2023, "MegaBlocks"). On CUDA a run is part of one grouped product; on the CPU each is a product of its own, written
+in place into one result.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Router(nn.Module):
     """Scores every token against every expert, and lets the gate choose.
 
     The losses do not become part of the output: backward adds their gradient to that of the scores, as if their mean
-    over the sequences of the batch had been added to the loss that it starts from. So no stage of a pipeline has to hand
-    them on, and the loss that is reported is that of the tokens.
+    over the sequences of the batch had been added to the loss that it starts from. So no stage of a pipeline has to
+    hand them on, and the loss that is reported is that of the tokens.
 
     Attributes:
         bias: [E], added to the scores in choosing; changed by `shoal.models.experts.balance`, not by gradients.

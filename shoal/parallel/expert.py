@@ -1,0 +1,186 @@
+"""Expert parallelism: each rank holds some experts, and tokens are sent to them and back (Lepikhin et al. 2020).
+
+The ranks of a pipeline stage, dp x tp of them, are laid out once more for the experts: those that hold other experts
+(ep), those that split one expert's matrices (etp), and those that hold the same (edp), over which the experts'
+gradients are summed and their state is sharded (Liu et al. 2025, "MoE parallel folding"). So neither has to fit the
+other's degrees.
+
+    own tokens -> router -> all-to-all over ep -> all-gather over etp -> experts -> reduce-scatter -> all-to-all -> sum
+
+Every rank sends its own tokens: its replica's, and of those, where tp > 1, its part of each sequence. Gates decide for
+whole sequences, so the ranks of a replica put their parts' scores together first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.catalog import ModelShape
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_gather
+from shoal.comm.rows import (
+    exchange_rows,
+    gather_rows,
+    part_of,
+    part_range,
+    scatter_rows,
+    whole_of,
+)
+from shoal.models.experts.grouped import Experts
+from shoal.models.experts.layer import MoE
+from shoal.models.experts.router import RoutingContext
+from shoal.parallel.split import Split
+from shoal.pieces import Box
+
+SEQUENCE = 1  # dim of [b, s, ..] that is split over tp
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """This rank's place among the ranks of its pipeline stage, as the experts are spread over them.
+
+    Attributes:
+        group: other experts (ep).
+        tensor: other parts of the same experts (etp).
+        parts: other parts of the same sequences (tp).
+        split_already: whether activations come in these parts (sequence parallelism).
+    """
+
+    group: Group | None
+    index: int
+    size: int
+    tensor: Group | None
+    tensor_index: int
+    tensor_size: int
+    parts: Group | None
+    split_already: bool
+
+    @staticmethod
+    def on(mesh: Mesh) -> ExpertParallel:
+        """That of a mesh."""
+        return ExpertParallel(
+            mesh.group("ep"), mesh.index("ep"), mesh.size("ep"),
+            mesh.group("etp"), mesh.index("etp"), mesh.size("etp"),
+            mesh.group("tp"), mesh.layout.sequence_parallel,
+        )
+
+
+def apply_expert_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh) -> dict[str, Split]:
+    """Split the experts of a model on the meta device in place, and have its tokens sent to them.
+
+    Returns:
+        How the experts' parameters and the routers' are split, by name.
+    """
+    if shape.experts is None:
+        return {}
+    at = ExpertParallel.on(mesh)
+    for axis in ("edp_shard", "edp_replicate", "stage"):
+        mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
+    splits: dict[str, Split] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, MoE):
+            continue
+        splits |= {split.name: split for split in _split_experts(module.experts, f"{name}.experts", at)}
+        for part, parameter in module.router.named_parameters(recurse=False):
+            # Every rank of tp scores its own part of the sequences.
+            whole = tuple(parameter.shape)
+            full = f"{name}.router.{part}"
+            splits[full] = Split(
+                full, whole, Box.whole(whole), whole, sum_over=("tp",) if at.parts else (), copies=mesh.size("tp"),
+                primary=mesh.index("tp") == 0,
+            )
+        if module.router.bias is not None:
+            module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
+        module.compute = partial(dispatch, module.experts, at)
+        if at.parts is not None:
+            _score_parts(module, at)
+    return splits
+
+
+def _split_experts(experts: Experts, name: str, at: ExpertParallel) -> list[Split]:
+    """Keep this rank's experts, and of each its part of the inner width."""
+    splits = []
+    for part, parameter in list(experts.named_parameters()):
+        count, *dims = parameter.shape
+        inner = 1 if part == "down" else 0  # which of a matrix's dims is the inner width
+        start, local = [at.index * count // at.size, 0, 0], [count // at.size, *dims]
+        local[1 + inner] //= at.tensor_size
+        start[1 + inner] = at.tensor_index * local[1 + inner]
+        box = Box(tuple(start), tuple(local))
+        setattr(experts, part, nn.Parameter(parameter.new_empty(box.shape)))
+        splits.append(Split(f"{name}.{part}", (count, *dims), box, box.shape, replicas="edp"))
+    return splits
+
+
+def _score_parts(module: MoE, at: ExpertParallel) -> None:
+    """Have the ranks of tp each route their part of the sequences, by the scores of all of them."""
+    router, routed = module.router, module.routed
+    router.share = 1 / at.parts.size()
+
+    def on_parts(x: Tensor, context: RoutingContext) -> Tensor:
+        length = x.shape[SEQUENCE] * (at.parts.size() if at.split_already else 1)
+        mine = part_range(length, at.parts)
+        router.whole = lambda scores: whole_of(scores, at.parts, SEQUENCE, length)
+        router.own = lambda made: made[:, mine]
+        if at.split_already:
+            return routed(x, context)
+        return whole_of(routed(part_of(x, at.parts, SEQUENCE), context), at.parts, SEQUENCE, length)
+
+    module.routed = on_parts
+
+
+def dispatch(experts: Experts, at: ExpertParallel, rows: Tensor, counts: Tensor) -> Tensor:
+    """Every row through its expert, wherever that is.
+
+    Args:
+        rows: [m, h], by expert.
+        counts: [E], rows for each expert.
+
+    Returns:
+        [m, h], in the order of the rows.
+    """
+    if at.group is None and at.tensor is None:
+        return experts(rows, counts.tolist())
+    per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, expert there]
+    coming = per_rank[:, at.index].contiguous()  # [from, expert here]
+    everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
+    send = counts.view(at.size, -1).sum(1).tolist()
+    receive = coming.sum(1).tolist()
+    gathered = everywhere.sum((1, 2)).tolist()
+    by_source = gather_rows(exchange_rows(rows, send, receive, at.group), gathered, at.tensor)
+    order = _by_expert(everywhere.flatten(0, 1))
+    y = experts(_Permuted.apply(by_source, *order), everywhere.sum((0, 1)).tolist())
+    y = scatter_rows(_Permuted.apply(y, *order[::-1]), gathered, at.tensor)
+    return exchange_rows(y, receive, send, at.group)
+
+
+def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """From rows by source and then by expert to rows by expert: the order, and the order back.
+
+    Args:
+        counts: [sources, experts].
+    """
+    sizes = counts.t().flatten()
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).t().flatten()
+    places = torch.arange(int(sizes.sum()), device=counts.device)
+    order = places + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
+    return order, torch.empty_like(order).index_copy_(0, order, places)
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; their gradients go back by the inverse, which is a copy and no sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+

@@ -1,0 +1,102 @@
+"""What the routers of all ranks did in a step: counted together, told, and their biases moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.catalog import ModelShape
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.models.experts.balance import begin, rebalance, routers_of
+from shoal.models.experts.router import SUMS, Router
+from shoal.parallel.apply import Stage
+from shoal.pieces import Box, Piece
+from shoal.pipeline.program import Program
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One step of every layer with experts, over all ranks.
+
+    Attributes:
+        dropped: part of the choices that found no room (expert-choice: of the tokens, chosen by no expert).
+        idle: part of the experts that got no token.
+        busiest: tokens of the expert with most over the mean of its layer, the largest of all layers.
+        balance_loss, z_loss: mean over sequences and layers, without their weights.
+        loads: for each layer with experts, the part of its tokens that each expert got.
+    """
+
+    dropped: float
+    idle: float
+    busiest: float
+    balance_loss: float
+    z_loss: float
+    loads: list[list[float]]
+
+    @staticmethod
+    def of(totals: Tensor, shape: ModelShape, sequences: int, tokens: int) -> Routed:
+        """From the sums of all routers.
+
+        Args:
+            totals: [layers, `SUMS` + E] as of `Router.tally`.
+            sequences, tokens: of the batch.
+        """
+        sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
+        given = loads.sum(1, keepdim=True).clamp(min=1)
+        wanted = tokens * len(totals) if shape.experts.gate == "expert-choice" else float(loads.sum() + sums[0])
+        busiest = (loads / given).max() * shape.experts.count
+        mean = sums[1:] / (sequences * len(totals))
+        return Routed(
+            float(sums[0]) / max(1, wanted), float((loads == 0).double().mean()), float(busiest),
+            float(mean[0]), float(mean[1]), (loads / given).tolist(),
+        )
+
+
+class Routing:
+    """The routers of this rank's stages.
+
+    Args:
+        program: whose stages these are.
+        mesh: over all of which they are counted.
+
+    Attributes:
+        totals: [layers with experts, `SUMS` + E] of the last step, over all ranks and micro-batches.
+    """
+
+    def __init__(self, stages: Sequence[Stage], program: Program, mesh: Mesh, shape: ModelShape):
+        self.mesh, self.shape = mesh, shape
+        self.layers = shape.experts.layers(shape.layers)
+        self.routers: list[tuple[Router, bool]] = [
+            (router, stage.index < program.depth) for stage in stages for router in routers_of(stage.module)
+        ]
+        self.totals = torch.zeros(len(self.layers), SUMS + shape.experts.count, dtype=torch.float64)
+
+    def begin(self) -> None:
+        """A step begins."""
+        for router, _ in self.routers:
+            begin(router)
+
+    def update(self) -> None:
+        """All backwards of the step are done on all ranks: count, and move the biases."""
+        totals = torch.zeros_like(self.totals, device=self.mesh.device)
+        for router, _ in self.routers:
+            totals[self.layers.index(router.layer)] += router.tally
+        all_reduce(totals, self.mesh.group("world"))
+        for router, _ in self.routers:
+            rebalance(router, totals[self.layers.index(router.layer), SUMS:])
+        self.totals = totals.cpu()
+
+    def state(self) -> dict[str, list[Piece]]:
+        """The biases, by the names that they have in the whole model."""
+        first = self.mesh.index("stage") == 0
+        found: dict[str, list[Piece]] = {}
+        for router, original in self.routers:
+            if router.bias is not None:
+                whole = tuple(router.bias.shape)
+                piece = Piece(whole, Box.whole(whole), router.bias, first and original)
+                found.setdefault(f"layers.{router.layer}.mlp.router.bias", []).append(piece)
+        return found
