@@ -20,6 +20,7 @@ from rich.table import Table
 from shoal.bench import attention, peak, slices, transport
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
+from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
 from shoal.bench.pipelining import MICROBATCHES, SCHEDULES
 from shoal.bench.race import Row, run
@@ -340,4 +341,5 @@ COMMANDS = {
     "context": (ContextOptions, context),
     "long-context": (LongContextOptions, long_context),
     "optimizers": (OptimizersOptions, optimizers),
+    "experts": (ExpertsOptions, experts),
 }

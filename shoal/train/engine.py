@@ -29,7 +29,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.runtime import Runtime
 from shoal.precision.policy import POLICIES
 from shoal.train.curvature import estimate
-from shoal.train.routing import Routing
+from shoal.train.routing import Routed, Routing
 from shoal.train.updates import ManyUpdates, OneUpdate
 
 
@@ -172,6 +172,13 @@ class Engine:
         for kind, parameters in self.optimizer.states().items():
             state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.items()}
         return state
+
+    def routed(self) -> Routed | None:
+        """What the routers did in the last step; None without experts."""
+        if self.routing is None:
+            return None
+        batch = self.config.train.global_batch
+        return Routed.of(self.routing.totals, self.shape, batch, batch * self.config.data.sequence_length)
 
     def weights(self) -> dict[str, list[Piece]]:
         """The pieces of the model on this rank: parameters, and the biases of routers."""

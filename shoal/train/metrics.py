@@ -57,10 +57,27 @@ class StepMetrics:
     validation_loss: float | None = None
     """Nats per unmasked token, in steps that validated."""
 
+    dropped: float | None = None
+    """Part of the choices of experts that found no room, in this step (expert-choice: tokens chosen by none)."""
+
+    idle_experts: float | None = None
+    """Part of the experts, of all layers, that got no token."""
+
+    busiest_expert: float | None = None
+    """Tokens of the expert with most over the mean of its layer."""
+
+    balance_loss: float | None = None
+    """Of the routers, mean over sequences and layers, without its weight; likewise z_loss."""
+
+    z_loss: float | None = None
+
+    expert_load: list[list[float]] | None = None
+    """For each layer with experts, the part of its tokens that each expert got."""
+
     def values(self) -> dict[str, float]:
         """All numbers that are known, by name, without the step."""
         return {name: value for name, value in asdict(self).items()
-                if value is not None and name not in ("step", "steps")}
+                if value is not None and name not in ("step", "steps", "expert_load")}
 
 
 class MetricsWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ class Routed:
     balance_loss: float
     z_loss: float
     loads: list[list[float]]
+
+    def metrics(self) -> dict[str, Any]:
+        """By the names of `StepMetrics`."""
+        return {
+            "dropped": self.dropped, "idle_experts": self.idle, "busiest_expert": self.busiest,
+            "balance_loss": self.balance_loss, "z_loss": self.z_loss, "expert_load": self.loads,
+        }
 
     @staticmethod
     def of(totals: Tensor, shape: ModelShape, sequences: int, tokens: int) -> Routed:

@@ -199,6 +199,7 @@ class Trainer:
             return
         length = self.config.data.sequence_length
         rate = steps * self.config.train.global_batch * length / seconds
+        routed = self.engine.routed()
         metrics = StepMetrics(
             step=self.step,
             steps=self.config.train.steps,
@@ -211,6 +212,7 @@ class Trainer:
             seconds_left=(self.config.train.steps - self.step) * seconds / steps,
             mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
             validation_loss=self.validation_loss,
+            **(routed.metrics() if routed else {}),
         )
         self.writer.write(metrics)
         self.display.step(metrics)
