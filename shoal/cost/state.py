@@ -57,6 +57,7 @@ class Held:
         partial: the mesh axis over which its gradient is a partial sum, if any.
         copies: how many tensor-parallel ranks hold this very part.
         alone: it has a bucket by itself.
+        expert: it lies over ranks as experts do.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Held:
     partial: str = ""
     copies: int = 1
     alone: bool = False
+    expert: bool = False
 
 
 Unit = list[Held]
@@ -93,7 +95,9 @@ class StateBytes:
     elements: int
 
 
-def units_of(shape: ModelShape, layout: Layout, part: StagePart, tp_index: int = 0) -> list[Unit]:
+def units_of(
+    shape: ModelShape, layout: Layout, part: StagePart, tp_index: int = 0, ep_index: int = 0, etp_index: int = 0
+) -> list[Unit]:
     """The parameters of a stage on one tensor-parallel rank, in forward order."""
     h, bias = shape.hidden, shape.family == "gpt"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -136,9 +140,28 @@ def units_of(shape: ModelShape, layout: Layout, part: StagePart, tp_index: int =
         yield from into(f"layers.{i}.attention.v", kv, group)
         yield from out_of(f"layers.{i}.attention.out", q)
         yield from norm(f"layers.{i}.mlp_norm")
-        for name in ("up",) if bias else ("gate", "up"):
-            yield from into(f"layers.{i}.mlp.{name}", shape.ffn)
-        yield from out_of(f"layers.{i}.mlp.down", shape.ffn)
+        if not shape.sparse(i):
+            yield from block(f"layers.{i}.mlp", shape.ffn)
+            return
+        experts, name = shape.experts, f"layers.{i}.mlp"
+        for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
+            size = (experts.count, h)
+            partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
+            yield Held(f"{name}.router.{part}", size, Box.whole(size), math.prod(size), partial, tp)
+        count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
+        for part in ("up", "down") if bias else ("gate", "up", "down"):
+            down = part == "down"
+            size = (experts.count, h, experts.ffn) if down else (experts.count, experts.ffn, h)
+            offset = (ep_index * count, 0, etp_index * width) if down else (ep_index * count, etp_index * width, 0)
+            box = Box(offset, (count, h, width) if down else (count, width, h))
+            yield Held(f"{name}.experts.{part}", size, box, box.numel, expert=True)
+        if experts.shared:
+            yield from block(f"{name}.shared", experts.shared * experts.ffn)
+
+    def block(name: str, width: int) -> Iterator[Held]:
+        for part in ("up",) if bias else ("gate", "up"):
+            yield from into(f"{name}.{part}", width)
+        yield from out_of(f"{name}.down", width)
 
     units = []
     if part.first:
@@ -157,7 +180,7 @@ def units_of(shape: ModelShape, layout: Layout, part: StagePart, tp_index: int =
 
 def state_bytes(
     shape: ModelShape, layout: Layout, policy: Formats, optimizer: str, parts: Sequence[StagePart],
-    *, tp_index: int = 0, shard_index: int = 0,
+    *, tp_index: int = 0, shard_index: int = 0, expert_index: tuple[int, int, int] = (0, 0, 0),
 ) -> StateBytes:
     """What one rank holds.
 
@@ -166,18 +189,21 @@ def state_bytes(
         parts: the stages of the rank.
         tp_index: its place along tp; the last has the least of a vocabulary that does not divide.
         shard_index: which shard of the state it has, of `Layout.shards`.
+        expert_index: its places along edp_shard, ep and etp.
     """
     alone = layout.sync != "all-reduce"  # relaxed: every replica for itself, and whole
-    zero, shards = (0, 1) if alone else (layout.zero, layout.shards)
-    index = 0 if alone else shard_index
+    if alone:
+        layout = layout.model_copy(update={"zero": 0})
+    zero, index = layout.zero, 0 if alone else shard_index
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     parameters = gradients = elements = gathered = whole_gradients = 0
     moments = _Moments(optimizer, storage)
     for part in parts:
-        units = units_of(shape, layout, part, tp_index)
+        units = units_of(shape, layout, part, tp_index, *expert_index[1:])
         limit = 0 if zero == 3 else bucket_bytes(layout)
         sizes = []
         for bucket in _buckets(units, limit, reduce):
+            shards = _shards(bucket, layout)
             chunk = _chunk(bucket, shards)
             sizes.append(shards * chunk)
             if zero < 3:
@@ -186,31 +212,37 @@ def state_bytes(
             else:
                 parameters += chunk * storage
             gradients += (shards * chunk if zero < 2 else chunk) * reduce
-            moments.add(bucket, chunk, index)
+            moments.add(bucket, chunk, expert_index[0] if bucket[0].expert else index)
             elements += sum(held.box.numel for held in bucket)
         if zero >= 2:
             whole_gradients = max(whole_gradients, _neighbours(sizes, 2) * reduce)
         if zero == 3:
             at_once = 1 + layout.prefetch if layout.reshard_after_forward else len(units)
-            gathered = max(gathered, _gathered(units, shape, part, shards, at_once) * compute)
+            gathered = max(gathered, _gathered(units, shape, part, layout, at_once) * compute)
     return StateBytes(parameters, gradients, moments.bytes, gathered, whole_gradients, elements)
 
 
 def _buckets(units: Sequence[Unit], limit: float, itemsize: int) -> Iterator[list[Held]]:
     """As `shoal.parallel.data` fills them, each sorted as `shoal.parallel.bucket` does."""
-    members: list[Held] = []
+    filling: dict[bool, list[Held]] = {}
     for unit in units:
         yield from ([held] for held in unit if held.alone)
-        members += [held for held in unit if not held.alone]
-        if members and sum(held.allocated for held in members) * itemsize >= limit:
-            yield _sorted(members)
-            members = []
-    if members:
-        yield _sorted(members)
+        for held in unit:
+            if not held.alone:
+                filling.setdefault(held.expert, []).append(held)
+        for kind, members in list(filling.items()):
+            if sum(held.allocated for held in members) * itemsize >= limit:
+                yield _sorted(filling.pop(kind))
+    yield from map(_sorted, filling.values())
 
 
 def _sorted(members: list[Held]) -> list[Held]:
     return sorted(members, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))
+
+
+def _shards(bucket: Sequence[Held], layout: Layout) -> int:
+    """Ranks that a bucket is cut over."""
+    return layout.expert_shape[2] if bucket[0].expert else layout.shards
 
 
 def _chunk(bucket: Sequence[Held], shards: int) -> int:
@@ -229,9 +261,12 @@ def _neighbours(sizes: Sequence[int], count: int) -> int:
     return max((sum(sizes[i : i + count]) for i in range(max(1, len(sizes) - count + 1))), default=0)
 
 
-def _gathered(units: Sequence[Unit], shape: ModelShape, part: StagePart, shards: int, at_once: int) -> int:
+def _gathered(units: Sequence[Unit], shape: ModelShape, part: StagePart, layout: Layout, at_once: int) -> int:
     """Elements of the neighbouring units that are largest together; a head may be the embedding once more."""
-    sizes = [sum(shards * _chunk(bucket, shards) for bucket in _buckets([unit], 0, 1)) for unit in units]
+    sizes = []
+    for unit in units:
+        buckets = [(bucket, _shards(bucket, layout)) for bucket in _buckets([unit], 0, 1)]
+        sizes.append(sum(shards * _chunk(bucket, shards) for bucket, shards in buckets))
     if shape.tied and part.first and part.last and len(units) > 2:
         sizes[-1] += sizes[0]
     return min(sum(sizes), _neighbours(sizes, at_once))

@@ -34,6 +34,9 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         config.parallel, shape, config.train.global_batch, compile=config.train.compile,
         sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
     )
+    if shape.experts is not None and config.train.compile:
+        raise UsageError("train.compile = true with experts: how many rows each gets is known only when it runs, and "
+                         "every number would be compiled anew.\n  Leave compile out.")
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)

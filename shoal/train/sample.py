@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -44,6 +45,9 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
     if found is None:
         raise CheckpointError(f"{run_folder} holds no good checkpoint to sample from.")
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    if shape.experts is not None and shape.experts.gate == "expert-choice":
+        raise UsageError(f"{run_folder}: its experts choose their tokens among all of a sequence, later ones too, so "
+                         "that it cannot write one token after the other.")
     model = load_model(found.path, shape)
     generator = torch.Generator().manual_seed(seed)
     ids = generate(
@@ -62,7 +66,7 @@ def load_model(path: Path, shape: ModelShape) -> Transformer:
         model.head.weight = model.embed.token.weight
     state = {
         f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
-        for name, p in model.named_parameters()
+        for name, p in chain(model.named_parameters(), model.named_buffers())
     }
     unwanted = ("optimizer.", "relaxed.", "replica.")
     load(path, state, model=shape.model_dump(mode="json"), convert=True, unwanted=unwanted)

@@ -135,7 +135,10 @@ class Trainer:
             )
             return
         text = ""
-        if self.shape.parameters() <= SAMPLED_PARAMETERS:
+        experts = self.shape.experts
+        if experts is not None and experts.gate == "expert-choice":
+            self.display.note("no sample: experts that choose among all tokens of a sequence cannot write one by one")
+        elif self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed
             text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.parallel import apply, data, tensor
+from shoal.parallel import apply, data, expert, tensor
 from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
 from shoal.parallel.context.order import count
@@ -38,6 +38,7 @@ class Fault:
         owner, name: the function that it replaces.
         wrong: the replacement, given the right function.
         needs: values of the layout without which it does nothing: those on which it shows.
+        experts: whether it is in layers with experts.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Fault:
     name: str
     wrong: Callable[[Callable], Callable]
     needs: dict[str, Any]
+    experts: bool = False
 
     @contextmanager
     def plant(self) -> Iterator[None]:
@@ -210,6 +212,38 @@ def _nothing_comes(right: Callable) -> Callable:
     return shift
 
 
+def _alone(right: Callable) -> Callable:
+    def along(axis: str, mesh: Mesh) -> data.Replicas:
+        found = right(axis, mesh)
+        return replace(found, replicate_group=None) if axis == "edp" else found
+
+    return along
+
+
+def _dense_copies(right: Callable) -> Callable:
+    def square_norm(parameters: data.ShardedParameters) -> Tensor:
+        own = parameters.replicas
+        parameters.replicas = {axis: replace(here, copies=own["replicas"].copies) for axis, here in own.items()}
+        try:
+            return right(parameters)
+        finally:
+            parameters.replicas = own
+
+    return square_norm
+
+
+def _own_scores(right: Callable) -> Callable:
+    return lambda x, group, dim, lengths: torch.cat([x] * len(lengths), dim)
+
+
+def _not_back(right: Callable) -> Callable:
+    def by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+        order, _ = right(counts)
+        return order, torch.arange(len(order))
+
+    return by_expert
+
+
 FAULTS: dict[str, Fault] = {
     "row-sum": Fault(
         "no all-reduce after a row-parallel product",
@@ -301,6 +335,22 @@ FAULTS: dict[str, Fault] = {
     "norm-counts-copies": Fault(
         "the gradient norm counts what several ranks hold several times",
         data.ShardedParameters, "square_norm", _count_copies, {"tp": 2},
+    ),
+    "expert-gradients": Fault(
+        "gradients of experts that several ranks hold are not summed",
+        data.Replicas, "along", _alone, {"dp": 4, "ep": 2}, experts=True,
+    ),
+    "expert-norm": Fault(
+        "the gradient norm takes experts to be held as often as the rest",
+        data.ShardedParameters, "square_norm", _dense_copies, {"dp": 2, "ep": 2}, experts=True,
+    ),
+    "capacity-per-rank": Fault(
+        "each rank of a split sequence decides who finds room by its own part",
+        expert, "whole_of", _own_scores, {"tp": 2, "sequence_parallel": True}, experts=True,
+    ),
+    "rows-astray": Fault(
+        "what experts computed is sent back in the order of the experts, to other tokens",
+        expert, "_by_expert", _not_back, {"dp": 2, "ep": 2}, experts=True,
     ),
     "clip-per-rank": Fault(
         "each rank clips by the norm of its own shard",

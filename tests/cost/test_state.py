@@ -25,6 +25,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     said = state_bytes(
         engine.shape, layout, engine.policy, config.optimizer.name, parts,
         tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),
+        expert_index=(mesh.index("edp_shard"), mesh.index("ep"), mesh.index("etp")),
     )
     bytes_of = engine.parameters.bytes()
     found = {name: bytes_of[name] for name in ("parameters", "gradients")} | {"optimizer": engine.optimizer.bytes()}
@@ -45,6 +46,18 @@ def test_any_rank_of_any_layout_holds_what_the_formulas_say(
     )
     for found, said in pool.run(held, config.parallel.world_size, config):
         assert said == found
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("split", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": 1}])
+def test_experts(pool: Pool, split: dict[str, int], zero: int) -> None:
+    """Their own ranks shard them, with a router and a shared expert beside."""
+    experts = {"count": 4, "per_token": 2, "ffn": 20, "shared": 1, "first": 1}
+    for optimizer in ("adamw", "adafactor"):
+        config = small_run({"dp": 4, "zero": zero, **split}, {"experts": experts}, precision="bf16")
+        config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
+        for found, said in pool.run(held, 4 * split.get("tp", 1), config):
+            assert said == found
 
 
 @pytest.mark.parametrize("optimizer", sorted(RULES))

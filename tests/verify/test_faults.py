@@ -34,11 +34,18 @@ EXPECTED = {
     "zero2-forgets": ("gradient", "head.weight"),
     "norm-counts-copies": ("gradient norm", ""),
     "clip-per-rank": ("gradient", "head.weight"),
+    "expert-gradients": ("gradient", "layers.2.mlp.experts.down"),
+    "expert-norm": ("gradient norm", ""),
+    "capacity-per-rank": ("forward", "layers.0.mlp"),
+    "rows-astray": ("forward", "layers.0.mlp"),
 }
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "balance_loss": 1.0}
 
 
 def first_difference(pool: Pool, name: str, plant: str) -> Finding | None:
     model = {"tied": True} if name == "tied-ends" else {}
+    if FAULTS[name].experts:
+        model["experts"] = EXPERTS
     run = small_run(FAULTS[name].needs, model)
     if run.parallel.schedule in ASYNCHRONOUS:
         run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip_norm": 0.0})})
@@ -60,7 +67,7 @@ def test_a_planted_fault_is_found_where_it_is(pool: Pool, name: str) -> None:
         assert found.step == 0
 
 
-@pytest.mark.parametrize("name", ["row-sum", "key-value-copies", "clip-per-rank"])
+@pytest.mark.parametrize("name", ["row-sum", "key-value-copies", "clip-per-rank", "expert-norm", "capacity-per-rank"])
 def test_without_the_fault_the_same_run_is_the_same(pool: Pool, name: str) -> None:
     assert first_difference(pool, name, plant="") is None
 
