@@ -366,8 +366,8 @@ class Layout(BaseModel):
         if ranks % inside:
             near = " or ".join(map(str, nearest_divisors(self.ep, of=max(1, ranks // self.expert_tensor))))
             raise UsageError(
-                f"parallel: ep {self.ep} x etp {self.expert_tensor} = {inside} does not divide dp {self.dp} x cp {self.cp} "
-                f"x tp {self.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
+                f"parallel: ep {self.ep} x etp {self.expert_tensor} = {inside} does not divide dp {self.dp} x cp "
+                f"{self.cp} x tp {self.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
                 f"\n  Nearest ep that fits: {near}."
             )
         for name, degree, what, size in (

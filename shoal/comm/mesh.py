@@ -66,7 +66,7 @@ class Mesh:
     def ranks(self, axis: str) -> list[int]:
         """Global ranks that differ from this one in ``axis`` alone, in order.
 
-        Besides `AXES` and `EXPERT_AXES`, there are several axes as one (`shoal.layout.axes_of`), and these parts of axes:
+        Besides `AXES` and `EXPERT_AXES`, there are several as one (`shoal.layout.axes_of`), and these parts of axes:
         "pp:a,b", the places a and b of the pipeline (as those that share a tied embedding), this rank alone if it is
         at neither;
         "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number;

@@ -87,7 +87,7 @@ def _build_stage(
     postponed = Postponed()
     # On the meta device, so that no rank ever allocates a whole matrix.
     splits = apply_tensor_parallel(model, shape, mesh, postponed)
-    splits |= apply_expert_parallel(model, shape, mesh)
+    splits |= apply_expert_parallel(model, shape, mesh, spread)
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)

@@ -1,14 +1,14 @@
 """Expert parallelism: each rank holds some experts, and tokens are sent to them and back (Lepikhin et al. 2020).
 
-The ranks of a pipeline stage, dp x tp of them, are laid out once more for the experts: those that hold other experts
-(ep), those that split one expert's matrices (etp), and those that hold the same (edp), over which the experts'
+The ranks of a pipeline stage, dp x cp x tp of them, are laid out once more for the experts: those that hold other
+experts (ep), those that split one expert's matrices (etp), and those that hold the same (edp), over which the experts'
 gradients are summed and their state is sharded (Liu et al. 2025, "MoE parallel folding"). So neither has to fit the
 other's degrees.
 
     own tokens -> router -> all-to-all over ep -> all-gather over etp -> experts -> reduce-scatter -> all-to-all -> sum
 
-Every rank sends its own tokens: its replica's, and of those, where tp > 1, its part of each sequence. Gates decide for
-whole sequences, so the ranks of a replica put their parts' scores together first.
+Every rank sends its own tokens: its replica's, and of those, where tp or cp > 1, its part of each sequence. Gates
+decide for whole sequences, so the ranks of a replica put their parts' scores together first.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ from shoal.catalog import ModelShape
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather
-from shoal.comm.rows import (
-    exchange_rows,
-    gather_rows,
-    part_of,
-    part_range,
-    scatter_rows,
-    whole_of,
-)
+from shoal.comm.rows import exchange_rows, gather_rows, part_lengths, part_of, scatter_rows, whole_of
 from shoal.models.experts.grouped import Experts
 from shoal.models.experts.layer import MoE
 from shoal.models.experts.router import RoutingContext
+from shoal.parallel.context.order import Spread
+from shoal.parallel.context.sight import places_of
 from shoal.parallel.split import Split
 from shoal.pieces import Box
 
@@ -49,6 +44,7 @@ class ExpertParallel:
         tensor: other parts of the same experts (etp).
         parts: other parts of the same sequences (tp).
         split_already: whether activations come in these parts (sequence parallelism).
+        context: other tokens of the same sequences (cp), spread as `spread` says.
     """
 
     group: Group | None
@@ -59,26 +55,31 @@ class ExpertParallel:
     tensor_size: int
     parts: Group | None
     split_already: bool
+    context: Group | None
+    spread: Spread
 
     @staticmethod
-    def on(mesh: Mesh) -> ExpertParallel:
+    def on(mesh: Mesh, spread: Spread) -> ExpertParallel:
         """That of a mesh."""
         return ExpertParallel(
             mesh.group("ep"), mesh.index("ep"), mesh.size("ep"),
             mesh.group("etp"), mesh.index("etp"), mesh.size("etp"),
-            mesh.group("tp"), mesh.layout.sequence_parallel,
+            mesh.group("tp"), mesh.layout.sequence_parallel, mesh.group("cp"), spread,
         )
 
 
-def apply_expert_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh) -> dict[str, Split]:
+def apply_expert_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh, spread: Spread) -> dict[str, Split]:
     """Split the experts of a model on the meta device in place, and have its tokens sent to them.
+
+    Args:
+        spread: of the sequences over the context-parallel ranks.
 
     Returns:
         How the experts' parameters and the routers' are split, by name.
     """
     if shape.experts is None:
         return {}
-    at = ExpertParallel.on(mesh)
+    at = ExpertParallel.on(mesh, spread)
     for axis in ("edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
     splits: dict[str, Split] = {}
@@ -97,7 +98,7 @@ def apply_expert_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh) -> di
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
         module.compute = partial(dispatch, module.experts, at)
-        if at.parts is not None:
+        if at.parts is not None or at.context is not None:
             _score_parts(module, at)
     return splits
 
@@ -118,18 +119,35 @@ def _split_experts(experts: Experts, name: str, at: ExpertParallel) -> list[Spli
 
 
 def _score_parts(module: MoE, at: ExpertParallel) -> None:
-    """Have the ranks of tp each route their part of the sequences, by the scores of all of them."""
+    """Have the ranks that share sequences each route their own tokens, by the scores of all."""
     router, routed = module.router, module.routed
-    router.share = 1 / at.parts.size()
+    parts = at.parts.size() if at.parts else 1
+    ranks = at.context.size() if at.context else 1
+    router.share = 1 / (parts * ranks)
 
     def on_parts(x: Tensor, context: RoutingContext) -> Tensor:
-        length = x.shape[SEQUENCE] * (at.parts.size() if at.split_already else 1)
-        mine = part_range(length, at.parts)
-        router.whole = lambda scores: whole_of(scores, at.parts, SEQUENCE, length)
-        router.own = lambda made: made[:, mine]
-        if at.split_already:
+        length = x.shape[SEQUENCE] * (parts if at.split_already else 1)  # of this rank of cp
+        lengths = part_lengths(length, parts)
+        before = sum(lengths[: at.parts.rank()]) if at.parts else 0
+        here = lengths[at.parts.rank()] if at.parts else length
+        if at.context is None:
+            router.whole = lambda scores: whole_of(scores, at.parts, SEQUENCE, lengths)
+            router.own = lambda made: made[:, before : before + here]
+        else:
+            places = [places_of(at.spread.chunks(rank), x.device) for rank in range(ranks)]
+            own = places[at.context.rank()][before : before + here]
+            order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the sequence
+            sizes = [len(place) for place in places]
+
+            def whole(scores: Tensor) -> Tensor:
+                scores = whole_of(whole_of(scores, at.parts, SEQUENCE, lengths), at.context, SEQUENCE, sizes)
+                return scores.index_select(SEQUENCE, order)
+
+            router.whole = whole
+            router.own = lambda made: made.index_select(SEQUENCE, own)
+        if at.split_already or at.parts is None:
             return routed(x, context)
-        return whole_of(routed(part_of(x, at.parts, SEQUENCE), context), at.parts, SEQUENCE, length)
+        return whole_of(routed(part_of(x, at.parts, SEQUENCE, lengths), context), at.parts, SEQUENCE, lengths)
 
     module.routed = on_parts
 

@@ -57,7 +57,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    experts = _draw_experts(choose, parallel) if schedule not in NO_EXPERTS else {}
+    experts = _draw_experts(choose, parallel, dp * cp * tp) if schedule not in NO_EXPERTS else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
@@ -115,12 +115,16 @@ def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})
 
 
-def _draw_experts(choose: Choose, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Experts of a model, or none, with the degrees that they are split in, which go into ``parallel``."""
+def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Experts of a model, or none, with the degrees that they are split in, which go into ``parallel``.
+
+    Args:
+        ranks: of a pipeline stage.
+    """
     gate = choose(("", "top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
     if not gate:
         return {}
-    ranks, tp = parallel["dp"] * parallel["tp"], parallel["tp"]
+    tp = parallel["tp"]
     etp = choose([n for n in (tp, 1, 2) if ranks % n == 0])
     ep = choose([n for n in (1, 2, 4, 3, 8) if ranks % (n * etp) == 0])
     if ep > 1:
