@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.cost.context import kv_heads, tokens_here
+from shoal.cost.experts import routed_rows
 from shoal.layout import Layout, Recompute
 
 Kernel = Literal["sdpa", "explicit"]
@@ -82,16 +83,17 @@ def total(saved: list[Saved]) -> int:
     return sum(tensor.bytes for tensor in saved)
 
 
-def layer(run: Pass, recompute: Recompute | None = None) -> list[Saved]:
+def layer(run: Pass, recompute: Recompute | None = None, *, sparse: bool = False) -> list[Saved]:
     """One layer.
 
     Args:
         recompute: instead of the layout's.
+        sparse: whether it has experts.
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
         return [Saved("layer input", "[b, s, h]", run.itemsize * run.tokens_here * run.shape.hidden)]
-    return [*_norm(run), *_attention(run, mode), *_norm(run), *_mlp(run)]
+    return [*_norm(run), *_attention(run, mode), *_norm(run), *(_experts(run) if sparse else _mlp(run))]
 
 
 def _norm(run: Pass) -> list[Saved]:
@@ -160,11 +162,42 @@ def _blocks(s: int) -> list[tuple[int, int]]:
     return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 
 
-def _mlp(run: Pass) -> list[Saved]:
-    e, n, f = run.itemsize, run.tokens, run.shape.ffn // run.layout.tp
+def _mlp(run: Pass, width: int | None = None) -> list[Saved]:
+    e, n, f = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
     entering = Saved("mlp input", "[b, s, h]", e * n * run.shape.hidden)
     return [entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside)]
+
+
+def _experts(run: Pass) -> list[Saved]:
+    """With even routing and nothing dropped. Of the scores those of the gate top-k with softmax, the others keep a few
+    numbers of [b, s, E] more or less."""
+    experts, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
+    rows = routed_rows(run.shape, layout, run.s)
+    scores = layout.micro_batch * run.s * experts.count  # of whole sequences, on every rank
+    h, f = run.shape.hidden, experts.ffn // layout.expert_tensor
+    inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
+    saved = [Saved("mlp input", "[b, s, h]", e * run.tokens_here * h)]
+    if x != e:
+        saved.append(Saved("router input, fp32", "[b, s, h]", x * rows.own * h))
+        saved.append(Saved("router weight, fp32", "[E, h]", x * experts.count * h))
+    saved += [
+        Saved("logits, scores, weights", "[b, s, E]", 3 * x * scores),
+        Saved("chosen, wanted", "[b, s, E]", 2 * scores),
+        Saved("sums over experts", "[b, s]", 2 * x * layout.micro_batch * run.s),
+        Saved("part of choices", "[b, E]", x * layout.micro_batch * experts.count),
+        Saved("token, expert, place", "[m]", 3 * 8 * rows.sent),
+        Saved("weight of rows", "[m]", e * rows.sent),
+        Saved("rows of experts", "[m, h]", e * rows.here * h),
+        *(Saved(f"{what} of experts", "[m, f]", e * rows.here * f) for what in inside),
+        Saved("results of experts", "[m, h]", e * rows.sent * h),
+    ]
+    if layout.ep * layout.expert_tensor > 1:
+        saved.append(Saved("order and back", "[m]", 2 * 8 * rows.here))
+    if experts.shared:
+        shared = _mlp(run, experts.shared * experts.ffn)
+        saved += shared if layout.tp > 1 else shared[1:]  # its input is the router's
+    return saved
 
 
 def context(run: Pass) -> list[Saved]:
@@ -201,12 +234,18 @@ def head(run: Pass) -> list[Saved]:
     return saved
 
 
-def stage(run: Pass, layers: int, *, first: bool, last: bool) -> list[Saved]:
+def stage(run: Pass, layers: int, *, first: bool, last: bool, sparse: int = 0) -> list[Saved]:
     """All that one micro-batch keeps alive on a stage between its forward and its backward.
 
     Besides what autograd keeps these are the stage's input and output, where they are other tensors.
+
+    Args:
+        sparse: how many of the layers have experts.
     """
-    saved = context(run) + (embedding(run) if first else []) + layer(run) * layers + (head(run) if last else [])
+    saved = context(run) + (embedding(run) if first else []) + layer(run) * (layers - sparse)
+    if sparse:
+        saved += layer(run, sparse=True) * sparse
+    saved += head(run) if last else []
     hidden = run.itemsize * run.tokens_here * run.shape.hidden
     if not first and not any(tensor.what in ("norm input", "layer input") for tensor in saved):
         saved.append(Saved("stage input", "[b, s, h]", hidden))
@@ -216,8 +255,15 @@ def stage(run: Pass, layers: int, *, first: bool, last: bool) -> list[Saved]:
 
 
 def recomputed(run: Pass) -> int:
-    """Bytes that come back for one layer while its backward runs."""
-    return total(layer(run, "none")) - total(layer(run)) if run.layout.recompute != "none" else 0
+    """Bytes that come back for one layer, the largest, while its backward runs."""
+    if run.layout.recompute == "none":
+        return 0
+    return max(total(layer(run, "none", sparse=s)) - total(layer(run, sparse=s)) for s in _kinds(run.shape))
+
+
+def _kinds(shape: ModelShape) -> set[bool]:
+    """Whether there are layers with experts, and without."""
+    return {shape.sparse(i) for i in range(shape.layers)}
 
 
 def loss_workspace(run: Pass) -> int:

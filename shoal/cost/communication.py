@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from shoal.catalog.clusters import Cluster
-from shoal.layout import AXES, Layout, axes_of
+from shoal.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,15 @@ class Ring:
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
     """The ranks along an axis of the mesh, or along several (`axes_of`), on a cluster that they fill in order."""
-    shape = dict(zip(AXES, layout.shape, strict=True))
     axes = axes_of(layout, axis)
+    experts = bool(axes) and axes[0] in EXPERT_AXES[1:]
+    order, sizes = (EXPERT_AXES, layout.expert_shape) if experts else (AXES, layout.shape)
+    shape = dict(zip(order, sizes, strict=True))
     ranks = stride = 1
-    for name in reversed(AXES):
+    for name in reversed(order):
         if name in axes:
             ranks *= shape[name]
-        elif axes and AXES.index(name) > AXES.index(axes[-1]):
+        elif axes and order.index(name) > order.index(axes[-1]):
             stride *= shape[name]
     return ring_of(cluster, ranks, stride)
 

@@ -85,6 +85,7 @@ class StateBytes:
         gathered: ZeRO-3: of whole parameters at the worst time: a unit and those gathered ahead, or all.
         whole_gradients: ZeRO-2 and 3: of whole gradients at the worst time, two neighbouring buckets.
         elements: parameters that are here, padding left out.
+        experts: of these, those of experts.
     """
 
     parameters: int
@@ -93,6 +94,7 @@ class StateBytes:
     gathered: int
     whole_gradients: int
     elements: int
+    experts: int = 0
 
 
 def units_of(
@@ -196,7 +198,7 @@ def state_bytes(
         layout = layout.model_copy(update={"zero": 0})
     zero, index = layout.zero, 0 if alone else shard_index
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
-    parameters = gradients = elements = gathered = whole_gradients = 0
+    parameters = gradients = elements = experts = gathered = whole_gradients = 0
     moments = _Moments(optimizer, storage)
     for part in parts:
         units = units_of(shape, layout, part, tp_index, *expert_index[1:])
@@ -214,12 +216,13 @@ def state_bytes(
             gradients += (shards * chunk if zero < 2 else chunk) * reduce
             moments.add(bucket, chunk, expert_index[0] if bucket[0].expert else index)
             elements += sum(held.box.numel for held in bucket)
+            experts += sum(held.box.numel for held in bucket if held.expert)
         if zero >= 2:
             whole_gradients = max(whole_gradients, _neighbours(sizes, 2) * reduce)
         if zero == 3:
             at_once = 1 + layout.prefetch if layout.reshard_after_forward else len(units)
             gathered = max(gathered, _gathered(units, shape, part, layout, at_once) * compute)
-    return StateBytes(parameters, gradients, moments.bytes, gathered, whole_gradients, elements)
+    return StateBytes(parameters, gradients, moments.bytes, gathered, whole_gradients, elements, experts)
 
 
 def _buckets(units: Sequence[Unit], limit: float, itemsize: int) -> Iterator[list[Held]]:

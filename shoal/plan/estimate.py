@@ -22,8 +22,9 @@ from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
-from shoal.cost.communication import group_of, ring_of
+from shoal.cost.communication import Ring, group_of, ring_of
 from shoal.cost.context import layer_bytes
+from shoal.cost.experts import routed_rows
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import Layer, attained, layer_of, memory_rate, spread
 from shoal.cost.state import StagePart, StateBytes, bucket_bytes, state_bytes
@@ -82,6 +83,7 @@ class StageTimes:
         tensor_backward: of backward's collectives, those that wait.
         context: of its forward's ring and exchange of heads, what attention's products do not hide.
         context_backward: of backward's.
+        experts: of the exchanges of rows, in each direction.
         gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
         launches, launches_backward: what the host adds, where it is slower than the accelerator.
     """
@@ -94,6 +96,7 @@ class StageTimes:
     tensor_backward: float
     context: float
     context_backward: float
+    experts: float
     gather_forward: float
     gather_backward: float
     launches: float
@@ -103,7 +106,7 @@ class StageTimes:
     def forward(self) -> float:
         """All of a forward."""
         computing = self.matrices + self.attention + self.elements + self.launches
-        return computing + self.tensor + self.context + self.gather_forward
+        return computing + self.tensor + self.context + self.experts + self.gather_forward
 
     @property
     def backward_weight(self) -> float:
@@ -114,7 +117,8 @@ class StageTimes:
     def backward_input(self) -> float:
         """The other half."""
         computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
-        return computing + self.recompute + self.tensor_backward + self.context_backward + self.gather_backward
+        waiting = self.tensor_backward + self.context_backward + self.experts + self.gather_backward
+        return computing + self.recompute + waiting
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,8 @@ class Estimate:
         self.cluster = attained(run.cluster)
         self.slower = 1 + float(calibration()["stragglers"]) * log2(run.cluster.nodes)
         self.groups = {
-            axis: group_of(layout, axis, self.cluster) for axis in ("tp", "shard", "replicate", "replicas")
+            axis: group_of(layout, axis, self.cluster)
+            for axis in ("tp", "shard", "replicate", "ep", "etp", "edp_shard", "edp_replicate")
         }
         self.ring = ring_of(self.cluster, layout.ring, layout.tp * layout.ulysses)
         self.exchange = ring_of(self.cluster, layout.ulysses, layout.tp)
@@ -176,7 +181,10 @@ class Estimate:
 
     def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
         """Of some stages together, counted once for those that are alike."""
-        key = (self.counts, *((len(part.layers), part.first, part.last, part.shared) for part in parts))
+        key = (
+            self.counts,
+            *((len(part.layers), self.sparse(part), part.first, part.last, part.shared) for part in parts),
+        )
         if key not in self.known:
             run = self.run
             self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
@@ -189,41 +197,74 @@ class Estimate:
 
     def stage_of(self, part: StagePart) -> StageTimes:
         """Of one stage, priced once for those that are alike."""
-        key = (len(part.layers), part.first, part.last)
+        key = (len(part.layers), self.sparse(part), part.first, part.last)
         if key not in self.priced:
             self.priced[key] = self._stage(part)
         return self.priced[key]
 
-    @cached_property
-    def layer(self) -> Layer:
-        """The times of one layer of one micro-batch."""
+    def sparse(self, part: StagePart) -> int:
+        """Layers of a stage that have experts."""
+        return sum(self.run.shape.sparse(layer) for layer in part.layers)
+
+    def layer(self, *, sparse: bool = False) -> Layer:
+        """The times of one layer of one micro-batch.
+
+        Args:
+            sparse: with experts, as a dense one that is as wide as what a token meets: as if a rank's experts were one
+                product, which they nearly are where each has many rows.
+        """
         run, layout = self.run, self.run.layout
+        shape = run.shape
+        if sparse:
+            experts = shape.experts
+            shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
         later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
         split = layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel, layout.recompute, later
-        key = ("layer", run.cluster.name, run.precision, run.sequence_length, *split)
+        key = ("layer", sparse, run.cluster.name, run.precision, run.sequence_length, *split)
         if key not in self.known:
             itemsize = run.policy.compute.itemsize
             self.known[key] = layer_of(
-                run.shape, run.cluster, KINDS[run.precision], itemsize, run.sequence_length, *split
+                shape, run.cluster, KINDS[run.precision], itemsize, run.sequence_length, *split
             )
         return self.known[key]
 
+    def _exchange(self) -> float:
+        """Seconds of one direction of a layer with experts that its rows travel, of which every expert gets as many."""
+        run, layout = self.run, self.run.layout
+        rows = routed_rows(run.shape, layout, run.sequence_length)
+        row = run.shape.hidden * run.policy.compute.itemsize
+        sent = 2 * self.groups["ep"].all_to_all(rows.away * row) if layout.ep > 1 else 0.0
+        if layout.expert_tensor > 1:
+            sent += 2 * self.groups["etp"].all_gather(rows.here * row)  # and the reduce-scatter, which sends as much
+        return sent
+
+    def _spread(self, state: StateBytes) -> list[tuple[int, Ring, Ring]]:
+        """Parameters of a rank, the ranks that they are sharded over, and those that replicate the shards: experts have
+        their own."""
+        found = [(state.elements - state.experts, self.groups["shard"], self.groups["replicate"])]
+        if state.experts:
+            found.append((state.experts, self.groups["edp_shard"], self.groups["edp_replicate"]))
+        return found
+
     def _stage(self, part: StagePart) -> StageTimes:
-        run, layout, layer, layers = self.run, self.run.layout, self.layer, len(part.layers)
+        run, layout, layers = self.run, self.run.layout, len(part.layers)
+        share = self.sparse(part) / max(1, layers)
+        kinds = [(1 - share, self.layer()), *([(share, self.layer(sparse=True))] if share else [])]
+        layer = Layer(*(sum(part * value[i] for part, value in kinds) for i in range(len(Layer._fields))))
+        rows = share * self._exchange() if share else 0.0
         head, loss = (layer.head, layer.loss) if part.last else (0.0, 0.0)
         context, context_backward = self._context(layer.attention)
         ends = (part.first + part.last) * layer.exchange / 2
         one = layer.products + layer.attention + layer.elements
         again = {
-            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context,
+            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context + rows,
         }[layout.recompute]
         compute = layers * one + head + loss / 3
         gather = reduce = 0.0
-        if layout.zero >= 2 and layout.shards > 1:
-            elements_here = self.state_of([part]).elements
-            shard = self.groups["shard"]
-            reduce = shard.reduce_scatter(elements_here * run.policy.reduce.itemsize)
-            gather = shard.all_gather(elements_here * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
+        for elements, shard, _ in self._spread(self.state_of([part])) if layout.zero >= 2 else ():
+            if shard.ranks > 1:
+                reduce += shard.reduce_scatter(elements * run.policy.reduce.itemsize)
+                gather += shard.all_gather(elements * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
         contention = float(calibration()["contention"])  # what travels behind computation slows it down
@@ -237,6 +278,7 @@ class Estimate:
             tensor_backward=layers * layer.exposed + ends,
             context=layers * context,
             context_backward=layers * context_backward,
+            experts=layers * rows,
             gather_forward=max(0.0, gather - compute) + contention * gather,
             gather_backward=backward + reduce - overlapped,
             launches=layers * layer.launches + float(calibration()["micro_batch"]),
@@ -264,27 +306,25 @@ class Estimate:
     def finish_of(self, part: StagePart) -> tuple[float, float, float]:
         """Seconds after a stage's last backward: what is left of its reduction, its update, its gather."""
         run, layout, state = self.run, self.run.layout, self.state_of([part])
-        policy, elements = run.policy, state.elements
-        reduction = 0.0
-        if layout.sync == "all-reduce" and layout.dp * layout.cp > 1:
-            size = elements * policy.reduce.itemsize
-            if layout.shards == 1:
-                reduction = self.groups["replicas"].all_reduce(size)
-            elif layout.zero == 1:
-                reduction = self.groups["shard"].reduce_scatter(size)
-            if layout.shards > 1 and layout.dp_replicate > 1:
-                reduction += self.groups["replicate"].all_reduce(size / layout.shards)
+        policy, together = run.policy, layout.sync == "all-reduce"
+        reduction = updated = gather = 0.0
+        for elements, shard, replicate in self._spread(state):
+            size, shards = elements * policy.reduce.itemsize, shard.ranks if together else 1
+            updated += elements / shards
+            if shards > 1 and layout.zero == 1:
+                reduction += shard.reduce_scatter(size)
+            if together and replicate.ranks > 1:
+                reduction += replicate.all_reduce(size / shards)
+            if shards > 1 and layout.zero in (1, 2):
+                gather += shard.all_gather(elements * policy.compute.itemsize)
+        if reduction:
             # Overlapped with the last micro-batch's backward, but for the last bucket of it.
+            size = state.elements * policy.reduce.itemsize
             bucket = min(1.0, bucket_bytes(layout) / max(1, size)) if layout.overlap else 1.0
             stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
             reduction = max(reduction * bucket, reduction - float(calibration()["hide_data"]) * backward)
-        shards = layout.shards if layout.sync == "all-reduce" else 1
-        updated = elements / shards
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
-        gather = 0.0
-        if layout.zero in (1, 2) and shards > 1:
-            gather = self.groups["shard"].all_gather(elements * policy.compute.itemsize)
         return reduction, touched / self.hbm, gather
 
     @cached_property
@@ -337,6 +377,7 @@ class Estimate:
             of["element by element"] += count * 3 * times.elements
             of["recomputation"] += count * times.recompute
             of["tensor parallelism"] += count * (times.tensor + times.tensor_backward)
+            of["expert parallelism"] += count * 2 * times.experts
             of["context parallelism"] += count * (times.context + times.context_backward)
             of["launches"] += count * (times.launches + times.launches_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
@@ -373,7 +414,9 @@ class Estimate:
     def kept_of(self, part: StagePart) -> int:
         """Bytes that one micro-batch keeps alive on a stage."""
         return activations.total(
-            activations.stage(self.forward, len(part.layers), first=part.first, last=part.last)
+            activations.stage(
+                self.forward, len(part.layers), first=part.first, last=part.last, sparse=self.sparse(part)
+            )
         )
 
     def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
@@ -408,5 +451,5 @@ class Estimate:
 
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
-    "context parallelism", "gathers and reductions", "optimizer", "launches", "bubble",
+    "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "launches", "bubble",
 )  # fmt: skip
