@@ -8,6 +8,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from shoal.catalog import model_shape
 from shoal.config import DataConfig, ModelConfig, RunConfig, build, load, plain, save
@@ -32,6 +33,9 @@ def values_of(annotation, metadata=()):
         return st.tuples(*map(values_of, args))
     if origin is dict:
         return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = annotation.model_fields.items()
+        return st.fixed_dictionaries({key: values_of(f.annotation, tuple(f.metadata)) for key, f in fields})
     if annotation is bool:
         return st.booleans()
     if annotation in (int, float):

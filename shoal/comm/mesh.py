@@ -84,7 +84,7 @@ class Mesh:
             here = ranks.index(self.rank)
             return ranks[here // n * n :][:n] if axis == "ulysses" else ranks[here % n :: n]
         axes = axes_of(self.layout, axis)
-        if axes[0] in EXPERT_AXES[1:]:
+        if axes and axes[0] in EXPERT_AXES[1:]:
             grid, place = self._expert_place
             where = tuple(slice(None) if name in axes else i for name, i in zip(EXPERT_AXES, place, strict=True))
             return grid[where].flatten().tolist()

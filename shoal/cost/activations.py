@@ -177,7 +177,8 @@ def _experts(run: Pass) -> list[Saved]:
     scores = layout.micro_batch * run.s * experts.count  # of whole sequences, on every rank
     h, f = run.shape.hidden, experts.ffn // layout.expert_tensor
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    saved = [Saved("mlp input", "[b, s, h]", e * run.tokens_here * h)]
+    # The router's, which is also that of the shared experts.
+    saved = [Saved("mlp input", "[b, s, h]", e * run.tokens_here * h)] if x == e or experts.shared else []
     if x != e:
         saved.append(Saved("router input, fp32", "[b, s, h]", x * rows.own * h))
         saved.append(Saved("router weight, fp32", "[E, h]", x * experts.count * h))

@@ -19,6 +19,8 @@ _ROWS = (
     "embed position",
     *(f"attention {part}" for part in ("q", "k", "v", "out")),
     *(f"mlp {part}" for part in ("gate", "up", "down")),
+    *(f"mlp router{part}" for part in ("", " noise")),
+    *(f"mlp {kind} {part}" for kind in ("experts", "shared") for part in ("gate", "up", "down")),
     "norms",
     "head",
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
-from shoal.config import RunConfig
+from shoal.config import RunConfig, build, plain
 from shoal.cost import activations
 from shoal.cost.activations import Pass, Saved, korthikanti
 from shoal.layout import Layout
@@ -49,7 +49,8 @@ def both(config: RunConfig) -> tuple[int, int]:
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
     )
     part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
-    said = activations.stage(run, len(part.layers), first=part.first, last=part.last)
+    sparse = sum(map(engine.shape.sparse, part.layers))
+    said = activations.stage(run, len(part.layers), first=part.first, last=part.last, sparse=sparse)
     return sum(kept(engine).values()), activations.total([s for s in said if kept_by_autograd(s, layout)])
 
 
@@ -67,6 +68,18 @@ def run_of(
     config = small_run({"recompute": recompute, **parallel}, model, precision=precision, attention=kernel)
     data = config.data.model_copy(update={"sequence_length": s, "document_mask": masked})
     return config.model_copy(update={"data": data})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str, shared: int) -> None:
+    """To the byte but for two scalars, which losses keep."""
+    config = run_of(family, "none", "sdpa", False, precision, s=96)
+    experts = {"count": 4, "per_token": 2, "ffn": 40, "shared": shared, "every": 2}
+    model = config.model_copy(update={"model": build({"model": plain(config)["model"] | {"experts": experts}}).model})
+    ((found, said),) = pool.run(both, 1, model)
+    assert 0 <= found - said <= 16
 
 
 @settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))

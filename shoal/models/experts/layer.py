@@ -40,8 +40,24 @@ class MoE(nn.Module):
         expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
         y = self.compute(rows.index_select(0, token), chosen.sum((0, 1)))  # [m, h]
         weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
-        return torch.zeros_like(rows).index_add(0, token, y * weight.unsqueeze(-1)).view_as(x)
+        return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Every row through its expert: [m, h] by expert, with the number of each one's rows, [E]."""
         return self.experts(rows, counts.tolist())
+
+
+class _Weighted(torch.autograd.Function):
+    """Each token's sum of weight x row, keeping the rows for backward and not their products: -> [n, h]."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(y, weight, token)
+        return y.new_zeros(n, y.shape[1]).index_add_(0, token, y * weight.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        y, weight, token = ctx.saved_tensors
+        gradient = gradient.index_select(0, token)
+        d_weight = torch.linalg.vecdot(gradient, y)
+        return gradient.mul_(weight.unsqueeze(-1)), d_weight, None, None
