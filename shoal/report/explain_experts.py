@@ -131,8 +131,8 @@ def _words(held: list[Held], layout: Layout) -> str:
     one = held[0]
     return (
         f"edp {len(one.same)} x ep {layout.ep} x etp {layout.expert_tensor} = dp {layout.dp} x cp {layout.cp} x "
-        f"tp {layout.tp} = {len(held)} ranks. Rank 0 exchanges tokens with {_list(one.tokens_with)}, and sums its experts' gradients "
-        f"with {_list(one.same)}."
+        f"tp {layout.tp} = {len(held)} ranks. Rank 0 exchanges tokens with {_list(one.tokens_with)}, and sums its "
+        f"experts' gradients with {_list(one.same)}."
     )
 
 
