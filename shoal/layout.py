@@ -241,6 +241,11 @@ class Layout(BaseModel):
         Raises:
             UsageError: naming the field, its value, the equation that fails and the nearest values that work.
         """
+        if shape.latent is not None:
+            raise UsageError(
+                "model: multi-head latent attention is counted, but neither trained nor estimated."
+                "\n  Choose another model."
+            )
         self._check_data_parallel(global_batch)
         self._check_tensor_parallel(shape, sequence_length)
         self._check_context_parallel(shape, sequence_length)

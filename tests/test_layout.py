@@ -47,6 +47,11 @@ def test_what_fits_a_world_size_also_fits_the_model_and_the_batch():
     assert "Nothing fits 7. Start 2 ranks." in refusal(tp=2, ranks=7)
 
 
+def test_what_is_only_counted_is_refused():
+    message = refusal(shape=model_shape("deepseek-v3"))
+    assert "multi-head latent attention is counted, but neither trained nor estimated" in message
+
+
 def test_zero_shard_needs_zero():
     message = refusal(dp=4, zero_shard=2)
     assert "parallel.zero_shard = 2, but parallel.zero = 0 shards nothing" in message

@@ -101,7 +101,7 @@ class Display:
 
     def step(self, metrics: StepMetrics) -> None:
         """One line for a logged step, and the progress bar."""
-        columns = _columns(self.console.width, metrics.steps)
+        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
         if self._lines % HEADER_EVERY == 0:
             self._line("  ".join(f"{c.title:>{c.width}}" for c in columns), style="bold")
         self._lines += 1
@@ -249,8 +249,9 @@ class _Column:
     text: Callable[[StepMetrics], str]
 
 
-def _columns(width: int, steps: int) -> list[_Column]:
-    """The columns of a step's line: 80 are enough for runs of less than a million steps."""
+def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
+    """The columns of a step's line: 80 are enough for runs of less than a million steps. With experts what they drop
+    is there instead of a rank's tokens."""
     columns = [
         _Column("step", max(4, len(str(steps))), lambda m: str(m.step)),
         _Column("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
@@ -262,6 +263,8 @@ def _columns(width: int, steps: int) -> list[_Column]:
         _Column("memory", 6, lambda m: binary(m.memory_bytes)),
         _Column("time left", 9, lambda m: duration(m.seconds_left)),
     ]
+    if experts:
+        columns[3] = _Column("dropped", 7, lambda m: f"{100 * m.dropped:.1f}%")
     if width >= WIDE:
         columns.insert(2, _Column("validation", 10, lambda m: _known(m.validation_loss)))
     return columns
