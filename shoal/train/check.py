@@ -14,6 +14,7 @@ from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
 from shoal.train.curvature import check_curvature
 from shoal.train.relaxed.choose import check_relaxed
+from shoal.train.routing import check_experts
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
@@ -34,12 +35,10 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         config.parallel, shape, config.train.global_batch, compile=config.train.compile,
         sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
     )
-    if shape.experts is not None and config.train.compile:
-        raise UsageError("train.compile = true with experts: how many rows each gets is known only when it runs, and "
-                         "every number would be compiled anew.\n  Leave compile out.")
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)
+    check_experts(config, shape)
     check_rates(config, shape)
     return shape
 

@@ -13,6 +13,7 @@ from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.pipeline.choose import check_schedule
 from shoal.train.curvature import check_curvature
+from shoal.train.routing import check_experts
 from shoal.verify.judge import Finding, Verdict, judge
 from shoal.verify.rank import Job, RankReport, compare, synthetic
 from shoal.verify.reference import StepFacts, run_reference
@@ -61,6 +62,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
         config.parallel, shape, train.global_batch, sequence_length=length, clip_norm=config.optimizer.clip_norm
     )
     check_curvature(config)
+    check_experts(config, shape)
     changed: dict = {"device": "cpu", "compile": False}
     if train.compile:
         notes.append("compile is off: the layout is verified, not the compiler")

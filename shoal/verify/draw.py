@@ -7,13 +7,14 @@ from typing import Any
 
 from shoal.config import RunConfig, build
 from shoal.pipeline.schedules import SCHEDULES
+from shoal.train.curvature import PRECISIONS
 
 Choose = Callable[[Sequence[Any]], Any]
 
 NO_EXPERTS = ("terapipe", "pipedream", "pipedream-2bw")
 
 
-def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
+def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> RunConfig:
     """A run that `Layout.check` accepts.
 
     Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
@@ -22,6 +23,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     Args:
         choose: picks one of some options, the plainest first: ``random.Random(seed).choice``, or a draw of hypothesis.
         max_ranks: the most ranks of the layout.
+        experts: whether some layers may have experts.
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
     tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
@@ -57,11 +59,12 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    experts = _draw_experts(choose, parallel, dp * cp * tp) if schedule not in NO_EXPERTS else {}
+    may = experts and schedule not in NO_EXPERTS
+    sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
-        "layers": max(depth + choose((0, 1, 2)), experts.get("first", 0) + experts.get("every", 1)),
+        "layers": max(depth + choose((0, 1, 2)), sparse.get("first", 0) + sparse.get("every", 1)),
         "hidden": choose((8, 13, 22)),
         "heads": heads,
         "kv_heads": choose([
@@ -73,7 +76,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
         "ffn": tp * choose((3, 8)),
         "vocab": choose((257, 260, 262)),
         "tied": choose((False, True)),
-        "experts": experts,
+        "experts": sparse,
     }
     if cp > 1:
         parallel["ulysses"] = ulysses
@@ -104,7 +107,7 @@ def draw_run(choose: Choose, max_ranks: int = 8) -> RunConfig:
 
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
-    run = draw_run(choose, max_ranks)
+    run = draw_run(choose, max_ranks, experts=optimizer not in PRECISIONS)
     # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
     settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
     model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
