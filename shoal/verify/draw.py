@@ -124,7 +124,7 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
     Args:
         ranks: of a pipeline stage.
     """
-    gate = choose(("", "top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
+    gate = choose(("",) * 4 + ("top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
     if not gate:
         return {}
     tp = parallel["tp"]
