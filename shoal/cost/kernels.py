@@ -72,8 +72,8 @@ class Kernels:
 
     @cached_property
     def rate(self) -> np.ndarray:
-        """FLOP/s that a large product attains in 16 bits."""
-        return self.runs.peak * self.of("product", "generation")
+        """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
+        return self.runs.peak * np.minimum(self.of("product", "generation"), self.runs.attainable)
 
     @cached_property
     def layer_rate(self) -> np.ndarray:
@@ -173,7 +173,8 @@ class Kernels:
         r, c = self.runs, self.constants
         apart = (r.pp > 1) & (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
         more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
-        return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart)
+        waiting = 4 * self.group(r.tp, 1).latency * apart  # two sums, each a reduce-scatter and an all-gather
+        return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
 
     @cached_property
     def forward(self) -> np.ndarray:
@@ -194,12 +195,17 @@ class Kernels:
         return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.again
 
     @cached_property
+    def launches_of_both(self) -> np.ndarray:
+        """The same of a forward and a backward, with what is computed again."""
+        again = self.runs.code("recompute") == 2
+        return self.launches * (1 + self.constants["launch_backward"] + again)
+
+    @cached_property
     def layer(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer's forward and backward, the host's launches counted."""
-        c, again = self.constants, self.runs.code("recompute") == 2
-        forward = soft_max(self.forward, self.launches, c["sharp"])
-        launches = self.launches * (1 + c["launch_backward"] + again)
-        return forward, soft_max(self.forward + self.backward, launches, c["sharp"]) - forward
+        sharp = self.constants["sharp"]
+        forward = soft_max(self.forward, self.launches, sharp)
+        return forward, soft_max(self.forward + self.backward, self.launches_of_both, sharp) - forward
 
     # ---- the ends ------------------------------------------------------------------------------------------------
 

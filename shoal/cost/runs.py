@@ -39,6 +39,7 @@ class Runs:
         peak, hbm, memory: FLOP/s, bytes/s, bytes of the accelerator.
         inside, nic: bytes/s of one accelerator to its node, and its share of what leaves the node.
         per_node: accelerators.
+        attainable: part of ``peak`` that the best-shaped product attains.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, compiled,
             unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software.
@@ -79,6 +80,7 @@ class Runs:
     attention: np.ndarray = 3
     fp8: np.ndarray = 0
     peak8: np.ndarray = 0
+    attainable: np.ndarray = 1
     inside: np.ndarray = np.inf
     nic: np.ndarray = np.inf
     network: np.ndarray = 0

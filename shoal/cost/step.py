@@ -87,17 +87,21 @@ def step(runs: Runs, constants: Calibration) -> Step:
     """Price every run."""
     r, c, k = runs, constants, Kernels(runs, constants)
     stages = stages_of(r)
-    forward, backward = k.layer
-    layer, host = forward + backward, c["micro_batch"]
-    slowest = np.where(
-        r.pp > 1, np.maximum(stages.most * layer, stages.last * layer + k.head), r.layers * layer + k.head
-    )
+    device, launching = k.forward + k.backward, k.launches_of_both
+
+    def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
+        """A micro-batch through some layers: the host launches ahead, so the longer of the two sums counts."""
+        return soft_max(layers * device + head, layers * launching + host, c["sharp"])
+
+    most, host = passing(stages.most, 0.0, c["micro_batch"]), c["micro_batch"]
+    slowest = np.maximum(np.where(r.pp > 1, most, 0.0), passing(stages.last, k.head, host))
     hop = np.where(r.pp > 1, _hop(k), 0.0)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
-    slowest = slowest + host + 2 * hop * shown * r.virtual
-    through = r.layers * layer + k.head + r.pp * host  # one micro-batch through all stages
+    slowest = slowest + 2 * hop * shown * r.virtual
+    through = passing(r.layers, k.head, r.pp * host)  # of all stages
     bubble = np.maximum(through - slowest, 0.0) / r.virtual * r.warmup + 2 * (r.pp - 1) * hop
     weights = weights_of_stage(r, stages.most)
+    forward, backward = k.layer
     sharding = _sharding(k, weights, stages.most * forward + k.head / 3, stages.most * backward + k.head * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     accumulate = np.where(r.zero < 3, c["accumulate"] * weights * r.microbatches / k.hbm, 0.0)
@@ -128,7 +132,8 @@ def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndar
     whole = np.where(r.zero > 0, group.gather(size), group.reduce(size))
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
     left = np.maximum(whole - hidden, LAST_BUCKET * whole)
-    return np.where(r.zero == 3, 0.0, left + np.where(r.zero > 0, group.gather(weights * E), 0.0))
+    gather = k.group(r.shard, r.tp).gather(weights * E)
+    return np.where(r.zero == 3, 0.0, left + np.where(r.zero > 0, gather, 0.0))
 
 
 def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:

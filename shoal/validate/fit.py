@@ -36,11 +36,14 @@ class Parameter:
 
 def estimated(runs: Runs, points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
+    return step(runs, constants).seconds, *_memory(runs, np.array([p.memory_kind for p in points]), constants)
+
+
+def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
     memory = footprint(runs, constants)
-    kinds = np.array([point.memory_kind for point in points])
     size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
     size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
-    return step(runs, constants).seconds, size, memory.process / memory.capacity
+    return size, memory.process / memory.capacity
 
 
 class Problem:
@@ -54,6 +57,8 @@ class Problem:
         self.seconds = np.array([p.seconds or np.nan for p in keep])
         self.bytes = np.array([p.bytes or np.nan for p in keep])
         self.oom = np.array([p.oom for p in keep])
+        self.kinds = np.array([p.memory_kind for p in keep])
+        self._taken: dict[bytes, Runs] = {}
         self.parameters = [
             Parameter(name, index)
             for name, of in constants.constants.items()
@@ -89,26 +94,52 @@ class Problem:
                 array[parameter.index] = value
         return self.constants.with_values(values)
 
-    def residuals(self, logs: np.ndarray) -> np.ndarray:
-        """Of estimated over measured; of memory also by how much what ran does not fit, or what did not does."""
-        constants = self.constants_at(logs)
+    def residuals(self, logs: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Of estimated over measured; of memory also by how much what ran does not fit, or what did not does.
+
+        Args:
+            rows: of these points alone.
+        """
+        constants, rows = self.constants_at(logs), np.arange(len(self.points)) if rows is None else rows
+        runs, weight = self._runs(rows), self.weight[rows]
         if self.what == "time":
-            return self.weight * np.clip(np.log(step(self.runs, constants).seconds / self.seconds), -3, 3)
-        _, size, part = estimated(self.runs, self.points, constants)
-        known = np.where(np.isnan(self.bytes), 0.0, np.clip(np.log(size / self.bytes), -3, 3))
-        short = np.clip(np.where(self.oom, -np.log(part), np.log(part)) + 0.01, 0, 0.6)
-        return np.concatenate([self.weight * known, 0.7 * self.weight * short])
+            return weight * np.clip(np.log(step(runs, constants).seconds / self.seconds[rows]), -3, 3)
+        size, part = _memory(runs, self.kinds[rows], constants)
+        known = np.nan_to_num(np.clip(np.log(size / self.bytes[rows]), -3, 3))
+        short = np.clip(np.where(self.oom[rows], -np.log(part), np.log(part)) + 0.01, 0, 0.6)
+        return np.concatenate([weight * known, 0.7 * weight * short])
+
+    def _runs(self, rows: np.ndarray) -> Runs:
+        key = rows.tobytes()
+        if key not in self._taken:
+            self._taken[key] = self.runs.take(rows)
+        return self._taken[key]
+
+    def jacobian(self, logs: np.ndarray, small: float = 1e-4) -> np.ndarray:
+        """[residuals, parameters] by differences, each over the points that its parameter reaches."""
+        everywhere = self.residuals(logs)
+        found, count = np.zeros((len(everywhere), len(logs))), len(self.points)
+        for j, parameter in enumerate(self.parameters):
+            by = self.constants.constants[parameter.name].by
+            rows = np.arange(count)
+            if parameter.index is not None:
+                rows = np.flatnonzero(self.runs.code(by) == parameter.index)
+            at = rows if self.what == "time" else np.concatenate([rows, rows + count])
+            moved = logs + small * (np.arange(len(logs)) == j)
+            found[at, j] = (self.residuals(moved, rows) - everywhere[at]) / small
+        return found
 
     def fit(self, iterations: int = 12) -> Calibration:
         """Levenberg-Marquardt with iteratively reweighted residuals."""
         expected, sure, most = self.expected
         return self.constants_at(
-            minimise(self.residuals, self.start(), expected, sure, most, SCALES[self.what], iterations)
+            minimise(self.residuals, self.jacobian, self.start(), expected, sure, most, SCALES[self.what], iterations)
         )
 
 
 def minimise(
     residuals: Callable[[np.ndarray], np.ndarray],
+    jacobian: Callable[[np.ndarray], np.ndarray],
     x: np.ndarray,
     expected: np.ndarray,
     sure: np.ndarray,
@@ -122,13 +153,13 @@ def minimise(
         return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - expected) / sure) ** 2).sum())
 
     x = np.minimum(x, most)
-    r, damping, small = residuals(x), 1e-2, 1e-4
+    r, damping = residuals(x), 1e-2
     best = cost(r, x)
     for _ in range(iterations):
-        jacobian = np.stack([(residuals(x - small * unit) - r) / -small for unit in np.eye(len(x))], axis=1)
+        slopes = jacobian(x)
         weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
-        curvature = np.einsum("ri,r,rj->ij", jacobian, weight, jacobian) + np.diag(1 / sure**2)
-        slope = jacobian.T @ (weight * r) + (x - expected) / sure**2
+        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / sure**2)
+        slope = slopes.T @ (weight * r) + (x - expected) / sure**2
         before = best
         for _ in range(8):
             change = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope)

@@ -172,7 +172,8 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
     memory = number(row, "gpu_mem_gb")
     return {name: getattr(software, name) for name in FACTS} | {
         "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
-        "network": NETWORKS.index(words.network(row)), "peak": peak, "peak8": machine.peak_flops.get("fp8", peak),
+        "network": NETWORKS.index(words.network(row)), "peak": peak, "attainable": machine.matmul_efficiency,
+        "peak8": machine.peak_flops.get("fp8", peak),
         "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth,
         "memory": memory * 1e9 if memory else machine.memory_bytes,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
