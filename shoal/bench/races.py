@@ -51,7 +51,7 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             also=(several("DDP, buckets of 8 MB", partial(references.ddp, bucket_mb=8)),),
         ),
         _overlap("overlap", workload, ranks, device_seconds=0.0),
-        _overlap("overlap device", workload, ranks, device_seconds=0.004),
+        _overlap("overlap-device", workload, ranks, device_seconds=0.004),
         Race(
             "tp",
             (several("shoal tp", partial(ours.engine, tp=ranks)),),
@@ -113,5 +113,5 @@ def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> R
     )
 
 
-NAMES = ("dp", "zero", "fsdp", "threads", "overlap", "tp", "pp", "single", "compile")
+NAMES = ("dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "tp", "pp", "single", "compile")
 """What ``--only`` takes."""
