@@ -66,7 +66,8 @@ class Software(BaseModel):
     """The same of each rank's shard, under ZeRO."""
 
     flight_copies: NonNegativeInt = 0
-    """Whole tensors of [b, s, h] that each micro-batch in flight keeps on a rank of a tensor-parallel pipeline."""
+    """Whole tensors of [b, s, h] that each micro-batch in flight keeps in a tensor-parallel pipeline of more than two
+    ranks."""
 
     gathers_kept: bool = False
     """With sequence parallelism the gathered inputs of each block are kept for backward."""
