@@ -50,9 +50,6 @@ class Software(BaseModel):
     dropout: bool = False
     """Masks of dropout are kept."""
 
-    compiled: bool = False
-    """Operations element by element are compiled into few."""
-
     unit_messages: PositiveInt = 1
     """Collectives for the parameters of one layer under ZeRO-3."""
 

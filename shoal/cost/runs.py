@@ -41,7 +41,7 @@ class Runs:
         per_node: accelerators.
         attainable: part of ``peak`` that the best-shaped product attains.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
-        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, compiled,
+        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout,
             unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software.
         fused_norm: 1 where a norm is one kernel.
     """
@@ -92,7 +92,6 @@ class Runs:
     overlap_pipeline: np.ndarray = 0
     balanced: np.ndarray = 0
     dropout: np.ndarray = 0
-    compiled: np.ndarray = 0
     unit_messages: np.ndarray = 1
     crowded: np.ndarray = 0
     whole_copies: np.ndarray = 0

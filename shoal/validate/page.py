@@ -13,7 +13,10 @@ from shoal.report.page import Fragment, page
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 from shoal.validate.score import Errors, Scored, by, totals
 
-COLOURS = ("#4a7fc1", "#e79245", "#2f9488", "#cb5a3c", "#8c7fb8", "#c3618d", "#f1c667", "#6f7c91")
+COLOURS = (
+    "#4a7fc1", "#e79245", "#2f9488", "#cb5a3c", "#8c7fb8", "#c3618d", "#b8a21f", "#6f7c91", "#5b3f8c", "#7fae3c",
+    "#1f4e79", "#a0522d", "#33a1c9", "#d4a5a5", "#3c6e47", "#2b2b2b",
+)  # fmt: skip
 SIZE, LEFT, BOTTOM, LEGEND = 520, 64, 44, 250
 
 
@@ -36,7 +39,7 @@ def write_page(path: Path, scored: Scored, left: int) -> None:
         "<h2>By source</h2>",
         _sources(scored),
     ]
-    lead = f"{len(scored.points):,} published points, estimated; {left:,} rows cannot be."
+    lead = f"{len(scored.points):,} published points, estimated; {left:,} could not be."
     path.write_text(page("Validation", lead, [Fragment(part) for part in parts]), encoding="utf-8")
 
 
