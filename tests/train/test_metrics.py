@@ -120,3 +120,25 @@ def test_mlflow_gets_every_value_and_the_settings(tmp_path, monkeypatch):
     assert train == ("log_params", ({"train.steps": 20, "train.seed": 3},), {})
     assert writes == [("log_metrics", (SAMPLE.values(),), {"step": 1}), ("log_metrics", (SECOND,), {"step": 2})]
     assert end == ("end_run", (), {})
+
+
+def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_path):
+    import torch
+
+    from shoal.catalog import model_shape
+    from shoal.models.experts.router import SUMS
+    from shoal.train.routing import Routed
+
+    shape = model_shape("mixtral-8x7b")
+    totals = torch.zeros(2, SUMS + 8, dtype=torch.float64)
+    totals[:, 0], totals[:, SUMS], totals[:, SUMS + 1] = 4, 9, 3  # dropped; all tokens to the first two experts
+    routed = Routed.of(totals, shape, sequences=2, tokens=8)
+    assert (routed.dropped, routed.idle, routed.busiest) == (8 / 32, 6 / 8, 8 * 9 / 12)
+    record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **routed.metrics())
+    assert record.values()["dropped"] == 0.25
+    assert "expert_load" not in record.values()
+    writer = MetricsWriter(tmp_path, config=MetricsConfig(tensorboard=False))
+    writer.write(record)
+    writer.close()
+    (found,) = read_metrics(tmp_path)
+    assert found.expert_load == [[0.75, 0.25, 0, 0, 0, 0, 0, 0]] * 2
