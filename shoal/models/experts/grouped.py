@@ -124,11 +124,8 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _one_kernel(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes these: bf16 on CUDA, rows of whole 16 bytes."""
+    """Whether torch's grouped product takes these: bf16 on CUDA, rows and columns of whole 16 bytes."""
     return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] * x.element_size() % _ALIGN == 0
-        and x.shape[-2] * x.element_size() % _ALIGN == 0 for x in operands if x.dim() == 3
-    ) and all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] * x.element_size() % _ALIGN == 0
-        for x in operands if x.dim() == 2
+        x.is_cuda and x.dtype == torch.bfloat16 and not any(n * x.element_size() % _ALIGN for n in x.shape[1:])
+        for x in operands
     )
