@@ -178,7 +178,7 @@ class Layout(BaseModel):
         inside = self.ep * self.expert_tensor
         ranks = math.prod(self.shape[1:])
         together = math.prod(self.shape[2:]) if self.zero else 1
-        shard = math.gcd(ranks // inside, together // inside) or 1
+        shard = math.gcd(ranks // inside, max(1, together // inside))
         return (self.pp, ranks // inside // shard, shard, self.ep, self.expert_tensor)
 
     @property

@@ -47,6 +47,22 @@ def test_what_fits_a_world_size_also_fits_the_model_and_the_batch():
     assert "Nothing fits 7. Start 2 ranks." in refusal(tp=2, ranks=7)
 
 
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({"dp": 4, "ep": 2}, (1, 2, 1, 2, 1)),  # DDP shards no experts either
+        ({"dp": 4, "ep": 2, "zero": 1}, (1, 1, 2, 2, 1)),
+        ({"dp": 8, "zero": 2, "zero_shard": 2, "ep": 2}, (1, 4, 1, 2, 1)),
+        ({"dp": 8, "zero": 2, "zero_shard": 4, "ep": 2}, (1, 2, 2, 2, 1)),
+        ({"dp": 2, "tp": 2, "ep": 2, "pp": 3}, (3, 1, 1, 2, 2)),
+        ({"dp": 2, "tp": 2, "cp": 2, "ep": 4, "etp": 1, "zero": 3}, (1, 1, 2, 4, 1)),
+    ],
+)
+def test_experts_lie_over_a_stage_in_a_grid_of_their_own(fields, shape):
+    assert Layout(**fields).expert_shape == shape
+    assert math.prod(shape) == Layout(**fields).world_size
+
+
 def test_what_is_only_counted_is_refused():
     message = refusal(shape=model_shape("deepseek-v3"))
     assert "multi-head latent attention is counted, but neither trained nor estimated" in message
