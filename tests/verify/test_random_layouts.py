@@ -1,11 +1,13 @@
 """The promise of shoal: every valid layout computes what one device computes."""
 
 import random
+from typing import get_args
 from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from shoal.catalog.experts import Gate
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig
 from shoal.pipeline.schedules import SCHEDULES
@@ -52,6 +54,7 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
     for run in drawn:
         prepare(run, own_precision=False)  # raises if it is not valid
     layouts = [run.parallel for run in drawn]
+    sparse = [run for run in drawn if run.model.experts.count]
     assert max(layout.world_size for layout in layouts) == 8
     corners = {
         "every ZeRO stage with hybrid shards": {
@@ -77,6 +80,15 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
         "sequences that cp does not divide": any(run.data.sequence_length % run.parallel.cp for run in drawn),
         "documents over cp": any(run.data.document_mask and run.parallel.cp > 1 for run in drawn),
         "document masks": any(run.data.document_mask for run in drawn),
+        "every gate": {run.model.experts.gate for run in sparse} == set(get_args(Gate)),
+        "experts over ranks, beside every other axis": all(
+            any(run.parallel.ep > 1 and getattr(run.parallel, axis) > 1 for run in sparse)
+            for axis in ("dp", "tp", "cp", "pp")
+        ),
+        "experts split otherwise than the rest": any(
+            run.parallel.expert_tensor != run.parallel.tp and run.parallel.ep > 1 for run in sparse
+        ),
+        "experts under every ZeRO stage": {run.parallel.zero for run in sparse if run.parallel.ep > 1} == {0, 1, 2, 3},
         "tied over a pipeline": any(run.model.tied and run.parallel.pp > 1 for run in drawn),
     }
     assert all(corners.values()), [name for name, reached in corners.items() if not reached]

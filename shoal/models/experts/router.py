@@ -75,8 +75,7 @@ class Router(nn.Module):
         """
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = self.weight if self.noise is None else torch.cat((self.weight, self.noise))
-        with torch.autocast(x.device.type, enabled=False):
-            logits = self.whole(F.linear(x.to(exact), weight.to(exact)))
+        logits = self.whole(F.linear(x.to(exact), weight.to(exact)))
         choice, logits = self._choose(logits, context)
         z = torch.logsumexp(logits, -1).square().mean(1)  # [b]
         chosen, dropped = self.own(choice.chosen), self.own(choice.dropped)
