@@ -1,8 +1,8 @@
 """The promise of shoal: every valid layout computes what one device computes."""
 
 import random
-from typing import get_args
 from itertools import product
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
