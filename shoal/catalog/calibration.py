@@ -16,7 +16,8 @@ from shoal.catalog.software import software_table
 from shoal.errors import UsageError
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
-NETWORKS = ("infiniband", "roce", "efa", "omni-path")
+NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
+"""What leads out of nodes; efa-slow is one of jobs whose own measured collectives slowed down with every node."""
 SPREADS = ("node", "small", "large")
 """One node, up to 128 accelerators, and more: what the errors of an estimate are known by."""
 

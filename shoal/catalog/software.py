@@ -54,7 +54,7 @@ class Software(BaseModel):
     """Collectives for the parameters of one layer under ZeRO-3."""
 
     crowded: bool = False
-    """Its launches are slowed by tensor-parallel peers wherever a pipeline leaves its node (seen, not explained)."""
+    """Its launches are slowed by tensor-parallel peers in jobs whose network is slow (seen, not explained)."""
 
     whole_copies: NonNegativeInt = 0
     """Bytes of each parameter that it keeps on every data-parallel rank besides weights and gradients."""

@@ -171,7 +171,7 @@ class Kernels:
     def launches(self) -> np.ndarray:
         """What the host needs to launch a layer's forward: a floor under all of it."""
         r, c = self.runs, self.constants
-        apart = (r.pp > 1) & (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
+        apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
         more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
         waiting = 4 * self.group(r.tp, 1).latency * apart  # two sums, each a reduce-scatter and an all-gather
         return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
@@ -189,7 +189,8 @@ class Kernels:
     @cached_property
     def backward(self) -> np.ndarray:
         """Of a layer's backward, with what it computes again."""
-        r, sums = self.runs, 2 * self.exchange
+        r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
+        sums = self.exchange * np.where(again, 3, 2)  # the inputs of both blocks are gathered once more
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
         return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.again

@@ -205,6 +205,8 @@ def scale_of(runs: Runs) -> np.ndarray:
 def spreads(points: Sequence[Point], constants: Calibration, seconds: np.ndarray, size: np.ndarray) -> Calibration:
     """Widths of the 80 % intervals: quantiles of the errors by software, drawn to those of all where there are few.
 
+    Of software that was not measured the widest is taken.
+
     Args:
         seconds, size: as `held_out` estimates them.
     """
@@ -216,12 +218,15 @@ def spreads(points: Sequence[Point], constants: Calibration, seconds: np.ndarray
     for name, error in (("spread_time", time), ("spread_memory", memory)):
         usable = ~np.isnan(error) & graded
         everywhere = float(np.quantile(error[usable], 0.8)) if usable.any() else constants[name].max()
-        widths = np.full(len(software_table()), everywhere)
+        widths, reached = np.full(len(software_table()), everywhere), []
         for code in set(runs.code("software")):
             mine = error[usable & (runs.code("software") == code)]
             if len(mine) >= 5:
                 trust = len(mine) / (len(mine) + 5)
                 widths[code] = np.exp(trust * np.log(np.quantile(mine, 0.8)) + (1 - trust) * np.log(everywhere))
+                reached.append(code)
+        widest = widths[reached].max() if reached else everywhere
+        widths[[code for code in range(len(widths)) if code not in reached]] = widest
         values[name] = widths
     scale, usable = scale_of(runs), ~np.isnan(time) & graded
     relative = time / values["spread_time"][runs.code("software")]

@@ -177,6 +177,7 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
         "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth,
         "memory": memory * 1e9 if memory else machine.memory_bytes,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
+        "crowded": software.crowded and words.network(row) == "efa-slow",
         "flight_copies": software.flight_copies * words.schedule_works(row),
         "gathers_kept": words.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),

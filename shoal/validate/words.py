@@ -46,9 +46,18 @@ def machine(row: Row) -> tuple[Accelerator, Node] | None:
 
 
 def network(row: Row) -> str:
-    """What leads out of a node, by what constants are known by."""
+    """What leads out of a node, by what constants are known by.
+
+    Some jobs print the bandwidth of an all-gather over all of their nodes. Of those on EFA it falls from 160 GB/s on
+    two nodes to 6 on 64, or from 225 to 44; between the two is the line that is drawn here.
+    """
     text = (row.get("interconnect") or "").lower()
-    return next((kind for word, kind in _NETWORKS if word in text), "infiniband")
+    kind = next((kind for word, kind in _NETWORKS if word in text), "infiniband")
+    printed = re.search(r"measured in run=[\d.]*/([\d.]+)/", row.get("note") or "")
+    nodes = (number(row, "n_gpus") or 1) / (number(row, "gpus_per_node") or 8)
+    if kind == "efa" and printed and nodes > 1 and float(printed[1]) < 312 / nodes**0.65:
+        return "efa-slow"
+    return kind
 
 
 def leaving(row: Row, node: Node, per_node: float) -> float:
