@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import COMMANDS, TrainOptions, main, parse
-from shoal.config import RUN_FILE, RunConfig, plain, save
+from shoal.config import RUN_FILE, ExpertsConfig, RunConfig, plain, save
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -57,7 +57,10 @@ def typed(name, default):
     return 7, [f"--{name}", "7"]
 
 
-FIELDS = [f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields]
+FIELDS = [
+    f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields
+    if f"{name}.{key}" != "model.experts"
+]
 
 
 @pytest.mark.parametrize("dashed", [False, True])
@@ -71,6 +74,19 @@ def test_every_field_can_be_typed(name, dashed):
     assert value != getattr(getattr(RunConfig(), section), key)
     assert plain(config) == {**plain(RunConfig()), section: plain(getattr(config, section))}
     assert getattr(config, section) == getattr(RunConfig(), section).model_copy(update={key: value})
+
+
+@pytest.mark.parametrize("dashed", [False, True])
+@pytest.mark.parametrize("key", ExpertsConfig.model_fields)
+def test_every_field_of_experts_can_be_typed(key, dashed):
+    """They are a section inside the model's."""
+    others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
+              "bias_update": (0.125, "0.125")}
+    value, word = others.get(key, (7, "7"))
+    name = f"model.experts.{key.replace('_', '-') if dashed else key}"
+    _, config = parse("train", TrainOptions, [f"--{name}", word], SECTIONS)
+    assert config.model.experts == ExpertsConfig(**{key: value})
+    assert config.model_copy(update={"model": RunConfig().model}) == RunConfig()
 
 
 @pytest.mark.parametrize("where", [0, 2, 4])
