@@ -75,12 +75,12 @@ def validate(options: ValidateOptions) -> int:
 
 def _fit(path: Path, points: list[Point], constants: Calibration, console: Console) -> Calibration:
     constants = fitted(points, constants)
-    seconds, size = held_out(points, constants)
+    seconds, size, part = held_out(points, constants)
     constants = spreads(points, constants, seconds, size)
     path.write_text(HEAD + tomli_w.dumps(as_toml(constants, points)), encoding="utf-8")
     console.print(f"{path}: {len(constants.constants)} constants\n\nModels that a fit had not seen:\n", soft_wrap=True)
     seen = score(points, constants)
-    unseen = Scored(points, seconds, size, seen.part, seen.time_spread, seen.memory_spread)
+    unseen = Scored(points, seconds, size, part, seen.time_spread, seen.memory_spread)
     _print(console, table(totals(unseen) | by(unseen, lambda p: p.file)))
     console.print("\nAll of them, by constants from all:\n")
     return constants

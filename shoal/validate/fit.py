@@ -183,18 +183,17 @@ def fitted(points: Sequence[Point], constants: Calibration, iterations: int = 12
     return constants
 
 
-def held_out(points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of every point, by constants from a fit that has seen no point of its model."""
+def held_out(points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `estimated` says of every point, by constants from a fit that has seen no point of its model."""
     models = sorted({(p.file, p.model) for p in points})
     fold = {model: i * 7919 % len(models) % FOLDS for i, model in enumerate(models)}
     of = np.array([fold[p.file, p.model] for p in points])
-    seconds, size = np.zeros(len(points)), np.zeros(len(points))
-    for part in range(FOLDS):
+    found = np.zeros((3, len(points)))
+    for part in sorted(set(of)):
         seen = fitted([p for p, f in zip(points, of, strict=True) if f != part], constants, iterations=3)
         left = [p for p, f in zip(points, of, strict=True) if f == part]
-        if left:
-            seconds[of == part], size[of == part], _ = estimated(Runs.of([p.run for p in left]), left, seen)
-    return seconds, size
+        found[:, of == part] = estimated(Runs.of([p.run for p in left]), left, seen)
+    return found[0], found[1], found[2]
 
 
 def scale_of(runs: Runs) -> np.ndarray:

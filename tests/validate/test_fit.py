@@ -42,7 +42,7 @@ def test_a_fit_finds_what_made_the_measurements() -> None:
 
 def test_an_interval_holds_four_fifths_of_what_a_fit_has_not_seen() -> None:
     points = points_of(rows())
-    seconds, size = held_out(points, calibration())
+    seconds, size, _ = held_out(points, calibration())
     constants = spreads(points, calibration(), seconds, size)
     unseen = np.abs(np.log(seconds / np.array([p.seconds or np.nan for p in points])))
     known = ~np.isnan(unseen)
