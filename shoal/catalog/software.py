@@ -69,6 +69,9 @@ class Software(BaseModel):
     gathers_kept: bool = False
     """With sequence parallelism the gathered inputs of each block are kept for backward."""
 
+    logits_whole: bool = False
+    """The loss sees the logits of the whole vocabulary on every tensor-parallel rank."""
+
     recompute: Literal["none", "selective", "full"] = "none"
     """What it does where a publication does not say."""
 

@@ -53,7 +53,7 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
     after = np.where(alone, 1.0, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
-    logits = r.tokens * r.vocab / r.tp * k.of("logit_bytes", "software")
+    logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.of("logit_bytes", "software")
     whole = np.where((r.pp > 2) & (r.tp > 1), r.flight_copies * E * r.tokens * r.hidden, 0.0)
     loss = np.where(alone, logits, 0.0)
     first = _rank(k, stages.first, 1, alive * (whole + stages.first * kept) + again + loss)

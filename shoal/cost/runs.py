@@ -41,8 +41,8 @@ class Runs:
         per_node: accelerators.
         attainable: part of ``peak`` that the best-shaped product attains.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
-        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout,
-            unit_messages, crowded, whole_copies, shard_copies, flight_copies, gathers_kept: facts of the software.
+        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, unit_messages,
+            crowded, whole_copies, shard_copies, flight_copies, gathers_kept, logits_whole: facts of the software.
         fused_norm: 1 where a norm is one kernel.
     """
 
@@ -98,6 +98,7 @@ class Runs:
     shard_copies: np.ndarray = 0
     flight_copies: np.ndarray = 0
     gathers_kept: np.ndarray = 0
+    logits_whole: np.ndarray = 0
     fused_norm: np.ndarray = 1
 
     @classmethod

@@ -24,7 +24,7 @@ COLUMNS = ("row_id", "kind", "status", *SHAPE)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 FACTS = (  # of the software, as the cost model takes them
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "balanced", "dropout",
-    "unit_messages", "crowded", "whole_copies", "shard_copies", "gathers_kept",
+    "unit_messages", "crowded", "whole_copies", "shard_copies", "gathers_kept", "logits_whole",
 )  # fmt: skip
 
 Left = dict[tuple[str, str], int]
