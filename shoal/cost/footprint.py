@@ -14,7 +14,7 @@ import numpy as np
 from shoal.catalog.calibration import Calibration
 from shoal.cost.kernels import E, Kernels
 from shoal.cost.runs import Runs
-from shoal.cost.step import stages_of
+from shoal.cost.step import stages_of, weights_on_rank
 
 OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
 GB = 1e9
@@ -83,9 +83,8 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
 def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes allocated and reserved on a rank of a stage."""
     r, c = k.runs, k.constants
-    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
-    layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep) / r.tp
-    ends = ends * np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0) * r.vocab * r.hidden / r.tp
+    layer, end = weights_on_rank(r)
+    ends = ends * end
     weights, shard = layers * layer + ends, np.maximum(r.shard, 1)
     sharded = r.zero > 0
     whole = E + r.gradient_bytes + r.whole_copies

@@ -49,12 +49,18 @@ def stages_of(r: Runs) -> Stages:
     return Stages(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
 
 
-def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
-    """Parameters on one rank of a stage with some layers and one of the two ends, or both."""
+def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters on one rank of a layer, and of what a stage at an end of the model has besides its layers."""
     q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
     layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep)
     ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0)
-    return (layers * layer + ends * r.vocab * r.hidden) / r.tp
+    return layer / r.tp, ends * r.vocab * r.hidden / r.tp
+
+
+def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
+    """The same of a stage with some layers and one of the two ends, or both."""
+    layer, end = weights_on_rank(r)
+    return layers * layer + end
 
 
 @dataclass(frozen=True)

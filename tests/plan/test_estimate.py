@@ -50,13 +50,13 @@ def test_an_interval_is_wider_where_more_can_be_off() -> None:
 
 def test_a_layer_is_slower_than_its_roofline_and_than_its_launches() -> None:
     found = estimate(Layout(tp=8), "8xH100", batch=8)
-    run, layer = found.run, found.layer
-    flops = 2 * run.shape.layer_matrices() / 8 * run.sequence_length
+    run, layer = found.run, found.layer()
+    flops = 2 * run.shape.layer_matrices(0) / 8 * run.sequence_length
     assert layer.products > flops / found.peak
     assert layer.attention > 2 * run.shape.hidden / 8 * run.sequence_length**2 / found.peak
-    short = Estimate(Run(run.shape, run.layout, run.cluster, 128, 8)).layer
+    short = Estimate(Run(run.shape, run.layout, run.cluster, 128, 8)).layer()
     assert short.launches_backward > short.products, "128 tokens are launched more slowly than computed"
-    assert found.layer.launches_backward < 0.05 * found.layer.products
+    assert layer.launches_backward < 0.05 * layer.products
 
 
 @pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])
