@@ -254,6 +254,12 @@ class OptimizerConfig(Section):
     """Final learning rate as a part of the peak."""
 
 
+Precision = Literal[  # as `shoal.precision.formats` has them
+    "fp32", "bf16", "bf16-sums", "bf16-weights", "bf16-all", "fp16", "fp16-unscaled", "fp8", "mxfp8",
+    "fp64", "fp64-fp16", "fp64-fp8", "fp64-mxfp8",
+]
+
+
 class TrainConfig(Section):
     """One training run."""
 
@@ -263,8 +269,8 @@ class TrainConfig(Section):
     global_batch: PositiveInt = 16
     """Sequences per step over all replicas: dp x micro_batch x micro-batches."""
 
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """fp32; bf16 compute with fp32 master weights, gradient sums and moments; or fp64 (verification)."""
+    precision: Precision = "fp32"
+    """The number formats of weights, products, gradient sums and moments; `shoal explain precision` has a table."""
 
     seed: NonNegativeInt = 0
     """Of the initial weights and of the order of the data."""
@@ -300,6 +306,51 @@ class TrainConfig(Section):
 
     transport: Literal["auto", "backend"] = "auto"
     """How CPU ranks of one host communicate: auto takes memory that they share, backend always gloo."""
+
+
+class LossScaleConfig(Section):
+    """The dynamic loss scale of fp16 (Micikevicius et al. 2018, section 3.2)."""
+
+    initial: PositiveFloat = 2.0**16
+    """Its first value."""
+
+    growth: float = Field(2.0, ge=1)
+    """What it is multiplied by after `interval` steps without an overflow."""
+
+    backoff: float = Field(0.5, gt=0, lt=1)
+    """What it is multiplied by after a step with one, which is skipped."""
+
+    interval: PositiveInt = 2000
+    """Steps in a row."""
+
+    smallest: PositiveFloat = 1.0
+    """Below this it does not go: a gradient that overflows even so ends the run."""
+
+
+class Float8Config(Section):
+    """How fp8 makes 8 bits of the inputs, weights and output gradients of the layers' products. The embedding and the
+    head are never in 8 bits."""
+
+    scales: Literal["tensor", "row", "block"] = "tensor"
+    """What shares a scale: a whole tensor (of one micro-batch), a row of it, or a block of a row."""
+
+    block: PositiveInt = 128
+    """block: its elements; of weights block x block share one (DeepSeek-AI 2024, "DeepSeek-V3", section 3.3)."""
+
+    amax: Literal["current", "delayed"] = "current"
+    """Scales come from the numbers themselves, or from the largest of earlier steps (tensor)."""
+
+    history: PositiveInt = 16
+    """delayed: the earlier steps."""
+
+    margin: NonNegativeInt = 0
+    """delayed: octaves that are left free above the largest, for numbers that grow."""
+
+    gradient: Literal["e5m2", "e4m3"] = "e5m2"
+    """The format of output gradients; inputs and weights are in e4m3. mxfp8 has this setting too, and no other."""
+
+    keep: tuple[str, ...] = ()
+    """Patterns of linear layers that stay in the compute format, as in ["layers.0.*", "*.mlp.down"]."""
 
 
 class RelaxedConfig(Section):
@@ -367,6 +418,9 @@ class MetricsConfig(Section):
     profile_steps: PositiveInt = 10
     """Steps to record."""
 
+    histograms: NonNegativeInt = 0
+    """Steps between histograms of weights, gradients and activations, for `shoal report`; 0 records none."""
+
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
 
@@ -385,6 +439,8 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    float8: Float8Config = Float8Config()
     relaxed: RelaxedConfig = RelaxedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()

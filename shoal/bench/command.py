@@ -21,6 +21,7 @@ from shoal.bench import attention, peak, slices, transport
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
 from shoal.bench.experts_command import ExpertsOptions, experts
+from shoal.bench.numerics_command import NumericsOptions, numerics
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
 from shoal.bench.pipelining import MICROBATCHES, SCHEDULES
 from shoal.bench.race import Row, run
@@ -342,4 +343,5 @@ COMMANDS = {
     "long-context": (LongContextOptions, long_context),
     "optimizers": (OptimizersOptions, optimizers),
     "experts": (ExpertsOptions, experts),
+    "numerics": (NumericsOptions, numerics),
 }

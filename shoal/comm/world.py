@@ -132,6 +132,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
+def has_float8_products(device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` runs on units of the device: on CUDA from compute capability 8.9 on (Ada, Hopper)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes held so far: by tensors on a CUDA device, by the whole process on the CPU."""
     if device.type == "cuda":

@@ -199,7 +199,7 @@ def state_bytes(
     zero, index = layout.zero, 0 if alone else shard_index
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     parameters = gradients = elements = experts = gathered = whole_gradients = 0
-    moments = _Moments(optimizer, storage)
+    moments = _Moments(optimizer, policy.state.itemsize)
     for part in parts:
         units = units_of(shape, layout, part, tp_index, *expert_index[1:])
         limit = 0 if zero == 3 else bucket_bytes(layout)

@@ -42,7 +42,7 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
     for row in range(0, box.shape[0], rows_at_once):
         rows = min(rows_at_once, box.shape[0] - row)
         part = Box((box.offset[0] + row, *box.offset[1:]), (rows, *box.shape[1:]))
-        values = normal(key, _indices(part, whole, out.device))
+        values = normal(key, positions(part, whole, out.device))
         out[row : row + rows].copy_(values.mul_(initial.std).add_(initial.mean))
 
 
@@ -68,7 +68,7 @@ def uniform(key: int, index: Tensor) -> Tensor:
     return (_shift(z, 11).double() + 0.5) * 2.0**-53
 
 
-def _indices(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
+def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
     """Row-major positions in the whole tensor of a box's elements, of shape ``box.shape``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (offset, n) in enumerate(zip(box.offset, box.shape, strict=True)):

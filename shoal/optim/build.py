@@ -12,10 +12,12 @@ from shoal.optim.adam8bit import Adam8bit
 from shoal.optim.from_torch import TORCH, FromTorch
 from shoal.optim.muon import Muon
 from shoal.optim.radam import RAdam
-from shoal.optim.rule import Rule
+from shoal.optim.rule import Elementwise, Rule
 from shoal.optim.sage import Sage
 from shoal.optim.shards import Shards
 from shoal.optim.sophia import Sophia
+from shoal.optim.widened import Widened
+from shoal.precision.policy import Policy
 
 RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     **{name: partial(FromTorch, name=name) for name in TORCH},
@@ -28,10 +30,26 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     "sophia-h": Sophia,
 }
 
+ELEMENTWISE = tuple(
+    name for name, make in RULES.items() if name in TORCH or (isinstance(make, type) and issubclass(make, Elementwise))
+)
+"""Rules that update every element by itself, with states that are numbers of each."""
+
 
 def build(config: OptimizerConfig, shards: Shards) -> Rule:
     """The rule that a run asks for, with its states allocated."""
     return RULES[config.name](config, shards)
+
+
+def build_for(policy: Policy, config: OptimizerConfig, shards: Shards, seed: int) -> Rule:
+    """The same on weights, gradients and states in a policy's formats.
+
+    Args:
+        seed: of stochastic rounding.
+    """
+    if policy.formats.widened:
+        return Widened(config, shards, build, state=policy.state, seed=seed)
+    return build(config, shards)
 
 
 def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:

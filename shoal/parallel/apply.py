@@ -15,6 +15,7 @@ from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.order import Spread
 from shoal.parallel.data import ShardedParameters
 from shoal.parallel.expert import apply_expert_parallel
+from shoal.parallel.float8 import Float8, apply_float8
 from shoal.parallel.held import HeldParameters
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.split import Split
@@ -43,7 +44,7 @@ class Stage:
 
 def build_stages(
     shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
-    *, kernel: str = "sdpa", compile: bool = False,
+    *, kernel: str = "sdpa", compile: bool = False, float8: Float8 | None = None,
 ) -> tuple[list[Stage], HeldParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
@@ -52,6 +53,7 @@ def build_stages(
         spread: of the sequences over the context-parallel ranks.
         kernel: of the attention core, "sdpa" or "explicit".
         compile: compile each layer, and the loss where it is not split.
+        float8: which products are in 8 bits, if any, and how.
 
     Returns:
         The stages, and the parameters of all of them together.
@@ -69,7 +71,9 @@ def build_stages(
         copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
         mesh.group(copies)
     stages = [
-        _build_stage(shape, stage, program, mesh, policy, spread, copies=copies, kernel=kernel, compile=compile)
+        _build_stage(
+            shape, stage, program, mesh, policy, spread, copies=copies, kernel=kernel, compile=compile, float8=float8
+        )
         for stage in program.stages_of(here)
     ]
     return stages, HeldParameters([stage.parameters for stage in stages], ends)
@@ -77,7 +81,7 @@ def build_stages(
 
 def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
-    copies: str, kernel: str, compile: bool,
+    copies: str, kernel: str, compile: bool, float8: Float8 | None,
 ) -> Stage:
     """One stage, with this rank's shard of it allocated."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
@@ -110,6 +114,8 @@ def _build_stage(
     )
     if not compile:  # which would fuse, and so needs to see, the whole backward
         apply_weight_gradients(model, parameters, postponed if mesh.size("tp") > 1 else None)
+    if float8:
+        apply_float8(model, float8, splits, mesh, parameters, postponed if mesh.size("tp") > 1 else None)
     if layout.zero == 3:
         needed = [
             [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]

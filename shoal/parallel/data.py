@@ -321,8 +321,10 @@ class ShardedParameters:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             copies = self.replicas[bucket.replicas].copies
             for run in bucket.runs:
-                norm = torch.linalg.vector_norm(gradients.update[run.slice])
-                total += norm.double().square().to(total.device) / (run.copies * copies)
+                gradient = gradients.update[run.slice]
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
+                total += norm.square().to(total.device) / (run.copies * copies)
         return total
 
     def scale(self, factor: float) -> None:

@@ -103,15 +103,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         x, weight = ctx.saved_tensors
         d_x = gradient @ weight if ctx.needs_input_grad[2] else None
-        term = partial(_add_product, gradient, x.detach())  # without what made x
-        if not ctx.needs_input_grad[3]:
-            pass  # frozen
-        elif ctx.postponed is not None and d_x is not None:  # which the region's entry waits for
-            ctx.postponed.add(ctx.parameters, ctx.weight, term)
-        else:
-            ctx.parameters.add(ctx.weight, term)
+        if ctx.needs_input_grad[3]:  # else it is frozen
+            term = partial(_add_product, gradient, x.detach())  # without what made x
+            give(ctx.parameters, ctx.postponed if d_x is not None else None, ctx.weight, term)
         if ctx.needs_input_grad[4]:
-            ctx.parameters.add(ctx.bias, partial(_add_rows, gradient))
+            ctx.parameters.add(ctx.bias, partial(add_rows, gradient))
         return None, None, d_x, None, None
 
 
@@ -131,6 +127,14 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             ctx.parameters.add(ctx.weight, partial(_add_grouped, gradient, x.detach(), ctx.counts))
         return None, d_x, None, None
+
+
+def give(parameters: ShardedParameters, postponed: Postponed | None, weight: nn.Parameter, term: Term) -> None:
+    """Hand over a term of a matrix's gradient; to ``postponed``, where the entry of a region waits for dX."""
+    if postponed is not None:
+        postponed.add(parameters, weight, term)
+    else:
+        parameters.add(weight, term)
 
 
 class _Embedding(torch.autograd.Function):
@@ -163,7 +167,7 @@ def _add_grouped(gradient: Tensor, x: Tensor, counts: Sequence[int], total: Tens
     weight_product(gradient, x, counts, total, fresh=fresh)
 
 
-def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
+def add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
     add_gradient(gradient.flatten(0, -2).sum(0), total, fresh)
 
 

@@ -18,8 +18,9 @@ from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
-from shoal.plan.estimate import KINDS, Estimate, Run
+from shoal.plan.estimate import Estimate, Run
 from shoal.plan.page import write_page
+from shoal.precision.formats import FORMATS
 
 TOKENS_PER_STEP = 4 * 2**20
 OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
@@ -101,7 +102,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     batch = options.global_batch or (config.train.global_batch if config else default)
     precision = options.precision or (config.train.precision if config else "bf16")
     optimizer = options.optimizer or (config.optimizer.name if config else "adamw")
-    for option, given, known in (("precision", precision, KINDS), ("optimizer", optimizer, OPTIMIZERS)):
+    for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     if layout.offload != "none":

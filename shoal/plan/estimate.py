@@ -41,7 +41,7 @@ NO_STATES = {
     "pp", "schedule", "virtual_stages", "stage_layers", "sequence_slices", "micro_batch", "recompute", "overlap",
 }  # fmt: skip
 """Fields of a layout that change nothing in what a stage holds between steps."""
-KINDS = {"fp32": "fp32", "bf16": "bf16", "fp64": "fp32"}
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp32"}  # of the accelerators' peaks
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Estimate:
         self.known = {} if known is None else known
         self.priced: dict[tuple, StageTimes] = {}
         self.counts = tuple(value for name, value in layout if name not in NO_STATES)
-        self.peak = run.cluster.accelerator.dense_flops(KINDS[run.precision])
+        self.peak = run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name])
         self.hbm = memory_rate(run.cluster)
         self.cluster = attained(run.cluster)
         self.slower = 1 + float(calibration()["stragglers"]) * log2(run.cluster.nodes)
@@ -224,7 +224,7 @@ class Estimate:
         if key not in self.known:
             itemsize = run.policy.compute.itemsize
             self.known[key] = layer_of(
-                shape, run.cluster, KINDS[run.precision], itemsize, run.sequence_length, *split
+                shape, run.cluster, KINDS[run.policy.compute.name], itemsize, run.sequence_length, *split
             )
         return self.known[key]
 

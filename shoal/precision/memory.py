@@ -1,8 +1,8 @@
-"""Bytes of state per parameter: of shoal's own policies, and of the recipes that papers and courses count with."""
+"""Bytes of state per parameter: of every precision, and of the recipes that papers and courses count with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.precision.formats import FORMATS, Formats
 
@@ -11,7 +11,7 @@ MOMENTS = 2  # of Adam
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes of each kind of state for one parameter, with Adam.
+    """Bytes of each kind of state for one parameter, without sharding.
 
     Attributes:
         weights: computed with.
@@ -35,23 +35,33 @@ class PerParameter:
         return self.weights + self.gradients + self.accumulated + self.master + self.moments
 
 
-def per_parameter(policy: Formats) -> PerParameter:
-    """What shoal keeps with a policy, without sharding: gradients straight in their sum's format."""
+def per_parameter(formats: Formats, moments: int = MOMENTS) -> PerParameter:
+    """What shoal keeps in a precision: gradients go straight into their sum.
+
+    Args:
+        moments: numbers that the optimizer keeps for each parameter.
+    """
     return PerParameter(
-        weights=policy.compute.itemsize,
-        gradients=policy.reduce.itemsize,
+        weights=formats.compute.itemsize,
+        gradients=formats.reduce.itemsize,
         accumulated=0,
-        master=0 if policy.storage == policy.compute else policy.storage.itemsize,
-        moments=MOMENTS * policy.state.itemsize,
-        source="shoal",
+        master=formats.storage.itemsize if formats.master else 0,
+        moments=moments * formats.state.itemsize,
+        source=formats.what,
     )
 
 
+_SUMS = per_parameter(FORMATS["bf16"])
 RECIPES = {
-    "bf16, fp32 Adam": PerParameter(2, 2, 0, 4, 8, "Rajbhandari et al. 2020, section 3.1"),
-    "bf16, fp32 Adam, gradients summed in fp32": PerParameter(2, 2, 4, 4, 8, "Hugging Face, The Ultra-Scale Playbook"),
-    "all bf16": PerParameter(2, 2, 0, 0, 4, "no format wider than bf16 anywhere"),
-    "bf16 weights, fp32 moments": PerParameter(2, 0, 0, 0, 8, "jax-ml/scaling-book, training; gradients not counted"),
-    **{f"shoal {name}": per_parameter(formats) for name, formats in FORMATS.items()},
+    "bf16, fp32 Adam": replace(per_parameter(FORMATS["bf16-sums"]), source="Rajbhandari et al. 2020, section 3.1"),
+    "bf16, fp32 Adam, gradients summed in fp32": replace(
+        _SUMS, gradients=FORMATS["bf16"].compute.itemsize, accumulated=_SUMS.gradients,
+        source="Hugging Face, The Ultra-Scale Playbook; both gradients are kept",
+    ),
+    "all bf16": replace(per_parameter(FORMATS["bf16-all"]), source="no format wider than bf16 anywhere"),
+    "bf16 weights, fp32 moments": replace(
+        per_parameter(FORMATS["bf16-weights"]), gradients=0,
+        source="jax-ml/scaling-book, training; gradients are not counted",
+    ),
 }
-"""By name: 16, 20, 8 and 10 bytes, and shoal's own."""
+"""By name: 16, 20, 8 and 10 bytes."""

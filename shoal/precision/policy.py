@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.precision.formats import FORMATS
+from shoal.precision.formats import FORMATS, Formats
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,24 @@ class Policy:
     """The dtypes of one precision.
 
     Attributes:
+        formats: all that is said of it.
         storage: the weights that the optimizer updates.
         compute: weights and activations in forward and backward.
         reduce: gradients, summed over micro-batches and ranks.
         state: the optimizer's moments.
     """
 
+    formats: Formats
     storage: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     state: torch.dtype
 
+    @staticmethod
+    def of(formats: Formats) -> Policy:
+        """With torch's dtypes."""
+        held = (formats.storage, formats.compute, formats.reduce, formats.state)
+        return Policy(formats, *(getattr(torch, each.name) for each in held))
 
-POLICIES = {
-    name: Policy(*(getattr(torch, held.name) for held in vars(formats).values())) for name, formats in FORMATS.items()
-}
+
+POLICIES = {name: Policy.of(formats) for name, formats in FORMATS.items()}

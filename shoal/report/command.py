@@ -16,11 +16,13 @@ from shoal.config import RUN_FILE, RunConfig, load
 from shoal.errors import UsageError
 from shoal.report.chart import Chart, amount, span
 from shoal.report.curves import curves
+from shoal.report.histograms import histograms
 from shoal.report.measured import Measured
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.palette import NAMES
 from shoal.report.terminal import show
 from shoal.report.write import check_name, write
+from shoal.train.histograms import read_histograms
 from shoal.train.metrics import StepMetrics, read_metrics
 from shoal.train.profile import read_profile
 
@@ -182,6 +184,8 @@ def html(folder: Path, config: RunConfig, metrics: Sequence[StepMetrics], compar
     """The page of a run."""
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
     parts = [_tiles(run_facts(config, metrics)), curves(metrics)]
+    if recorded := read_histograms(folder):
+        parts.append(histograms(*recorded))
     if compared:
         parts += [
             Fragment("<h2>One step: measured under simulated</h2>"),

@@ -11,11 +11,12 @@ from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.options import parse
-from shoal.report import explain_context, explain_experts, explain_optimizers, explain_sharding
+from shoal.report import explain_context, explain_experts, explain_optimizers, explain_precision, explain_sharding
 from shoal.report.explain_collective import CollectiveOptions, explain
 from shoal.report.explain_context import ContextOptions
 from shoal.report.explain_experts import PlacementOptions
 from shoal.report.explain_optimizers import OptimizersOptions
+from shoal.report.explain_precision import PrecisionOptions
 from shoal.report.explain_sharding import ShardingOptions
 
 SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
@@ -23,6 +24,7 @@ SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
     "context": (ContextOptions, explain_context.explain),
     "experts": (PlacementOptions, explain_experts.explain),
     "optimizers": (OptimizersOptions, explain_optimizers.explain),
+    "precision": (PrecisionOptions, explain_precision.explain),
 }
 """By name: the options, and what explains them on a console."""
 
@@ -53,5 +55,8 @@ def main(args: list[str]) -> int:
 def _help() -> str:
     subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: ShardingOptions}
     lines = [f"  {name:<16}{(options.__doc__ or '').splitlines()[0]}" for name, options in subjects.items()]
-    what = "Show what a collective, a sharded product or an update rule costs, and how it works; where experts are."
+    what = (
+        "Show what a collective, a sharded product, an update rule or a number format costs, and how it works; where "
+        "experts are."
+    )
     return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])

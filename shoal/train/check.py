@@ -12,7 +12,9 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
+from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
+from shoal.train.histograms import check_histograms
 from shoal.train.relaxed.choose import check_relaxed
 from shoal.train.routing import check_experts
 
@@ -35,6 +37,8 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         config.parallel, shape, config.train.global_batch, compile=config.train.compile,
         sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
     )
+    check_precision(config, shape)
+    check_histograms(config)
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)

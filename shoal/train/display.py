@@ -258,7 +258,7 @@ def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
         _Column("tokens/s", 8, lambda m: short(m.tokens_per_second)),
         _Column("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
         _Column("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
-        _Column("grad norm", 9, lambda m: f"{m.gradient_norm:.3g}"),
+        _Column("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
         _Column("lr", 7, lambda m: f"{m.learning_rate:.1e}"),
         _Column("memory", 6, lambda m: binary(m.memory_bytes)),
         _Column("time left", 9, lambda m: duration(m.seconds_left)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,18 +15,20 @@ from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
 from shoal.data.ahead import Ahead
 from shoal.data.batches import Batch, Dataset
-from shoal.optim.build import build as build_optimizer
+from shoal.optim.build import build_for
 from shoal.optim.schedule import learning_rate
 from shoal.optim.sophia import Sophia
 from shoal.parallel.apply import build_stages, initialise
 from shoal.parallel.context.order import spread
 from shoal.parallel.context.sight import places_of
+from shoal.parallel.float8 import Float8
 from shoal.parallel.holders import shards_of
 from shoal.pieces import Piece
 from shoal.pipeline.checker import check
 from shoal.pipeline.choose import forwards_of, program_of, slices_of
 from shoal.pipeline.program import Program
 from shoal.pipeline.runtime import Runtime
+from shoal.precision.loss_scale import LossScale
 from shoal.precision.policy import POLICIES
 from shoal.train.curvature import estimate
 from shoal.train.routing import Routed, Routing
@@ -39,10 +41,13 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch's unmasked tokens [nats].
-        gradient_norm: of the whole model, before clipping (the mean over several updates).
+        gradient_norm: of the whole model, before clipping (the mean over several updates); not finite where the step
+            was skipped.
         learning_rate: that the update used.
         tokens: unmasked targets in the global batch.
         stop: whether any rank was asked to stop.
+        loss_scale: that the loss was multiplied by; 1 without one.
+        skipped: whether no update was made, since a gradient overflowed.
     """
 
     loss: float
@@ -50,6 +55,8 @@ class StepResult:
     learning_rate: float
     tokens: int
     stop: bool
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Engine:
@@ -73,11 +80,13 @@ class Engine:
         self.program = program_of(layout, self.microbatches, len(self.slices))
         check(self.program, tied=shape.tied)
         self.spread = spread(layout, config.data.sequence_length, self.slices)
+        self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
         # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.
         self.here = mesh if layout.sync == "all-reduce" else mesh.replica()
         self.stages, self.parameters = build_stages(
             shape, self.program, self.here, self.policy, self.spread,
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
+            float8=self.float8,
         )
         initialise(self.parameters, shape, train.seed)
         self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
@@ -85,7 +94,9 @@ class Engine:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None
         shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
-        self.optimizer = build_optimizer(config.optimizer, shards)
+        self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed)
+        self.observe: Callable[[], object] | None = None  # called before each update, when the gradients are complete
+        self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
         self.runtime = self._runtime(self.program)
         engine = weakref.ref(self)  # the thread that makes them must not own the engine
         self.batches_of = Ahead(lambda step: engine()._batches(step), config.train.steps)
@@ -120,12 +131,21 @@ class Engine:
         if self.routing:
             self.routing.begin()
         updates = kind(self, step, sum(tokens), stop=stop, rate=None if dry else rate)
-        scale = np.array([1 / max(1, tokens[update_of[m]]) for m in range(self.microbatches)])
+        loss_scale = self.loss_scale.value if self.loss_scale else 1.0
+        for stage in self.stages:  # routers begin the backward of their own losses, which are means over sequences
+            stage.module.sequences = self.config.train.global_batch / loss_scale
+        scale = np.array([loss_scale / max(1, tokens[update_of[m]]) for m in range(self.microbatches)])
         batches = [batch.to(self.mesh.device) for batch in batches]
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
         updates.finish(self.runtime.step(batches, scale, updates))
-        return None if dry else StepResult(updates.loss, updates.norm, rate, updates.tokens, updates.stopped)
+        if dry:
+            return None
+        if self.float8:
+            self.float8.end_step(self.mesh.group("world"))
+        return StepResult(
+            updates.loss, updates.norm, rate, updates.tokens, updates.stopped, loss_scale, updates.skipped
+        )
 
     def _batches(self, step: int) -> list[Batch]:
         return [self._batch(self.samples, step, m) for m in range(self.microbatches)]
@@ -171,6 +191,8 @@ class Engine:
         state = {f"model.{name}": pieces for name, pieces in self.weights().items()}
         for kind, parameters in self.optimizer.states().items():
             state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.items()}
+        if self.float8 and self.float8.history:
+            state |= self.float8.history.state(primary=self.mesh.rank == 0)
         return state
 
     def routed(self) -> Routed | None:
@@ -187,6 +209,8 @@ class Engine:
     def restored(self, updates: int) -> None:
         """The state was overwritten with that after so many updates: spread it."""
         self.optimizer.resume_at(updates)
+        if self.float8 and self.float8.history:
+            self.float8.history.restored()
         self.parameters.gather()
 
 

@@ -36,9 +36,6 @@ class StepMetrics:
     learning_rate: float
     """Used in this step."""
 
-    gradient_norm: float
-    """Global L2 norm before clipping."""
-
     tokens_per_second: float
     """Over all ranks, since the last logged step."""
 
@@ -50,6 +47,15 @@ class StepMetrics:
 
     seconds_left: float
     """To the end of the run, at the present speed."""
+
+    gradient_norm: float | None = None
+    """Global L2 norm before clipping; None where a gradient overflowed and the step was skipped."""
+
+    loss_scale: float | None = None
+    """That the loss was multiplied by in this step; None without one."""
+
+    skipped_steps: int | None = None
+    """Of the whole run so far, since a gradient overflowed; None without a loss scale."""
 
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None where the device's peak is not known."""

@@ -20,7 +20,7 @@ from shoal.checkpoint.manifest import read_manifest
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 from shoal.layout import Layout
-from shoal.precision.policy import POLICIES
+from shoal.precision.formats import FORMATS
 
 RUNS = Path("runs")
 
@@ -86,12 +86,21 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
         if value(first) != value(config):
             _refuse(name, value(config), value(first), folder, "its data would not continue where it stopped")
     was, now = first.train.precision, config.train.precision
-    if POLICIES[was].storage != POLICIES[now].storage:
-        _refuse("train.precision", now, was, folder, "it keeps its weights in another dtype")
+    for what in ("storage", "state"):
+        if getattr(FORMATS[was], what) != getattr(FORMATS[now], what):
+            kept = {"storage": "weights", "state": "optimizer's states"}[what]
+            _refuse("train.precision", now, was, folder, f"it keeps its {kept} in another dtype")
+    was, now = (c.float8 if _delayed(c) else None for c in (first, config))
+    if was != now:
+        _refuse("float8", now, was, folder, "the history of largest numbers would be another")
     if first.optimizer.name != config.optimizer.name:
         _refuse("optimizer.name", config.optimizer.name, first.optimizer.name, folder, "they keep different states")
     _check_replicas(first.parallel, config.parallel, folder)
     _check_checkpoint(config, shape, folder)
+
+
+def _delayed(config: RunConfig) -> bool:
+    return FORMATS[config.train.precision].products == "float8" and config.float8.amax == "delayed"
 
 
 def _check_replicas(was: Layout, now: Layout, folder: Path) -> None:

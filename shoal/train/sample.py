@@ -68,7 +68,7 @@ def load_model(path: Path, shape: ModelShape) -> Transformer:
         f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
         for name, p in chain(model.named_parameters(), model.named_buffers())
     }
-    unwanted = ("optimizer.", "relaxed.", "replica.")
+    unwanted = ("optimizer.", "precision.", "relaxed.", "replica.")
     load(path, state, model=shape.model_dump(mode="json"), convert=True, unwanted=unwanted)
     return model.eval()
 

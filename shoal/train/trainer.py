@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from shoal.train.bucket_size import settle_bucket_size
 from shoal.train.display import Display
 from shoal.train.engine import Engine, StepResult
 from shoal.train.handicap import Handicaps, Watch, who_waits
+from shoal.train.histograms import Histograms
 from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.profile import Profiler, profiled_steps
 from shoal.train.run_folder import check_steps_left
@@ -82,6 +84,8 @@ class Trainer:
         self.saved = self.step if resume else -1
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)
         self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.group) if profiled else None
+        every = config.metrics.histograms
+        self.histograms = Histograms(self.engine, every, folder) if every else None
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
         self._stop = False
@@ -102,7 +106,8 @@ class Trainer:
                 if self.profiler:
                     self.profiler.before_step(self.step)
                 try:
-                    result = self.engine.step(self.step, stop=self._stop)
+                    with self._recorded():
+                        result = self.engine.step(self.step, stop=self._stop)
                 except NonFinite as error:
                     if error.untouched:  # the weights are still those of the step before
                         self._save(block=True)
@@ -154,6 +159,10 @@ class Trainer:
     def _engine(self) -> Engine:
         return Engine(self.config, self.shape, self.mesh, self.samples["train"])
 
+    def _recorded(self) -> AbstractContextManager:
+        due = self.histograms and self.histograms.due(self.step)
+        return self.histograms.recording(self.step) if due else nullcontext()
+
     def _close(self) -> None:
         self.checkpoints.close()
         if self.profiler:
@@ -179,6 +188,11 @@ class Trainer:
     def _after_step(self, result: StepResult, timer: _Timer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
         self.validation_loss = None
+        if result.skipped:
+            self.display.note(
+                f"step {self.step} skipped: a gradient overflowed with loss scale {result.loss_scale:g}, "
+                f"now {self.engine.loss_scale.value:g}"
+            )
         if (every and self.step % every == 0) or self.step == self.config.train.steps:
             self.validation_loss = self.engine.evaluate(self.samples["validation"])
             self.display.validation(self.validation_loss, self.step)
@@ -208,7 +222,9 @@ class Trainer:
             steps=self.config.train.steps,
             loss=result.loss,
             learning_rate=result.learning_rate,
-            gradient_norm=result.gradient_norm,
+            gradient_norm=None if result.skipped else result.gradient_norm,
+            loss_scale=result.loss_scale if self.engine.loss_scale else None,
+            skipped_steps=self.engine.loss_scale.skipped if self.engine.loss_scale else None,
             tokens_per_second=rate,
             tokens_per_second_per_rank=rate / self.mesh.layout.world_size,
             memory_bytes=int(memory),
@@ -241,6 +257,8 @@ class Trainer:
             "layout": self.config.parallel.describe(),
             "data": self.samples["train"].fingerprint,
         }
+        if self.engine.loss_scale:
+            extra["loss_scale"] = self.engine.loss_scale.state()
         self.checkpoints.save(self.step, self.engine.state(), extra, block=block)
         self.saved = self.step
 
@@ -266,6 +284,8 @@ class Trainer:
                 f"(corpus {saved['data']}, now {self.samples['train'].fingerprint})."
                 "\n  Put the old files back, or start a new run."
             )
+        if self.engine.loss_scale:
+            self.engine.loss_scale.restore(saved.get("loss_scale"))
         self.engine.restored(saved.get("updates", found.step))
         return found.step
 

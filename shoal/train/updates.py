@@ -41,16 +41,19 @@ class OneUpdate:
         self.engine, self.number, self.stop, self.rate = engine, step, stop, rate
         self.tokens = max(1, tokens)  # so that a batch without targets is a step without gradient
         self.loss = self.norm = math.nan
-        self.stopped = False
+        self.stopped = self.skipped = False
 
     def __call__(self, action: Action, loss: Tensor) -> None:
-        """Update the weights.
+        """Update the weights; or, where a scaled gradient has overflowed, back off. Every rank does the same, since all
+        have the norm of the whole model's gradient, which is not finite where any element of it is not.
 
         Raises:
             NonFinite: before any weight is changed, on every rank alike.
         """
         engine = self.engine
         engine.parameters.sum_ends()
+        if engine.observe:
+            engine.observe()
         if self.rate is None:
             return
         loss = loss * (engine.mesh.index("tp") == 0)  # tensor-parallel ranks all have the same
@@ -58,14 +61,26 @@ class OneUpdate:
         totals = all_reduce(mine, engine.mesh.group("world")).tolist()
         self.loss, self.norm = totals[0] / self.tokens, math.sqrt(totals[1]) if totals[1] >= 0 else math.nan
         self.stopped = totals[2] > 0
-        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            raise NonFinite(f"step {self.number}: loss {self.loss:g}, gradient norm {self.norm:g}")
+        scale = engine.loss_scale
+        if not math.isfinite(self.loss) or not (math.isfinite(self.norm) or (scale and not scale.exhausted)):
+            smallest = f" with the smallest loss scale, {scale.value:g}" if scale else ""
+            raise NonFinite(f"step {self.number}: loss {self.loss:g}, gradient norm {self.norm:g}{smallest}")
+        if not math.isfinite(self.norm):
+            self.skipped = True
+            scale.overflowed()
+            return
+        factor = 1 / scale.value if scale else 1.0
+        self.norm *= factor
         clip = engine.config.optimizer.clip_norm
         if clip and self.norm > clip:
-            engine.parameters.scale(clip / self.norm)
+            factor *= clip / self.norm
+        if factor != 1:
+            engine.parameters.scale(factor)
         self.update()
         if engine.routing:
             engine.routing.update()
+        if scale:
+            scale.made()
 
     def update(self) -> None:
         """Step the optimizer."""

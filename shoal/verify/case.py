@@ -12,6 +12,8 @@ from shoal.comm.pool import Pool, RankError
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.pipeline.choose import check_schedule
+from shoal.precision.formats import verified_as
+from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
 from shoal.train.routing import check_experts
 from shoal.verify.judge import Finding, Verdict, judge
@@ -63,11 +65,12 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     )
     check_curvature(config)
     check_experts(config, shape)
+    check_precision(config, shape)
     changed: dict = {"device": "cpu", "compile": False}
     if train.compile:
         notes.append("compile is off: the layout is verified, not the compiler")
     if not own_precision:
-        changed["precision"] = "fp64"
+        changed["precision"] = verified_as(train.precision)
     if accumulate and config.parallel.microbatches(train.global_batch) == 1:
         changed["global_batch"] = 2 * train.global_batch
         notes.append(f"global batch doubled to {2 * train.global_batch}: faults of accumulation need two micro-batches")

@@ -11,6 +11,7 @@ import torch
 
 from shoal.layout import Layout
 from shoal.models.experts.router import SUMS
+from shoal.precision.formats import FORMATS, FP64
 from shoal.verify.rank import RankReport
 from shoal.verify.reference import StepFacts
 from shoal.verify.trace import traced_modules
@@ -29,12 +30,19 @@ class Tolerance(NamedTuple):
     adaptive: float
 
 
-# fp64: five orders above what random layouts show (docs/verify.md). fp32 and bf16: bounds on what rounding does to
+# fp64: five orders above what random layouts show (docs/verify.md). The others: bounds on what rounding does to
 # small models, chosen with room and not fitted; a fault that hides below them shows in fp64.
+_TOLERANCES = {
+    "float64": Tolerance(gradient=1e-9, adaptive=1e-9),
+    "float32": Tolerance(gradient=2e-4, adaptive=1e-2),
+    "float16": Tolerance(gradient=5e-2, adaptive=2e-1),
+    "bfloat16": Tolerance(gradient=2e-1, adaptive=2e-1),
+}
+# Where rounding in bf16 takes a number over the border between two of float8's, it is off by an eighth or a quarter.
+_FLOAT8 = Tolerance(gradient=5e-1, adaptive=5e-1)
 TOLERANCES = {
-    "fp64": Tolerance(gradient=1e-9, adaptive=1e-9),
-    "fp32": Tolerance(gradient=2e-4, adaptive=1e-2),
-    "bf16": Tolerance(gradient=2e-1, adaptive=2e-1),
+    name: _TOLERANCES[f.compute.name] if f.products == "compute" or f.compute == FP64 else _FLOAT8
+    for name, f in FORMATS.items()
 }
 
 # Adafactor divides by roots of row and column means with next to nothing added (1e-30), where Adam adds 1e-8: a row of

@@ -126,6 +126,7 @@ def compare(job: Job) -> RankReport:
 
 def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> RankStep:
     tracers = [Tracer(stage.module) for stage in engine.stages if job.trace and step == job.steps - 1]
+    scale = engine.loss_scale.value if engine.loss_scale else 1.0
     result = engine.step(step)
     n = engine.config.train.global_batch  # those of the next step may have been asked for too
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
@@ -142,7 +143,7 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [places[a.microbatch] for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
         found.trace |= trace_errors(
-            tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, engine.runtime.tokens
+            tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, engine.runtime.tokens, scale
         )
     return found
 

@@ -27,8 +27,10 @@ from shoal.optim.schedule import learning_rate
 from shoal.optim.shards import Shards
 from shoal.optim.sophia import Sophia
 from shoal.pipeline.choose import program_of
+from shoal.precision.formats import FORMATS
 from shoal.verify.curvature import PlainCurvature
 from shoal.verify.emulate import emulated_updates
+from shoal.verify.float8 import multiply_in_float8
 from shoal.verify.trace import Tracer
 
 
@@ -85,6 +87,7 @@ def run_reference(
     model = Transformer(shape).double()
     initialise(model, config.train.seed)
     model.sequences, model.seed = config.train.global_batch, config.train.seed
+    history = multiply_in_float8(model, config)
     update = plain_optimizer(model, config.optimizer)
     curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
     facts = []
@@ -93,10 +96,20 @@ def run_reference(
         if curvature is not None and curvature.rule.due:
             curvature.learn(_batches(config, samples, step), step)
         facts.append(_step(model, update.step, config, samples, step, step_file(folder, rule, step)))
+        if history:
+            history.end_step()
         if tracer is not None:
-            # one sample at a time: entry m of the trace is sample m
-            save_file({key: torch.cat(parts) for key, parts in tracer.taken().items()}, trace_file(folder))
+            # Entry m of the trace is sample m; of several at a time, nothing is known of each one's loss.
+            taken = {k: parts for k, parts in tracer.taken().items() if at_once(config) == 1 or not k.endswith("/loss")}
+            save_file({key: torch.cat(parts) for key, parts in taken.items()}, trace_file(folder))
     return facts
+
+
+def at_once(config: RunConfig) -> int:
+    """Samples that go through the model together. One bounds the memory of the activations; where products are in 8
+    bits, a micro-batch, which has its scales in common."""
+    in_float8 = FORMATS[config.train.precision].products != "compute"
+    return config.parallel.micro_batch if in_float8 else 1
 
 
 def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | PlainTorch:
@@ -149,8 +162,10 @@ def _step(
     step: int,
     file: Path,
 ) -> StepFacts:
-    n, batches = config.train.global_batch, _batches(config, samples, step)
-    counts = tuple(batch.unmasked() for batch in batches)
+    n = config.train.global_batch
+    counts = tuple(batch.unmasked() for batch in _batches(config, samples, step))
+    some = at_once(config)
+    batches = [samples.batch(range(step * n + i, step * n + i + some)) for i in range(0, n, some)]
     parameters = dict(model.named_parameters())
     rate = learning_rate(step, config.train.steps, config.optimizer)
     routers = list(routers_of(model))
@@ -164,7 +179,7 @@ def _step(
             gradients.update((name, p.grad.clone()) for name, p in parameters.items())
             update(rate)
 
-        each = n // program.microbatches
+        each = len(batches) // program.microbatches
         grouped = [batches[m * each : (m + 1) * each] for m in range(program.microbatches)]
         losses, norms = zip(*emulated_updates(model, program, grouped, one_update), strict=True)
         total, norm = sum(losses), sum(norms) / len(norms)

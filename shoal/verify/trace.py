@@ -90,7 +90,8 @@ def part(key: str, whole: Tensor, mesh: Mesh, vocab: int, tokens: Tensor | None 
 
 
 def trace_errors(
-    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, samples: list[list[int]], tokens: Tensor | None = None
+    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, samples: list[list[int]], tokens: Tensor | None = None,
+    loss_scale: float = 1.0,
 ) -> dict[str, tuple[float, float, int]]:
     """Compare what a rank's tracer took with the reference's.
 
@@ -98,6 +99,7 @@ def trace_errors(
         reference: a trace file of the reference.
         samples: for each micro-batch, the places of its samples in the global batch.
         tokens: which tokens of each sample are this rank's; None for all. The loss of some is no part of a reference.
+        loss_scale: that the loss was multiplied by.
 
     Returns:
         For each ``forward/MODULE`` and ``backward/MODULE``: the largest absolute difference, the reference's largest
@@ -113,9 +115,10 @@ def trace_errors(
             differences = []
             for value, places in zip(values, samples, strict=False):
                 expected = part(key, whole[places], mesh, vocab, tokens)
+                value = value.double() / (loss_scale if key.startswith("backward") else 1.0)
                 if key.endswith("/head"):  # behind a rank's own ids there may be padding
                     value = value[..., : expected.shape[-1]]
-                differences.append(largest(value.double() - expected) if value.shape == expected.shape else torch.inf)
+                differences.append(largest(value - expected) if value.shape == expected.shape else torch.inf)
             worst = max(range(len(differences)), key=differences.__getitem__)
             errors[key] = (differences[worst], largest(whole), worst)
     return errors

@@ -46,7 +46,7 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
         "metrics": {"log_every": 1},
     }
     for name, changes in sections.items():
-        values[name] |= changes
+        values[name] = values.get(name, {}) | changes
     return build(values)
 
 

@@ -26,9 +26,6 @@ from shoal.parallel.relaxed.flat import Flat
 from shoal.parallel.relaxed.method import Method, moved, share_states
 from shoal.pieces import Piece
 
-ELEMENTWISE = ("adamw", "adam", "sgd", "momentum", "adagrad", "radam", "sage")
-"""Rules whose states are numbers of each element, which can lie in a window."""
-
 
 class Server(Method):
     """One worker, and the server's memory.

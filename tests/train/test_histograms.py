@@ -1,0 +1,76 @@
+"""Histograms of a step are those of one device, on any layout, and reach the report's page."""
+
+import pytest
+
+from shoal.cli import main
+from shoal.config import RunConfig, build
+from shoal.errors import UsageError
+from shoal.precision.histogram import BINS, bin_of
+from shoal.train.histograms import KINDS, Histograms, check_histograms, read_histograms
+from tests.parallel.counting import engine_of
+from tests.verify.runs import small_run
+
+from .runs import small_config, train_in
+
+LAYOUTS = [
+    {"dp": 2, "zero": 3, "tp": 2, "recompute": "full"},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
+    {"dp": 2, "zero": 2, "zero_shard": 1},
+]
+
+
+def recorded(config: RunConfig, folder):
+    engine = engine_of(config)
+    histograms = Histograms(engine, 1, folder)
+    with histograms.recording(0):
+        engine.step(0)
+
+
+def histograms_of(pool, parallel, folder):
+    folder.mkdir()
+    run = small_run(parallel, {"tied": True}, precision="fp64-fp16", global_batch=8)
+    pool.run(recorded, run.parallel.world_size, run, folder)
+    step, found = read_histograms(folder)
+    assert step == 1
+    return {(h.kind, h.name): h.counts for h in found}
+
+
+def test_any_layout_counts_what_one_device_counts(pool, tmp_path):
+    one = histograms_of(pool, {}, tmp_path / "one")
+    assert {kind for kind, _ in one} == set(KINDS)
+    assert sum(one["weights", "embed.token.weight"]) == sum(one["gradients", "embed.token.weight"]) == 259 * 16
+    assert sum(one["activations", "layers.1.mlp.down"]) == 8 * 8 * 12
+    assert sum(one["output gradients", "layers.1.mlp.down"]) == 8 * 8 * 16
+    for i, parallel in enumerate(LAYOUTS):
+        other = histograms_of(pool, parallel, tmp_path / str(i))
+        assert other.keys() == one.keys()
+        for key, counts in one.items():
+            # Some gradients are 0 in exact arithmetic, and here rounding alone, far below all others.
+            seen = slice(bin_of(2.0**-45), None)
+            moved = sum(abs(a - b) for a, b in zip(counts[seen], other[key][seen], strict=True))
+            # 1e-16 takes a number over a border now and then
+            assert moved <= 2 + 0.002 * sum(counts), (parallel, key)
+
+
+def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path):
+    config = small_config(corpus, train={"steps": 5, "validate_every": 0}, metrics={"histograms": 3},
+                          checkpoint={"every": 0})
+    folder = train_in(pool, config, tmp_path / "run")
+    assert sorted(p.name for p in (folder / "histograms").iterdir()) == ["step-00000001.json", "step-00000004.json"]
+    step, found = read_histograms(folder)
+    assert step == 4 and all(len(h.counts) == BINS and sum(h.counts) for h in found)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "What the tensors hold, step 4" in page
+    assert all(f"<h3>{kind}</h3>" in page for kind in KINDS) and "layers.1.attention.q" in page
+
+
+@pytest.mark.parametrize(("sections", "said"), [
+    ({"train": {"compile": True}}, "train.compile = true"),
+    ({"parallel": {"dp": 2, "sync": "diloco"}}, "gradients of its own"),
+    ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "several gradients"),
+])
+def test_what_cannot_be_seen_is_refused(sections, said):
+    config = build({"metrics": {"histograms": 1}, **sections})
+    with pytest.raises(UsageError, match=said):
+        check_histograms(config)

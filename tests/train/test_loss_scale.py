@@ -1,0 +1,114 @@
+"""Training in float16: all ranks of every axis skip the same steps, and a resumed run goes on to the bit."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.checkpoint.manifest import read_manifest
+from shoal.config import RunConfig
+from shoal.train.updates import NonFinite
+from tests.parallel.counting import engine_of
+from tests.verify.runs import small_run
+
+from .runs import checkpoints, copy_until, records, same_bits, small_config, train_in
+
+LAYOUTS = [
+    {},
+    {"dp": 2, "zero": 1, "tp": 2},
+    {"pp": 2, "dp": 2, "zero": 3},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
+]
+
+
+def steps(config: RunConfig, overflow: tuple[int, int] | None = None):
+    """(scale, skipped, whether the weights changed) of each step; ``overflow`` = (rank, step) plants an infinity in
+    that rank's gradients before they are summed."""
+    engine = engine_of(config)
+    found = []
+    for step in range(6):
+        if overflow == (dist.get_rank(), step):
+            parameters = engine.stages[0].parameters
+
+            def plant(parameter, total):
+                total.view(-1)[0] = torch.inf
+
+            parameters.watch = plant
+        before = [piece.tensor.clone() for pieces in engine.parameters.weights().values() for piece in pieces]
+        result = engine.step(step)
+        for stage in engine.stages:
+            stage.parameters.watch = None
+        after = [piece.tensor for pieces in engine.parameters.weights().values() for piece in pieces]
+        changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found.append((result.loss_scale, result.skipped, changed, engine.optimizer.count))
+    return found
+
+
+def scaled(parallel, **loss_scale) -> RunConfig:
+    config = small_run(parallel, precision="fp16")
+    return config.model_copy(update={"loss_scale": config.loss_scale.model_copy(update=loss_scale)})
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_every_rank_backs_off_and_grows_alike(pool, parallel):
+    """2^24 overflows, by so much that the rounding of a layout plays no part."""
+    config = scaled(parallel, initial=2.0**34, backoff=2.0**-24, interval=2)
+    ranks = pool.run(steps, config.parallel.world_size, config)
+    expected = [(2.0**34, True), (2.0**10, False), (2.0**10, False), (2.0**11, False), (2.0**11, False),
+                (2.0**12, False)]  # fmt: skip
+    for rank in ranks:
+        assert [step[:2] for step in rank] == expected
+        assert [step[2] for step in rank] == [not skipped for _, skipped in expected]
+        assert [step[3] for step in rank] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS[1:], ids=str)
+def test_what_one_rank_finds_all_skip(pool, parallel):
+    config = scaled(parallel, initial=2.0**10)
+    for rank in range(config.parallel.world_size):
+        for found in pool.run(steps, config.parallel.world_size, config, (rank, 2)):
+            assert [skipped for _, skipped, *_ in found] == [False, False, True, False, False, False]
+            assert [scale for scale, *_ in found] == [2.0**10] * 3 + [2.0**9] * 3
+            assert not found[2][2]
+
+
+def test_the_smallest_scale_ends_the_run(pool):
+    said = pool.run(_last_words, 1, scaled({}, initial=2.0**34, smallest=2.0**33))[0]
+    assert re.search(r"step 1: .* gradient norm (inf|nan) with the smallest loss scale, 8.58993e\+09", said)
+
+
+def _last_words(config: RunConfig) -> str:
+    engine = engine_of(config)
+    assert engine.step(0).skipped
+    with pytest.raises(NonFinite) as raised:
+        engine.step(1)
+    return str(raised.value)
+
+
+def test_a_resumed_run_goes_on_to_the_bit(pool, corpus, tmp_path):
+    """Stopped between an overflow and the next growth; steps are skipped before and after."""
+    config = small_config(
+        corpus, {"dp": 2, "zero": 1, "tp": 2, "micro_batch": 2},
+        train={"precision": "fp16", "steps": 24, "validate_every": 0},
+        loss_scale={"initial": 2.0**30, "interval": 5}, checkpoint={"every": 4},
+    )
+    whole = train_in(pool, config, tmp_path / "whole")
+    run = records(whole)
+    skipped = [record.skipped_steps for record in run]
+    assert [record.gradient_norm is None for record in run] == [b > a for a, b in pairwise([0, *skipped])]
+    assert skipped[0] > 0 and len({record.loss_scale for record in run}) > 3
+    middle = next(step for step in sorted(checkpoints(whole))
+                  if read_manifest(checkpoints(whole)[step]).extra["loss_scale"]["good"] % 5)
+    part = copy_until(whole, tmp_path / "part", middle)
+    train_in(pool, config, part, resume=True)
+    assert same_bits(checkpoints(whole)[24], checkpoints(part)[24])
+    state = [read_manifest(checkpoints(folder)[24]).extra["loss_scale"] for folder in (whole, part)]
+    assert state[0] == state[1] and state[0]["skipped"] == skipped[-1]
+    keys = ("step", "loss", "gradient_norm", "loss_scale", "skipped_steps")
+    both = [[[getattr(r, key) for key in keys] for r in records(folder)] for folder in (whole, part)]
+    assert both[0] == both[1]
+    assert all(json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines())
+    assert "Infinity" not in (whole / "metrics.jsonl").read_text()
