@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -28,12 +29,13 @@ _PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
 )  # fmt: skip
 
 
-def number(row: Row, name: str) -> float | None:
-    """A column's number, None where it has none."""
+def number(row: Row, name: str, *, zero: bool = False) -> float | None:
+    """A column's number, None where it has none that is finite and above zero, or zero where that means something."""
     try:
-        return float(row.get(name) or "")
+        value = float(row.get(name) or "")
     except ValueError:
         return None
+    return value if 0 < value < math.inf or (zero and value == 0) else None
 
 
 def machine(row: Row) -> tuple[Accelerator, Node] | None:
@@ -108,7 +110,7 @@ def bubble(row: Row) -> tuple[float, float]:
 
 def zero_stage(row: Row) -> int:
     """Of ZeRO, by its number or by the name of what does it."""
-    stage, text = number(row, "zero_stage"), row.get("dp_mode") or ""
+    stage, text = number(row, "zero_stage", zero=True), row.get("dp_mode") or ""
     if stage is not None:
         return int(stage)
     return 3 if "FSDP" in text else 1 if "opt" in text or "ZeRO" in text else 0

@@ -1,12 +1,17 @@
 """Published rows become points; what cannot is counted with its reason."""
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shoal.catalog.calibration import GENERATIONS, NETWORKS
+from shoal.catalog.calibration import GENERATIONS, NETWORKS, calibration
 from shoal.catalog.clusters import nodes
+from shoal.errors import UsageError
 from shoal.validate import words
 from shoal.validate.rows import Inexpressible, read_folder, read_row
-from tests.validate.published import row, write
+from shoal.validate.score import score
+from tests.validate.published import COLUMNS, row, write
 
 
 def test_a_row_is_what_it_says() -> None:
@@ -65,6 +70,23 @@ def test_what_leaves_a_node(text: str, per_accelerator: float, kind: str) -> Non
     assert words.leaving(given, nodes()["H100"], 8) == pytest.approx(per_accelerator)
     assert words.network(given) == kind
     assert kind in NETWORKS
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(COLUMNS), st.sampled_from(["", "0", "3", "-1", "nan", "1e9", "?", "full", "fp8"]), max_size=4
+    )
+)
+def test_any_row_is_estimated_or_has_a_reason(garbled: dict[str, str]) -> None:
+    given_row = row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB") | garbled
+    try:
+        point = read_row(given_row, "file")
+    except (Inexpressible, UsageError) as reason:
+        assert str(reason)
+        return
+    scored = score([point], calibration())
+    assert np.isfinite([scored.seconds[0], scored.bytes[0], scored.part[0]]).all()
 
 
 def test_a_folder_keeps_count(tmp_path) -> None:
