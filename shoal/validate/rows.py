@@ -19,9 +19,10 @@ from shoal.validate import words
 from shoal.validate.words import Row, number
 
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a whole step of a whole model
-SHAPE = ("layers", "hidden", "heads", "seq", "n_gpus")
-COLUMNS = ("row_id", "kind", "status", *SHAPE)
+SHAPE = ("layers", "hidden", "seq", "n_gpus")
+COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
+HEAD = 128  # width of a head where their number is not stated
 FACTS = (  # of the software, as the cost model takes them
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "balanced", "dropout",
     "unit_messages", "crowded", "whole_copies", "shard_copies", "gathers_kept", "logits_whole",
@@ -148,7 +149,8 @@ def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
     if not mode:
         known.assumed.append("recompute")
-    hidden, heads = number(row, "hidden"), number(row, "heads")
+    hidden = number(row, "hidden")
+    heads = known("heads", max(1, round(hidden / HEAD)))
     gated = words.gated(row)
     experts, active, width = words.experts(row)
     return {
