@@ -86,7 +86,7 @@ def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tenso
         token = chosen[0, :, e].nonzero().squeeze(1)
         mine = rows[token]
         y = F.linear(F.silu(F.linear(mine, gate)) * F.linear(mine, up), down)
-        out = out.index_add(0, token, y * flat[token, e].to(y.dtype).unsqueeze(-1))
+        out.index_add_(0, token, y * flat[token, e].to(y.dtype).unsqueeze(-1))
     return out.unsqueeze(0)
 
 

@@ -34,7 +34,7 @@ EXPECTED = {
     "zero2-forgets": ("gradient", "head.weight"),
     "norm-counts-copies": ("gradient norm", ""),
     "clip-per-rank": ("gradient", "head.weight"),
-    "expert-gradients": ("gradient", "layers.2.mlp.experts.down"),
+    "expert-gradients": ("gradient", "layers.2.mlp.experts.gate"),
     "expert-norm": ("gradient norm", ""),
     "capacity-per-rank": ("forward", "layers.0.mlp"),
     "rows-astray": ("forward", "layers.0.mlp"),
