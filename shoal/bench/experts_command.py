@@ -35,8 +35,8 @@ class ExpertsOptions(Section):
     hidden: PositiveInt = 256
     """Width of the residual stream."""
 
-    ffn: PositiveInt = 256
-    """Width of an expert."""
+    width: PositiveInt = 4096
+    """Of all experts of a layer together: more of them are finer ones (Dai et al. 2024, "DeepSeekMoE")."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32 or bf16."""
@@ -68,21 +68,24 @@ def experts(options: ExpertsOptions, console: Console) -> int:
     device = pick_device(options.device)
     if options.per_token > min(options.experts):
         raise UsageError(f"bench experts --per-token {options.per_token}: more than --experts {min(options.experts)}.")
-    table = Table(title=f"{options.tokens} tokens, k {options.per_token}, h {options.hidden}, f {options.ffn}, "
+    if uneven := [count for count in options.experts if options.width % count]:
+        raise UsageError(f"bench experts --width {options.width} is not a multiple of --experts {uneven[0]}.")
+    table = Table(title=f"{options.tokens} tokens, k {options.per_token}, h {options.hidden}, "
                         f"{options.precision} on {device.type}")
-    for column in ("experts", "loop ms", "grouped ms", "loop / grouped", "at least", "difference"):
+    for column in ("experts", "width of one", "loop ms", "grouped ms", "loop / grouped", "at least", "difference"):
         table.add_column(column, justify="right")
     missed = False
     for count in options.experts:
         found = measure(
             count, options.precision, device, per_token=options.per_token, tokens=options.tokens,
-            hidden=options.hidden, ffn=options.ffn, repeats=options.repeats,
+            hidden=options.hidden, ffn=options.width // count, repeats=options.repeats,
         )
         target = TARGETS.get(count) if device.type == "cpu" else None
         missed |= target is not None and found.ratio < target
         table.add_row(
-            str(count), f"{1e3 * found.seconds['loop']:.2f}", f"{1e3 * found.seconds['grouped']:.2f}",
-            f"{found.ratio:.2f}", f"{target:.1f}" if target else "", f"{found.difference:.0e}",
+            str(count), str(options.width // count), f"{1e3 * found.seconds['loop']:.2f}",
+            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", f"{target:.1f}" if target else "",
+            f"{found.difference:.0e}",
         )
     console.print(table)
     return 1 if missed else 0
