@@ -193,6 +193,22 @@ def validate_estimates(args: list[str]) -> int:
     return command(options)
 
 
+def plan(args: list[str]) -> int:
+    """Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"""
+    from shoal.plan.search_command import PlanOptions, run
+
+    options, _ = parse("plan", PlanOptions, args)
+    return run(options)
+
+
+def goodput(args: list[str]) -> int:
+    """Say how much of a long training counts, and how often to save: shoal goodput --devices 16384"""
+    from shoal.simulate.goodput_command import GoodputOptions, run
+
+    options, _ = parse("goodput", GoodputOptions, args)
+    return run(options)
+
+
 def checkpoint_verify(args: list[str]) -> int:
     """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
     options, _ = parse("checkpoint verify", CheckpointOptions, args)
@@ -222,6 +238,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": bench,
     "simulate": simulate,
     "estimate": estimate,
+    "plan": plan,
+    "goodput": goodput,
     "validate": validate_estimates,
     "explain": explain,
     "checkpoint verify": checkpoint_verify,

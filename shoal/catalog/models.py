@@ -114,6 +114,8 @@ class ModelShape(BaseModel):
 
     def mean_layer_matrices(self) -> float:
         """The mean of `layer_matrices` over the layers."""
+        if self.experts is None:  # all alike
+            return float(self.layer_matrices(0))
         return sum(self.layer_matrices(i) for i in range(self.layers)) / self.layers
 
     def _matrices_of_block(self) -> int:

@@ -13,9 +13,11 @@ one in fp32, 16 P/N again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.layout import Layout
@@ -72,6 +74,32 @@ class Held:
 
 Unit = list[Held]
 """What is gathered at once: the embedding, a layer, the final norm and the head."""
+SPLITTING = ("tp", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
+
+
+class Members(NamedTuple):
+    """Parameters of one unit that share a bucket, with their sums.
+
+    Attributes:
+        held: the parameters.
+        allocated, elements: of all, with and without padding.
+        expert: whether they are experts', all of them.
+    """
+
+    held: tuple[Held, ...]
+    allocated: int
+    elements: int
+    expert: bool
+
+    @staticmethod
+    def of(held: Iterable[Held]) -> Members:
+        """Summed."""
+        held = tuple(held)
+        return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
+
+
+Bucket = list[Members]
+Grouped = tuple[Bucket, Bucket]  # of a unit: what has a bucket by itself, and the rest
 
 
 @dataclass(frozen=True)
@@ -180,6 +208,20 @@ def units_of(
     return units
 
 
+@lru_cache(maxsize=4096)
+def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
+    """Of each unit, those that have a bucket by themselves, and the others; counted once for all stages of ZeRO."""
+    layout = Layout.model_construct(**dict(zip(SPLITTING, splitting, strict=True)))
+    found = []
+    for unit in units_of(shape, layout, part, *index):
+        together: dict[bool, list[Held]] = {}
+        for held in unit:
+            if not held.alone:
+                together.setdefault(held.expert, []).append(held)
+        found.append(([Members.of([held]) for held in unit if held.alone], [*map(Members.of, together.values())]))
+    return found
+
+
 def state_bytes(
     shape: ModelShape, layout: Layout, policy: Formats, optimizer: str, parts: Sequence[StagePart],
     *, tp_index: int = 0, shard_index: int = 0, expert_index: tuple[int, int, int] = (0, 0, 0),
@@ -201,7 +243,7 @@ def state_bytes(
     parameters = gradients = elements = experts = gathered = whole_gradients = 0
     moments = _Moments(optimizer, policy.state.itemsize)
     for part in parts:
-        units = units_of(shape, layout, part, tp_index, *expert_index[1:])
+        units = _members(shape, tuple(getattr(layout, name) for name in SPLITTING), part, tp_index, *expert_index[1:])
         limit = 0 if zero == 3 else bucket_bytes(layout)
         sizes = []
         for bucket in _buckets(units, limit, reduce):
@@ -215,8 +257,9 @@ def state_bytes(
                 parameters += chunk * storage
             gradients += (shards * chunk if zero < 2 else chunk) * reduce
             moments.add(bucket, chunk, expert_index[0] if bucket[0].expert else index)
-            elements += sum(held.box.numel for held in bucket)
-            experts += sum(held.box.numel for held in bucket if held.expert)
+            here = sum(members.elements for members in bucket)
+            elements += here
+            experts += here if bucket[0].expert else 0
         if zero >= 2:
             whole_gradients = max(whole_gradients, _neighbours(sizes, 2) * reduce)
         if zero == 3:
@@ -225,32 +268,33 @@ def state_bytes(
     return StateBytes(parameters, gradients, moments.bytes, gathered, whole_gradients, elements, experts)
 
 
-def _buckets(units: Sequence[Unit], limit: float, itemsize: int) -> Iterator[list[Held]]:
-    """As `shoal.parallel.data` fills them, each sorted as `shoal.parallel.bucket` does."""
-    filling: dict[bool, list[Held]] = {}
-    for unit in units:
-        yield from ([held] for held in unit if held.alone)
-        for held in unit:
-            if not held.alone:
-                filling.setdefault(held.expert, []).append(held)
-        for kind, members in list(filling.items()):
-            if sum(held.allocated for held in members) * itemsize >= limit:
-                yield _sorted(filling.pop(kind))
-    yield from map(_sorted, filling.values())
+def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[Bucket]:
+    """As `shoal.parallel.data` fills them; experts have their own."""
+    filling: dict[bool, Bucket] = {}
+    for alone, together in units:
+        yield from ([members] for members in alone)
+        for members in together:
+            filling.setdefault(members.expert, []).append(members)
+        for kind, bucket in list(filling.items()):
+            if sum(members.allocated for members in bucket) * itemsize >= limit:
+                yield filling.pop(kind)
+    yield from filling.values()
 
 
-def _sorted(members: list[Held]) -> list[Held]:
-    return sorted(members, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))
+def _sorted(bucket: Bucket) -> list[Held]:
+    """As `shoal.parallel.bucket` does."""
+    held = [held for members in bucket for held in members.held]
+    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))
 
 
-def _shards(bucket: Sequence[Held], layout: Layout) -> int:
+def _shards(bucket: Bucket, layout: Layout) -> int:
     """Ranks that a bucket is cut over."""
     return layout.expert_shape[2] if bucket[0].expert else layout.shards
 
 
-def _chunk(bucket: Sequence[Held], shards: int) -> int:
+def _chunk(bucket: Bucket, shards: int) -> int:
     """Elements of one shard of a bucket."""
-    return -(-sum(held.allocated for held in bucket) // (shards * ALIGN)) * ALIGN
+    return -(-sum(members.allocated for members in bucket) // (shards * ALIGN)) * ALIGN
 
 
 def bucket_bytes(layout: Layout) -> float:
@@ -264,7 +308,7 @@ def _neighbours(sizes: Sequence[int], count: int) -> int:
     return max((sum(sizes[i : i + count]) for i in range(max(1, len(sizes) - count + 1))), default=0)
 
 
-def _gathered(units: Sequence[Unit], shape: ModelShape, part: StagePart, layout: Layout, at_once: int) -> int:
+def _gathered(units: Sequence[Grouped], shape: ModelShape, part: StagePart, layout: Layout, at_once: int) -> int:
     """Elements of the neighbouring units that are largest together; a head may be the embedding once more."""
     sizes = []
     for unit in units:
@@ -282,10 +326,15 @@ class _Moments:
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
         self.factored: set[str] = set()  # matrices that were counted: two stages of a rank may have the same
 
-    def add(self, bucket: Sequence[Held], chunk: int, index: int) -> None:
+    def add(self, bucket: Bucket, chunk: int, index: int) -> None:
         """Those of one rank's shard of a bucket."""
+        elements = sum(members.elements for members in bucket)
+        if self.optimizer in STATES and elements == sum(members.allocated for members in bucket):
+            here = min(elements, (index + 1) * chunk) - min(elements, index * chunk)
+            self.bytes += here * STATES[self.optimizer] * self.itemsize
+            return
         start = 0
-        for held in bucket:
+        for held in _sorted(bucket):
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
             if self.optimizer == "adafactor":

@@ -164,6 +164,7 @@ class Estimate:
         self.parts = stage_parts(run.shape, self.program)
         self.known = {} if known is None else known
         self.priced: dict[tuple, StageTimes] = {}
+        self.kept: dict[tuple, int] = {}
         self.counts = tuple(value for name, value in layout if name not in NO_STATES)
         self.peak = run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name])
         self.hbm = memory_rate(run.cluster)
@@ -204,7 +205,7 @@ class Estimate:
 
     def sparse(self, part: StagePart) -> int:
         """Layers of a stage that have experts."""
-        return sum(self.run.shape.sparse(layer) for layer in part.layers)
+        return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
 
     def layer(self, *, sparse: bool = False) -> Layer:
         """The times of one layer of one micro-batch.
@@ -340,6 +341,11 @@ class Estimate:
         return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
 
     @cached_property
+    def hop(self) -> float:
+        """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
+        return float(self.link.time + self.link.latency)
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The program, played."""
         step_of_rank = [self.finishing[self.program.stages_of(r), 1].sum() for r in range(self.program.ranks)]
@@ -412,12 +418,13 @@ class Estimate:
         ]
 
     def kept_of(self, part: StagePart) -> int:
-        """Bytes that one micro-batch keeps alive on a stage."""
-        return activations.total(
-            activations.stage(
-                self.forward, len(part.layers), first=part.first, last=part.last, sparse=self.sparse(part)
-            )
-        )
+        """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
+        sparse = self.sparse(part)
+        key = (len(part.layers), sparse, part.first, part.last)
+        if key not in self.kept:
+            saved = activations.stage(self.forward, len(part.layers), first=part.first, last=part.last, sparse=sparse)
+            self.kept[key] = activations.total(saved)
+        return self.kept[key]
 
     def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
         """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""

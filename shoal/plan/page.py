@@ -13,7 +13,10 @@ from shoal.plan.estimate import Estimate
 from shoal.report.page import Fragment, page
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 
-COLOURS = ("#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#6f7c91", "#a3b86c", "#c9ced6")
+COLOURS = (
+    "#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#6f7c91", "#a3b86c", "#b08968",
+    "#c9ced6",
+)  # fmt: skip
 WIDTH, LEFT, BAR = 760, 90, 22
 
 
@@ -27,7 +30,7 @@ def write_page(
     parts = [
         f'<div class="answer">{tiles}</div>',
         "<h2>Memory of each pipeline rank</h2>", memory_bars(estimate),
-        "<h2>One step of the busiest</h2>", time_bar(estimate),
+        "<h2>One step of the busiest</h2>", timebar(estimate),
         "<h2>Roofline</h2>", roofline(estimate),
         "<h2>What to change</h2>", f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>',
     ]
@@ -40,10 +43,10 @@ def memory_bars(estimate: Estimate) -> str:
     limit = estimate.run.cluster.accelerator.memory_bytes
     scale = (WIDTH - LEFT - 10) / max(limit, *(memory.reserved for memory in estimate.memory))
     canvas = Canvas()
-    top = y = _legend(canvas, list(vars(estimate.fullest)))
+    top = y = legend(canvas, list(vars(estimate.fullest)))
     for rank, memory in enumerate(estimate.memory):
         canvas.text(LEFT - 8, y + 15, f"pp {rank}", anchor="end")
-        _bar(canvas, y, list(vars(memory).values()), scale)
+        bar(canvas, y, list(vars(memory).values()), scale)
         y += BAR + 6
     x = LEFT + limit * scale
     canvas.add("line", x1=x, x2=x, y1=top - 4, y2=y, stroke=INK, stroke_dasharray="4 3")
@@ -51,12 +54,12 @@ def memory_bars(estimate: Estimate) -> str:
     return canvas.document(WIDTH, y + 20, "Memory of each pipeline rank")
 
 
-def time_bar(estimate: Estimate) -> str:
+def timebar(estimate: Estimate) -> str:
     """What takes the time of a step."""
     parts = {name: seconds for name, seconds in estimate.breakdown.items() if seconds > 0}
     canvas = Canvas()
-    y = _legend(canvas, [f"{name} {show_seconds(seconds)}" for name, seconds in parts.items()])
-    _bar(canvas, y, list(parts.values()), (WIDTH - LEFT - 10) / estimate.step_seconds)
+    y = legend(canvas, [f"{name} {show_seconds(seconds)}" for name, seconds in parts.items()])
+    bar(canvas, y, list(parts.values()), (WIDTH - LEFT - 10) / estimate.step_seconds)
     return canvas.document(WIDTH, y + BAR + 8, "Where the time of a step goes")
 
 
@@ -101,7 +104,7 @@ def roofline(estimate: Estimate) -> str:
     return canvas.document(WIDTH, height + 6, "Roofline of one layer's operations")
 
 
-def _legend(canvas: Canvas, names: Sequence[str]) -> float:
+def legend(canvas: Canvas, names: Sequence[str]) -> float:
     """Colours and their names, in rows of three; where what follows begins."""
     for i, name in enumerate(names):
         x, y = LEFT + i % 3 * 220, 8 + i // 3 * 18
@@ -110,7 +113,7 @@ def _legend(canvas: Canvas, names: Sequence[str]) -> float:
     return 8 + -(-len(names) // 3) * 18 + 8
 
 
-def _bar(canvas: Canvas, y: float, values: Sequence[float], scale: float) -> None:
+def bar(canvas: Canvas, y: float, values: Sequence[float], scale: float) -> None:
     x = float(LEFT)
     for i, value in enumerate(values):
         canvas.add("rect", x=x, y=y, width=value * scale, height=BAR, fill=COLOURS[i])

@@ -83,11 +83,13 @@ def of_program(program: Program) -> Columns:
     return _columns(program, program.actions)
 
 
-def of_schedule(schedule: Schedule, ranks: int, microbatches: int, virtual_stages: int = 1, parts: int = 1) -> Columns:
+def of_schedule(
+    schedule: Schedule, ranks: int, microbatches: int, virtual_stages: int = 1, parts: int = 1, *, gathers: bool = False
+) -> Columns:
     """The columns of a schedule's program, rank by rank and without its transfers: where `build` would be slow."""
     virtual = schedule.virtual or virtual_stages
     placement = schedule.placement(ranks, virtual)
-    program = Program((), placement, microbatches, copies=schedule.copies, parts=parts)
+    program = Program((), placement, microbatches, copies=schedule.copies, parts=parts, gathers=gathers)
     if schedule.order is None:
         orders = schedule.orders(ranks, microbatches, virtual)
     else:

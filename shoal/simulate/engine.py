@@ -52,8 +52,8 @@ def simulate(
     if len(pairs):
         columns = _sent_together(columns, pairs)
     replicas = different_replicas(disturbance, columns.ranks, dp, tp)
-    messages = _messages(columns)
-    graph = _Graph.of(columns, messages, times, links, disturbance, replicas)
+    messages = messages_of(columns)
+    graph = Graph.of(columns, messages, times, links, disturbance, replicas)
     start, arrival = _play(graph, columns)
     return _timeline(columns, pairs, replicas, messages, graph, start, arrival)
 
@@ -68,7 +68,7 @@ def _sent_together(columns: Columns, pairs: np.ndarray) -> Columns:
 # ---- what waits for what ----------------------------------------------------------------------------------------
 
 
-def _messages(columns: Columns) -> np.ndarray:
+def messages_of(columns: Columns) -> np.ndarray:
     """Producer and consumer of each message, link after link, in the order in which it is sent. [2, messages] rows"""
     table = _producers(columns)
     of_first = _needed(columns, table, passes=(FORWARD,), kind=0, step=-1)
@@ -117,7 +117,7 @@ def _needed(columns: Columns, table: np.ndarray, passes: tuple[int, ...], kind: 
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     """Nodes: the rows of each kind of replica, then their messages, then what the kinds meet at.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Graph:
         links: Links,
         disturbance: Disturbance,
         replicas: Replicas,
-    ) -> _Graph:
+    ) -> Graph:
         kinds, rows, sent = len(replicas.count), columns.rows, messages.shape[1]
         meetings = _meetings(columns, kinds)
         nodes = kinds * (rows + sent) + meetings.shape[1]
@@ -178,7 +178,7 @@ class _Graph:
                 first.append(_lanes(following, begins + to, ends + to))
         if meetings.size:
             first.append(_meet(following, waits_for, meetings, kinds * (rows + sent)))
-        return _Graph(np.concatenate(first), following, waits_for, duration, latency, kinds * rows)
+        return Graph(np.concatenate(first), following, waits_for, duration, latency, kinds * rows)
 
 
 def _lanes(following: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -249,7 +249,7 @@ def _noise(random: np.random.Generator, deviation: float, n: int) -> np.ndarray:
 # ---- the play ---------------------------------------------------------------------------------------------------
 
 
-def _play(graph: _Graph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+def _play(graph: Graph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     """When each node begins, and when it has arrived. [nodes] each"""
     nodes = len(graph.next)
     never = nodes  # behind the last of each lane; it waits for itself
@@ -263,7 +263,7 @@ def _play(graph: _Graph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
         needed = arrival[waits_for[head]]
         ready = np.flatnonzero(needed < np.inf)
         if not len(ready):
-            raise UsageError(_deadlock(head[head < graph.rows], columns))
+            raise UsageError(deadlock(head[head < graph.rows], columns))
         node = head[ready]
         begin = np.maximum(clock[ready], needed[ready])
         end = begin + graph.duration[node]
@@ -274,7 +274,7 @@ def _play(graph: _Graph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     return start, arrival[:nodes]
 
 
-def _deadlock(heads: np.ndarray, columns: Columns) -> str:
+def deadlock(heads: np.ndarray, columns: Columns) -> str:
     waiting = [f"pipeline rank {columns.rank[row]} at {columns.action(row)}" for row in heads[:8] % columns.rows]
     return "deadlock, every rank waits for another: " + ", ".join(waiting) + (" ..." if len(heads) > 8 else "")
 
@@ -284,7 +284,7 @@ def _timeline(
     pairs: np.ndarray,
     replicas: Replicas,
     messages: np.ndarray,
-    graph: _Graph,
+    graph: Graph,
     start: np.ndarray,
     arrival: np.ndarray,
 ) -> Timeline:

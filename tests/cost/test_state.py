@@ -39,6 +39,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
 def test_any_rank_of_any_layout_holds_what_the_formulas_say(
     pool: Pool, config: RunConfig, optimizer: str, precision: str
 ) -> None:
+    precision = "fp32" if (optimizer, precision) == ("sophia-h", "bf16") else precision  # which it refuses
     config = config.model_copy(
         update={
             "optimizer": OptimizerConfig(name=optimizer),
@@ -71,7 +72,8 @@ def test_experts(pool: Pool, split: dict[str, int], zero: int) -> None:
 def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:
     """Wide enough that adam8bit quantises, and that its blocks are cut by shards and by tp."""
     model = {"hidden": 60, "ffn": 300, "heads": 6, "kv_heads": 3, "head_dim": 12}
-    config = small_run({"dp": 2, "zero": zero, "tp": 3}, model, precision="bf16")
+    precision = "fp32" if optimizer == "sophia-h" else "bf16"  # which it refuses
+    config = small_run({"dp": 2, "zero": zero, "tp": 3}, model, precision=precision)
     config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
     for found, said in pool.run(held, 6, config):
         assert said == found

@@ -5,6 +5,7 @@ import pytest
 from shoal.catalog import Experts, accelerator, link, model_shape
 from shoal.cost import flops, roofline, scaling
 from shoal.cost.flops import DAY, YEAR
+from shoal.cost.state import zero_bytes
 from shoal.layout import Layout
 from shoal.precision.memory import RECIPES
 
@@ -167,3 +168,9 @@ def test_money_and_energy() -> None:
     seconds = 6.4e6 * 3600 / 1024
     assert flops.dollars(seconds, 1024, 2.0) == pytest.approx(12.8e6)
     assert flops.kilowatt_hours(seconds, 1024, 700, overhead=1.0) == pytest.approx(4.48e6)
+
+
+@pytest.mark.parametrize(("stage", "kept", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)])
+def test_zero_shares_out_one_kind_of_state_after_another(stage: int, kept: int, shared: int) -> None:
+    """16 P -> 4 P + 12 P/N -> 2 P + 14 P/N -> 16 P/N (Rajbhandari et al. 2020, figure 1)."""
+    assert zero_bytes(7e9, 64, stage) == pytest.approx(7e9 * (kept + shared / 64))

@@ -1,0 +1,119 @@
+"""What a step cannot take less than, whatever its schedule does in between: what lets a search leave layouts out.
+
+A rank cannot begin before its first micro-batch has come down to it, must do all that its stages ask for, and the last
+gradient must still go up to the first stage. Each bound follows from the order of the passes of *one* micro-batch
+alone, and so holds for every order of many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from shoal.pipeline.program import FORWARDS, WEIGHTS, Program
+from shoal.pipeline.schedules import SCHEDULES
+
+WHOLE = frozenset({"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "naive"})
+"""Schedules with whole backwards: a gradient goes up only when those of the weights are made as well."""
+
+
+@lru_cache(maxsize=4096)
+def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np.ndarray:
+    """What is alive on the first rank after each of its computations. [computations, its stages] micro-batches
+
+    Without the other ranks' orders, where it can be written down so; else of one forward.
+    """
+    of = SCHEDULES[schedule]
+    stages = [stage for stage, rank in enumerate(of.placement(ranks, virtual)) if rank == 0]
+    if of.order is None:
+        return np.eye(1, len(stages))
+    order = of.order(0, ranks, microbatches, virtual)
+    change = np.zeros((len(order), len(stages)))
+    for row, action in enumerate(order):
+        if action.op in FORWARDS or action.op in WEIGHTS:
+            change[row, stages.index(action.stage)] = 1 if action.op in FORWARDS else -1
+    return np.cumsum(change, axis=0)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A program's stages and where they are.
+
+    Attributes:
+        program: its placement, copies and micro-batches; actions are not looked at.
+        schedule: its name.
+    """
+
+    program: Program
+    schedule: str
+
+    @cached_property
+    def holder(self) -> np.ndarray:
+        """[stages] pipeline rank of each."""
+        return np.array(self.program.stage_rank)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Pipeline ranks."""
+        return int(self.holder.max()) + 1
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[stages] micro-batches through each."""
+        return np.array([len(self.program.microbatches_of(stage)) for stage in range(self.program.stages)], float)
+
+    @cached_property
+    def hops(self) -> np.ndarray:
+        """[stages] messages from the first stage of each one's copy."""
+        far = np.append(0, self.holder[1:] != self.holder[:-1]).astype(float)
+        far[:: self.program.depth] = 0
+        return np.cumsum(far.reshape(self.program.copies, -1), axis=1).ravel()
+
+    def by_rank(self, values: np.ndarray) -> np.ndarray:
+        """[ranks] the sum over each one's stages."""
+        return np.bincount(self.holder, values, self.ranks)
+
+    def ends(
+        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: float
+    ) -> tuple[np.ndarray, float]:
+        """Before when no rank, and no first stage, can have done its last computation.
+
+        Args:
+            forward, inputs, weights: [stages] seconds of a forward and of the halves of a backward.
+            hop: seconds from the end of a computation until its result is on the next rank.
+
+        Returns:
+            [ranks] for each rank; and for the first to hold a first stage.
+        """
+        whole = self.schedule in WHOLE
+        upward = inputs + weights if whole else inputs  # what the stage before waits for
+        down, up = self._before(forward) + hop * self.hops, self._before(upward) + hop * self.hops
+        begins, left = np.full(self.ranks, np.inf), np.full(self.ranks, np.inf)
+        np.minimum.at(begins, self.holder, down)
+        np.minimum.at(left, self.holder, up)
+        busy = begins + self.by_rank(self.counts * (forward + inputs + weights))
+        # After a rank's last gradient, it goes through all stages before; the first still makes its weights' gradients.
+        waited = self.by_rank(self.counts * (forward + upward))
+        firsts = np.arange(0, self.program.stages, self.program.depth)
+        drained = float((begins + waited + left).max()) + (0.0 if whole else float(weights[firsts].min()))
+        if self.schedule == "1f1b":
+            drained = max(drained, self._in_flight(forward, upward, hop, begins, left))
+        return busy, max(drained, float(busy[self.holder[firsts]].min()))
+
+    def _before(self, values: np.ndarray) -> np.ndarray:
+        """[stages] the sum over the stages before, of the same copy."""
+        table = values.reshape(self.program.copies, -1)
+        return (np.cumsum(table, axis=1) - table).ravel()
+
+    def _in_flight(
+        self, forward: np.ndarray, backward: np.ndarray, hop: float, begins: np.ndarray, left: np.ndarray
+    ) -> float:
+        """1F1B keeps p - r micro-batches in flight on rank r: as many go through in each of their round trips."""
+        most = np.arange(self.ranks, 0, -1)
+        both = forward + backward
+        trip = np.cumsum(both[::-1])[::-1] + 2 * hop * (most - 1)
+        trips = (self.program.microbatches - 1) // most
+        rest = self.program.microbatches - 1 - trips * most
+        return float((begins + (trips + 1) * trip + rest * backward + left).max())

@@ -1,0 +1,365 @@
+"""`shoal plan`: which layout to take on a cluster, how many devices to take, and what other hardware would change."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import tomli_w
+from pydantic import PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from shoal.catalog import model_shape, tables
+from shoal.catalog.clusters import cluster
+from shoal.config import Section, validate
+from shoal.cost.flops import DAY
+from shoal.cost.units import show_bytes, show_seconds
+from shoal.errors import UsageError, did_you_mean
+from shoal.layout import Layout
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.plan.command import OPTIMIZERS
+from shoal.plan.estimate import KINDS, Estimate, Run
+from shoal.plan.questions import Answer, fewest, grid, machines, what_if
+from shoal.plan.search import Found, Plan, Progressing, search
+from shoal.plan.search_page import map_svg, write_page
+from shoal.plan.space import LEVELS, Space
+from shoal.simulate.columns import of_schedule
+
+
+class PlanOptions(Section):
+    model: str = "llama-3-8b"
+    """A model of the catalog; with --map several, with commas."""
+
+    cluster: str = "8xH100"
+    """8xH100, 64x8xH100-IB400, v5p-4096, as `shoal estimate` takes it."""
+
+    global_batch: str = "4M"
+    """Of a step: sequences (1024), or tokens with K or M (4M is 4 x 1024 x 1024)."""
+
+    seq: PositiveInt = 4096
+    """Tokens of a sequence."""
+
+    precision: str = "bf16"
+    """fp32, bf16 or fp64."""
+
+    optimizer: str = "adamw"
+    """The update rule."""
+
+    fix: str = ""
+    """Fields of the layout that are given, with commas: tp=8,recompute=full."""
+
+    top: PositiveInt = 10
+    """Layouts to list."""
+
+    fewest: bool = False
+    """The fewest devices of the cluster's kind on which it fits, instead."""
+
+    budget: PositiveFloat | None = None
+    """Dollars: the number of nodes, up to the cluster's, that is fastest for them, instead."""
+
+    tokens: PositiveFloat | None = None
+    """Of the whole training, for --budget (default: 20 for each parameter)."""
+
+    price: PositiveFloat | None = None
+    """Dollars for a device and hour (default: the catalog's list price)."""
+
+    what_if: bool = False
+    """What other hardware would change: twice the network, half the memory, ..., instead."""
+
+    map: str = ""
+    """Numbers of nodes, with commas: the best layout of every model on each, instead."""
+
+    catalog: Path | None = None
+    """A TOML file with accelerators, links, nodes and models of your own."""
+
+    toml: Path | None = None
+    """Write the best as a run that `shoal train` takes."""
+
+    out: Path | None = None
+    """Write a page (.html), or with --map a figure (.svg)."""
+
+
+def run(options: PlanOptions) -> int:
+    """Search, print, and write what was asked for; the exit code, 1 if nothing fits.
+
+    Raises:
+        UsageError: a name that is not known, or a field that a layout has not.
+    """
+    wanted = ".svg" if options.map else ".html"
+    if options.out and options.out.suffix != wanted:
+        raise UsageError(f"--out {options.out}: what is written ends in {wanted}")
+    if sum(map(bool, (options.fewest, options.budget, options.what_if, options.map))) > 1:
+        raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
+    if options.catalog:
+        tables.add(options.catalog)
+    console = Console(highlight=False)
+
+    def say(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
+
+    if options.map:
+        return _map(options, say)
+    problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
+    if options.fewest or options.budget or options.what_if:
+        with shown("asking") as progress:
+            return _ask(options, problem, space, say, progress)
+    with shown("searching") as progress:
+        plan = search(problem, space, count=options.top, progress=progress)
+    say(lines(plan, options))
+    if not plan.best:
+        return 1
+    if options.toml:
+        options.toml.write_text(run_toml(options, problem, plan.best[0].layout))
+        say([f"written: {options.toml}"])
+    if options.out:
+        write_page(options.out, plan, [estimate_of(problem, found) for found in plan.best], reasons(plan))
+        say([f"written: {options.out}"])
+    return 0
+
+
+def described(options: PlanOptions, model: str) -> Run:
+    """What is planned for, of one model."""
+    shape = model_shape(model)
+    if shape.family == "gpt":
+        shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, options.seq)})
+    for option, given, known in (("precision", options.precision, KINDS), ("optimizer", options.optimizer, OPTIMIZERS)):
+        if given not in known:
+            raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
+    machine = cluster(options.cluster)
+    machine.accelerator.dense_flops(KINDS[options.precision])
+    return Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
+
+
+def sequences(options: PlanOptions) -> int:
+    """Of a step.
+
+    Raises:
+        UsageError: no number, or tokens that make no sequence.
+    """
+    given = options.global_batch
+    unit = {"K": 2**10, "M": 2**20}.get(given[-1:].upper(), 0)
+    number = given[:-1] if unit else given
+    if not number.isdigit() or not int(number):
+        raise UsageError(f"--global-batch {given}: give sequences, as 1024, or tokens, as 4M")
+    if not unit:
+        return int(number)
+    tokens = int(number) * unit
+    if tokens % options.seq:
+        raise UsageError(
+            f"--global-batch {given} = {tokens:,} tokens is no multiple of --seq {options.seq}."
+            f"\n  Give sequences, as {max(1, tokens // options.seq)}."
+        )
+    return tokens // options.seq
+
+
+def fixed(text: str) -> dict:
+    """Fields of a layout, from ``tp=8,recompute=full``.
+
+    Raises:
+        UsageError: a field that layouts have not, or a value that it does not take.
+    """
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if bad := [name for name, equals, value in pairs if not equals or not value]:
+        raise UsageError(f"--fix {text}: write fields and values, as tp=8; {bad[0]} has none")
+    values = {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+    layout = validate(Layout, values, where="--fix")
+    if unknown := [name for name in values if name not in LEVELS]:
+        raise UsageError(f"--fix {unknown[0]}: it is not searched; allowed: {', '.join(LEVELS)}")
+    given = {name: getattr(layout, name) for name in values}
+    if given.get("schedule", "1f1b") not in SCHEDULES:
+        raise UsageError(f"--fix schedule={given['schedule']}: it is not searched; allowed: {', '.join(SCHEDULES)}")
+    return given
+
+
+@contextmanager
+def shown(what: str):
+    """A line on stderr for searches that take more than a second."""
+    begin = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[best]}"),
+        console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, visible=False, best="")
+
+        def progress(done: int, total: int, plan: Plan) -> None:
+            if time.monotonic() - begin > 1:
+                best = f"best {show_seconds(plan.best[0].seconds)}" if plan.best else ""
+                bar.update(task, completed=done, total=total, visible=True, best=best)
+
+        yield progress
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def lines(plan: Plan, options: PlanOptions) -> list[str]:
+    """All that is printed of a search."""
+    run = plan.run
+    head = [
+        f"{options.model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
+        f"{run.cluster.describe()}; {run.global_batch:,} sequences of {run.sequence_length:,} tokens a step",
+        "",
+    ]
+    if not plan.best:
+        room = show_bytes(run.cluster.accelerator.memory_bytes)
+        return [*head, f"No layout that was searched fits in {room} and can split {run.global_batch:,} sequences.",
+                "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
+    rows = [("", "step", "MFU", "memory", "layout", "against the best")]
+    for number, (found, reason) in enumerate(zip(plan.best, reasons(plan), strict=True), 1):
+        estimate = estimate_of(run, found)
+        rows.append((str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %",
+                     show_bytes(found.memory.reserved), words(found.layout), reason))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        *head, *table, "",
+        f"{plan.works - plan.pruned} of {plan.works} meshes and micro-batches looked at, {plan.programs} programs, "
+        f"{plan.played:,} layouts played: {plan.seconds:.1f} s",
+        "", "The best, for `shoal train`:", "", *run_toml(options, run, plan.best[0].layout).splitlines(),
+    ]
+
+
+def words(layout: Layout) -> str:
+    """A layout in a table: what the search chose."""
+    more = [f"micro-batch {layout.micro_batch}"]
+    if layout.recompute != "none":
+        more.append(f"recompute {layout.recompute}")
+    if layout.stage_layers:
+        more.append(f"stages of {layout.stage_layers[0]} .. {layout.stage_layers[-1]} layers")
+    if layout.zero == 3 and not layout.reshard_after_forward:
+        more.append("parameters kept gathered")
+    return ", ".join([layout.describe(), *more])
+
+
+def estimate_of(run: Run, found: Found) -> Estimate:
+    """The whole estimate of a layout that was found, by the program as it was played."""
+    layout = found.layout
+    run = replace(run, layout=layout)
+    columns = of_schedule(
+        SCHEDULES[layout.schedule], layout.pp, run.microbatches, layout.virtual_stages or 1, gathers=True
+    )
+    program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
+    return Estimate(run, replace(columns, program=program))
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Why each of the list is not the first: what takes longer, and what less."""
+    best = estimate_of(plan.run, plan.best[0]).breakdown
+    found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
+    for rival in plan.best[1:]:
+        other = estimate_of(plan.run, rival).breakdown
+        more = {name: other[name] - best[name] for name in best}
+        enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
+        ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
+        change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
+        bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
+        change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
+        found.append(f"+{100 * (rival.seconds / plan.best[0].seconds - 1):.1f} %: {change}")
+    return found
+
+
+def run_toml(options: PlanOptions, run: Run, layout: Layout) -> str:
+    """A run's TOML: all that the plan decided, and the model's own vocabulary."""
+    defaults = Layout()
+    chosen = {name: getattr(layout, name) for name in LEVELS}
+    parallel = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
+    }
+    return tomli_w.dumps({
+        "model": {"name": options.model, "vocab": run.shape.vocab},
+        "parallel": parallel,
+        "data": {"sequence_length": run.sequence_length},
+        "train": {"global_batch": run.global_batch, "precision": run.precision},
+        "optimizer": {"name": run.optimizer},
+    })
+
+
+# ---- other questions -------------------------------------------------------------------------------------------------
+
+
+def _ask(options: PlanOptions, run: Run, space: Space, say, progress: Progressing) -> int:
+    if options.fewest:
+        answer = fewest(run, space, progress)
+        if answer is None:
+            say([f"{options.model} does not fit on any number of {run.cluster.accelerator.name} that was tried."])
+            return 1
+        say([f"{answer.run.cluster.size} x {run.cluster.accelerator.name} are the fewest that hold {options.model}: "
+             f"{show_seconds(answer.found.seconds)} a step, {show_bytes(answer.found.memory.reserved)} on the fullest, "
+             f"{words(answer.found.layout)}"])  # fmt: skip
+        return 0
+    if options.what_if:
+        say(table(["hardware", "step", "", "MFU", "memory", "best layout"], _compared(what_if(run, space, progress))))
+        return 0
+    price = options.price or run.cluster.accelerator.dollars_per_hour
+    if not price:
+        raise UsageError(f"--budget: {run.cluster.accelerator.name} has no price in the catalog.\n  Give --price.")
+    tokens = options.tokens or 20 * run.shape.parameters()
+    rows, affordable = [], []
+    for answer in machines(run, space, progress):
+        days = answer.found.seconds * tokens / run.tokens / DAY
+        dollars = days * 24 * answer.run.cluster.size * price
+        if dollars <= options.budget:
+            affordable.append((days, answer))
+        rows.append([f"{answer.run.cluster.size:,}", f"{days:,.1f}", f"${dollars:,.0f}",
+                     "" if dollars <= options.budget else "over budget", words(answer.found.layout)])  # fmt: skip
+    say(table(["devices", "days", "dollars", "", "best layout"], rows))
+    if not affordable:
+        say(["", f"${options.budget:,.0f} do not pay for {tokens:.3g} tokens on any of these."])
+        return 1
+    days, answer = min(affordable, key=lambda entry: entry[0])
+    say(["", f"${options.budget:,.0f}: {answer.run.cluster.size:,} devices, {days:,.1f} days for {tokens:.3g} tokens."])
+    return 0
+
+
+def _compared(answers: Iterable[tuple[str, Answer | None]]) -> Iterable[list[str]]:
+    first = None
+    for what, answer in answers:
+        if answer is None:
+            yield [what, "does not fit", "", "", "", ""]
+            continue
+        found = answer.found
+        first = first or found.seconds
+        mfu = estimate_of(answer.run, found).mfu
+        yield [what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %", f"{100 * mfu:.1f} %",
+               show_bytes(found.memory.reserved), words(found.layout)]  # fmt: skip
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """Columns, as wide as they need."""
+    every = [head, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in every]
+
+
+def _map(options: PlanOptions, say) -> int:
+    try:
+        nodes = [int(number) for number in options.map.split(",")]
+    except ValueError:
+        raise UsageError(f"--map {options.map}: give numbers of nodes, as 1,8,64") from None
+    if min(nodes) < 1:
+        raise UsageError(f"--map {options.map}: there is at least one node")
+    names = options.model.split(",")
+    runs = {name: described(options, name) for name in names}
+    with shown("mapping") as progress:
+        found = grid(runs, nodes, Space(fixed=fixed(options.fix)), progress)
+    rows = [
+        [name, f"{answer.run.cluster.size:,}" if answer else f"{count} nodes",
+         f"{100 * estimate_of(answer.run, answer.found).mfu:.1f} %" if answer else "",
+         words(answer.found.layout) if answer else "does not fit"]
+        for (name, count), answer in found.items()
+    ]  # fmt: skip
+    say(table(["model", "devices", "MFU", "best layout"], rows))
+    if options.out:
+        options.out.write_text(map_svg(names, nodes, found, {
+            key: estimate_of(answer.run, answer.found).mfu for key, answer in found.items() if answer
+        }), encoding="utf-8")  # fmt: skip
+        say([f"written: {options.out}"])
+    return 0

@@ -1,0 +1,188 @@
+"""What a search chooses from: every layout of a cluster that a run could take, level by level.
+
+`layouts` is all of them, one by one; the search goes through the same levels and leaves out what cannot be among the
+best. Left to the user: the asynchronous schedules and relaxed synchronisation, which compute something else; zb-auto,
+terapipe and schedules from files; offloading; and what the estimate does not tell apart (bucket_mb, prefetch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any
+
+from shoal.catalog import ModelShape
+from shoal.errors import UsageError
+from shoal.layout import Layout
+from shoal.pipeline.choose import check_schedule
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.pipeline.split import even_layers
+from shoal.plan.estimate import Run
+
+SEARCHED = (
+    "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
+    "dualpipe", "dualpipev",
+)  # fmt: skip
+Fields = dict[str, Any]  # some of a layout's
+
+
+@dataclass(frozen=True)
+class Space:
+    """Which choices there are.
+
+    Attributes:
+        schedules: of pipelines; a single stage accumulates gradients, by the first of them.
+        most_virtual: stages on each rank, where a schedule leaves that open.
+        least_tokens: of a sequence that a context-parallel rank has at least; more ranks than that are not tried.
+        uneven: whether stages may have other layers than the even ones: one fewer on the first, or on the last.
+        fixed: fields of the layout that are given.
+    """
+
+    schedules: tuple[str, ...] = SEARCHED
+    most_virtual: int = 8
+    least_tokens: int = 4096
+    uneven: bool = True
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def allows(self, name: str, value: Any) -> bool:
+        """Whether a field may have a value."""
+        return name not in self.fixed or self.fixed[name] == value
+
+
+def layouts(run: Run, space: Space) -> Iterator[Layout]:
+    """Every layout of the space that the run's model, batch and cluster allow."""
+    for degrees in meshes(run, space):
+        for work in works(run, degrees, space):
+            for pipe in pipelines(run, degrees, work, space):
+                for split in splits(run.shape, degrees["pp"], depth_of(degrees["pp"], pipe), space):
+                    for shards in shardings(degrees, space):
+                        yield layout_of(space, degrees, work, pipe, split, shards)
+
+
+def layout_of(space: Space, *levels: Fields) -> Layout:
+    """The layout of a choice on each level; fields of no level are as they are given, or by default."""
+    values = {name: value for name, value in space.fixed.items() if name in OTHERS}
+    for level in levels:
+        values |= level
+    return Layout.model_construct(**values)
+
+
+LEVELS = (
+    "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "sequence_parallel", "recompute", "micro_batch", "schedule",
+    "virtual_stages", "stage_layers", "zero", "zero_shard", "reshard_after_forward",
+)  # fmt: skip
+OTHERS = tuple(name for name in Layout.model_fields if name not in LEVELS)
+
+
+# ---- the levels ------------------------------------------------------------------------------------------------------
+
+
+def meshes(run: Run, space: Space) -> Iterator[Fields]:
+    """Degrees that fill the cluster."""
+    ranks = run.cluster.size
+    most_cp = max(1, run.sequence_length // space.least_tokens, space.fixed.get("cp", 1))
+    for tp, pp, cp in product(divisors(ranks), divisors(ranks), [n for n in divisors(ranks) if n <= most_cp]):
+        if ranks % (tp * pp * cp) or pp > run.shape.layers or run.global_batch % (ranks // (tp * pp * cp)):
+            continue
+        for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp)):
+            degrees = {
+                "dp": ranks // (tp * pp * cp), "tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "etp": etp, "pp": pp
+            }
+            if all(space.allows(*item) for item in degrees.items()) and fits(run, Layout(**degrees)):
+                yield degrees
+
+
+def _experts(shape: ModelShape, tp: int) -> list[tuple[int, int | None]]:
+    """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices, or one."""
+    if shape.experts is None:
+        return [(1, None)]
+    return list(product(divisors(shape.experts.count), (None, 1) if tp > 1 else (None,)))
+
+
+def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
+    """What one micro-batch is, and what of it is computed again."""
+    split = (False, True) if degrees["tp"] > 1 else (False,)
+    split = [value for value in split if fits(run, Layout(**degrees, sequence_parallel=value))]
+    for micro_batch in divisors(run.global_batch // degrees["dp"]):
+        for sequence_parallel, recompute in product(split, ("none", "selective", "full")):
+            work = {
+                "micro_batch": micro_batch, "sequence_parallel": sequence_parallel, "recompute": recompute
+            }
+            if all(space.allows(*item) for item in work.items()):
+                yield work
+
+
+def pipelines(run: Run, degrees: Fields, work: Fields, space: Space) -> Iterator[Fields]:
+    """Schedules, and stages on each rank where these leave that open (one is another schedule's)."""
+    pp, microbatches = degrees["pp"], run.global_batch // (degrees["dp"] * work["micro_batch"])
+    names = [name for name in space.schedules if space.allows("schedule", name)]
+    for name in names[:1] if pp == 1 else names:
+        schedule = SCHEDULES[name]
+        free = schedule.virtual is None
+        for virtual in range(2, space.most_virtual + 1) if free else (None,):
+            pipe = {"schedule": name, "virtual_stages": virtual}
+            if depth_of(pp, pipe) > run.shape.layers or not space.allows("virtual_stages", virtual):
+                continue
+            if not schedule.refuses(pp, microbatches, virtual or schedule.virtual):
+                yield pipe
+
+
+def splits(shape: ModelShape, pp: int, depth: int, space: Space) -> tuple[Fields, ...]:
+    """Layers of each stage: even; and one fewer on the first or the last, for a stage in between.
+
+    Where a rank has several stages, these have few layers each, and are left even.
+    """
+    if "stage_layers" in space.fixed:
+        return ({"stage_layers": space.fixed["stage_layers"]},)
+    one_each = space.uneven and depth == pp
+    return _splits(shape.layers, tuple(len(part) for part in even_layers(shape, depth)) if one_each else ())
+
+
+@cache
+def _splits(layers: int, even: Sequence[int]) -> tuple[Fields, ...]:
+    found: list[tuple[int, ...] | None] = [None]
+    if len(even) > 2:
+        for first, last in ((1, 0), (0, 1), (1, 1)):
+            if even[0] <= first or even[-1] <= last:
+                continue
+            inner = sorted(even[1:-1])
+            for _ in range(first + last):
+                inner = sorted([inner[0] + 1, *inner[1:]])
+            found.append((even[0] - first, *inner, even[-1] - last))
+    return tuple({"stage_layers": sizes} for sizes in dict.fromkeys(found))
+
+
+def shardings(degrees: Fields, space: Space) -> tuple[Fields, ...]:
+    """What replicas, and the context-parallel ranks of each, share out: ZeRO's stages, over all of them or fewer."""
+    found: list[Fields] = [{"zero": 0}]
+    dp = degrees["dp"]
+    for zero, shard in product((1, 2, 3), [n for n in divisors(dp) if n * degrees["cp"] > 1]):
+        for reshard in (True, False) if zero == 3 else (True,):
+            found.append({
+                "zero": zero, "zero_shard": None if shard == dp else shard, "reshard_after_forward": reshard
+            })
+    return tuple(f for f in found if all(space.allows(*item) for item in f.items()))
+
+
+def depth_of(pp: int, pipe: Fields) -> int:
+    """Stages that a micro-batch passes through."""
+    schedule = SCHEDULES[pipe["schedule"]]
+    return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.copies
+
+
+def fits(run: Run, layout: Layout) -> bool:
+    """Whether a layout's own rules, and its schedule's, hold."""
+    try:
+        layout.check(run.shape, global_batch=run.global_batch, sequence_length=run.sequence_length)
+        check_schedule(layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
+    except UsageError:
+        return False
+    return True
+
+
+@cache
+def divisors(n: int) -> tuple[int, ...]:
+    """In rising order."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)

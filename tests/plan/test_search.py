@@ -1,0 +1,135 @@
+"""The search finds what pricing every layout finds, and no bound is above the estimate."""
+
+import time
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.catalog import ModelShape, model_shape
+from shoal.catalog.clusters import cluster
+from shoal.errors import UsageError
+from shoal.layout import Layout
+from shoal.pipeline.choose import check_schedule
+from shoal.plan.estimate import Estimate, Run
+from shoal.plan.search import Found, Search, family, order, search
+from shoal.plan.space import LEVELS, Space, layouts
+
+SMALL = ModelShape(
+    family="llama", layers=6, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, vocab=1003, max_sequence=512,
+    tied=False,
+)  # fmt: skip
+SCHEDULES = ("1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
+             "v-min", "dualpipe", "dualpipev")  # fmt: skip
+
+
+def brute_force(run: Run, space: Space, count: int) -> list[Found]:
+    """Every layout, by the estimate alone."""
+    families: dict[tuple, Found] = {}
+    known: dict = {}
+    for layout in layouts(run, space):
+        estimate = Estimate(Run(**{**vars(run), "layout": layout}), known=known)
+        if not estimate.fits:
+            continue
+        found = Found(estimate.step_seconds, layout, estimate.fullest)
+        which = family(layout)
+        if which not in families or order(found) < order(families[which]):
+            families[which] = found
+    return sorted(families.values(), key=order)[:count]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Run, Space]:
+    """A small model on a few devices, whose memory is enough for all, some or few layouts."""
+    changed = {
+        "layers": draw(st.integers(2, 6)), "tied": draw(st.booleans()),
+        "family": draw(st.sampled_from(("llama", "gpt"))), "vocab": draw(st.sampled_from((1003, 50_000))),
+    }  # fmt: skip
+    machine = cluster(draw(st.sampled_from(("4xH100", "2x4xA100", "2x2xV100-ETH10", "1x6xH100", "v5e-4"))))
+    memory = draw(st.sampled_from((16e9, 1.6e9, 1.55e9, 1.53e9)))  # of which libraries take 1.5
+    if not machine.accelerator.devices:
+        memory -= 1.5e9
+    smaller = machine.accelerator.model_copy(update={"memory_bytes": memory})
+    machine = type(machine)(**{**vars(machine), "accelerator": smaller})
+    batch = machine.size * draw(st.sampled_from((1, 2)))
+    run = Run(SMALL.model_copy(update=changed), Layout(), machine, draw(st.sampled_from((64, 512))), batch,
+              draw(st.sampled_from(("bf16", "fp32"))) if machine.name != "v5e-4" else "bf16",
+              draw(st.sampled_from(("adamw", "sgd"))))  # fmt: skip
+    schedules = tuple(draw(st.permutations(SCHEDULES))[:2])
+    return run, Space(schedules, most_virtual=3)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems())
+def test_the_search_finds_what_brute_force_finds(problem: tuple[Run, Space]) -> None:
+    run, space = problem
+    exact = brute_force(run, space, 5)
+    found = search(run, space, count=5).best
+    assert [f.seconds for f in found] == pytest.approx([f.seconds for f in exact], rel=1e-8)
+    assert len({family(f.layout) for f in found}) == len(found)
+    for one in found:  # of equally fast layouts either may be listed
+        estimate = Estimate(Run(**{**vars(run), "layout": one.layout}))
+        assert estimate.fits and estimate.step_seconds == pytest.approx(one.seconds, rel=1e-9)
+        assert estimate.fullest.reserved == pytest.approx(one.memory.reserved, rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(), st.randoms(use_true_random=False))
+def test_no_bound_is_above_the_estimate(problem: tuple[Run, Space], random: object) -> None:
+    run, space = problem
+    every = list(layouts(run, space))
+    layout = random.choice(every)
+    estimate = Estimate(Run(**{**vars(run), "layout": layout}))
+    fields = {name: getattr(layout, name) for name in LEVELS}
+    one = Space(**{**vars(space), "schedules": (layout.schedule,), "fixed": fields})
+    if not estimate.fits:
+        assert search(run, one, count=1).best == []
+        return
+    searching = Search(run, one, 1)
+    searching.limit = estimate.step_seconds * (1 + 1e-9)  # any bound above it would leave the layout out
+    searching.all()
+    (found,) = searching.plan.best
+    assert found.layout == layout
+    assert found.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
+    assert found.memory.reserved == pytest.approx(estimate.fullest.reserved, rel=1e-9)
+
+
+def test_the_levels_make_every_layout_that_the_rules_allow() -> None:
+    run = Run(SMALL, Layout(), cluster("4xH100"), 64, 8)
+    space = Space(("1f1b", "interleaved-1f1b", "dualpipe"), most_virtual=3, uneven=False)
+    made = {str(layout) for layout in layouts(run, space)}
+    allowed = set()
+    sizes = (1, 2, 3, 4)
+    for dp, tp, pp, sp, recompute, b, schedule, virtual, zero, shard, reshard in product(
+        sizes, sizes, sizes, (False, True), ("none", "selective", "full"), (1, 2, 4, 8),
+        space.schedules, (None, 2, 3), (0, 1, 2, 3), (None, 2), (True, False),
+    ):  # fmt: skip
+        layout = Layout.model_construct(
+            dp=dp, tp=tp, pp=pp, sequence_parallel=sp, recompute=recompute, micro_batch=b, schedule=schedule,
+            virtual_stages=virtual, zero=zero, zero_shard=shard, reshard_after_forward=reshard,
+        )
+        twice = (pp == 1 and schedule != "1f1b") or (virtual is None) == (schedule == "interleaved-1f1b")
+        twice |= shard == dp or (dp == 1 and zero > 0)  # the same as other words for it
+        if twice or (zero == 0 and shard is not None):
+            continue
+        try:
+            layout.check(run.shape, global_batch=8, sequence_length=64, ranks=4)
+            check_schedule(layout, run.shape, 8, sequence_length=64)
+        except UsageError:
+            continue
+        allowed.add(str(layout))
+    assert made == allowed
+
+
+def test_a_large_cluster_in_seconds() -> None:
+    """Of hundreds of thousands of layouts some hundreds are played; on a busy machine this takes seconds."""
+    run = Run(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
+    begin = time.process_time()
+    plan = search(run)
+    assert time.process_time() - begin < 30
+    assert len(plan.best) == 10 and plan.played < 2000
+    assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
+    for found in plan.best[:3]:
+        estimate = Estimate(Run(**{**vars(run), "layout": found.layout}))
+        assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)

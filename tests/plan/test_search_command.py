@@ -1,0 +1,112 @@
+"""`shoal plan`: what it prints can be trained, its other questions have consistent answers, bad input is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.catalog import model_shape
+from shoal.catalog.clusters import cluster
+from shoal.cli import main
+from shoal.config import load
+from shoal.errors import UsageError
+from shoal.layout import Layout
+from shoal.pipeline.choose import check_schedule
+from shoal.plan.estimate import Run
+from shoal.plan.questions import fewest, machines, what_if
+from shoal.plan.search import search
+from shoal.plan.search_command import PlanOptions, described, fixed, run_toml
+from shoal.plan.space import Space
+
+FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
+
+
+def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, page = tmp_path / "plan.toml", tmp_path / "plan.html"
+    words = "plan --model llama-3-8b --cluster 2x8xH100 --global-batch 512K --fix pp=4,schedule=interleaved-1f1b"
+    assert main([*words.split(), "--toml", str(out), "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^1 .*pp 4 \(interleaved-1f1b.*tokens per second", said, re.M)
+    assert re.search(r"^10 .*\+\d+\.\d %: ", said, re.M)
+    config = load(out)
+    shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
+    assert shape == model_shape("llama-3-8b")
+    sizes = {"global_batch": config.train.global_batch, "sequence_length": config.data.sequence_length}
+    config.parallel.check(shape, **sizes, ranks=16)
+    check_schedule(config.parallel, shape, config.train.global_batch, sequence_length=config.data.sequence_length)
+    assert config.parallel.pp == 4 and config.parallel.schedule == "interleaved-1f1b"
+    html = page.read_text()
+    assert html.count("<svg") == 2 and "<script src" not in html
+
+
+def test_a_plan_for_cpu_ranks_really_runs(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    machine = cluster("2x2xH100")
+    problem = Run(model_shape("tiny"), Layout(), machine, 64, 16, "fp32")
+    options = PlanOptions(model="tiny", cluster="2x2xH100", seq=64, global_batch="16", precision="fp32")
+    best = search(problem, Space(FEW.schedules, fixed={"pp": 2, "micro_batch": 2}), count=1).best[0]
+    path = tmp_path / "plan.toml"
+    path.write_text(run_toml(options, problem, best.layout))
+    words = "--train.steps 2 --data.source synthetic --train.validation-sequences 16 --metrics.no-tensorboard"
+    assert main(["train", str(path), *words.split(), "--run-folder", str(tmp_path / "run")]) == 0, capfd.readouterr()
+
+
+def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
+    options = PlanOptions(model="llama-3-8b", cluster="2x8xH100", global_batch="8")
+    problem = described(options, options.model)
+    answer = fewest(problem, FEW)
+    assert answer.found.memory.reserved <= 80e9
+    smaller = [n for n in (1, 2, 4, 8, 16) if n < answer.run.cluster.size]
+    assert smaller, "8 B parameters do not fit on one device"
+    for size in smaller:
+        name = f"{size}xH100" if size > 1 else "h100-sxm"
+        options = PlanOptions(model="llama-3-8b", cluster=name, global_batch="8")
+        assert search(described(options, options.model), FEW, count=1).best == []
+
+
+def test_more_of_anything_never_makes_it_slower() -> None:
+    options = PlanOptions(model="llama-3.2-1b", cluster="2x4xA100", global_batch="16")
+    problem = described(options, options.model)
+    seconds = {words: answer.found.seconds for words, answer in what_if(problem, FEW) if answer}
+    plain = seconds.pop("as it is")
+    for words, changed in seconds.items():
+        assert changed <= plain if words.startswith("twice") else changed >= plain, words
+    assert seconds["twice the arithmetic"] < 0.8 * plain
+    times = [answer.found.seconds for answer in machines(problem, FEW)]
+    assert times == sorted(times, reverse=True) and len(times) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model lama-3-70b", "did you mean 'llama-3-70b'"),
+        ("--global-batch 4X", "give sequences, as 1024, or tokens, as 4M"),
+        ("--global-batch 4K --seq 3000", "is no multiple of --seq 3000"),
+        ("--fix tp", "tp has none"),
+        ("--fix teepee=3", "there is no key 'teepee'"),
+        ("--fix bucket-mb=3", "it is not searched"),
+        ("--fix schedule=zb", "there is no such schedule"),
+        ("--precision bf61", "did you mean 'bf16'"),
+        ("--out plan.svg", "ends in .html"),
+        ("--map 1,x --out map.svg", "give numbers of nodes"),
+        ("--map 1,2 --cluster 8xH100", "Name two, as 2x8xH100"),
+        ("--fewest --what-if", "Ask one at a time"),
+        ("--budget 5 --cluster v5e-16", "slices of a pod"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture) -> None:
+    words = "--model llama-3-405b --cluster 8xH100 --global-batch 8"
+    assert main(["plan", *words.split()]) == 1
+    assert "No layout that was searched fits in 80 GB" in capsys.readouterr().out
+
+
+def test_fixed_fields_have_their_types() -> None:
+    assert fixed("tp=8,sequence-parallel=true,recompute=full") == {
+        "tp": 8, "sequence_parallel": True, "recompute": "full"
+    }
+    with pytest.raises(UsageError):
+        fixed("tp=zero")
