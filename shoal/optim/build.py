@@ -12,7 +12,7 @@ from shoal.optim.adam8bit import Adam8bit
 from shoal.optim.from_torch import TORCH, FromTorch
 from shoal.optim.muon import Muon
 from shoal.optim.radam import RAdam
-from shoal.optim.rule import Elementwise, Rule
+from shoal.optim.rule import Rule
 from shoal.optim.sage import Sage
 from shoal.optim.shards import Shards
 from shoal.optim.sophia import Sophia
@@ -30,10 +30,8 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     "sophia-h": Sophia,
 }
 
-ELEMENTWISE = tuple(
-    name for name, make in RULES.items() if name in TORCH or (isinstance(make, type) and issubclass(make, Elementwise))
-)
-"""Rules that update every element by itself, with states that are numbers of each."""
+ELEMENTWISE = (*TORCH, "radam", "sage")
+"""Rules that update every element by itself, from its gradient alone, with states that are numbers of each."""
 
 
 def build(config: OptimizerConfig, shards: Shards) -> Rule:

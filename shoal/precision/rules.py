@@ -35,7 +35,7 @@ def check_precision(config: RunConfig, shape: ModelShape) -> None:
               "Use bf16, which needs no loss scale, or parallel.sync all-reduce")
     if formats.widened:
         _need(optimizer in ELEMENTWISE, f"{field} with optimizer.name = '{optimizer}'",
-              "an update is made in float32, some elements at a time, and this rule needs whole rows",
+              "an update is made in float32, some elements at a time, and this rule needs more than their gradients",
               f"Use one of {', '.join(ELEMENTWISE)}, or bf16")
         _need(layout.sync == "all-reduce", f"{field} with parallel.sync = '{layout.sync}'",
               "what its replicas exchange would be rounded to 8 digits each time", "Use bf16")

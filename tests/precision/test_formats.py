@@ -66,7 +66,7 @@ def test_explain_precision_prints_it(capsys, monkeypatch):
     ("fp16", {"parallel": {"dp": 2, "sync": "local-sgd"}}, "a loss scale of its own"),
     ("bf16-all", {"parallel": {"dp": 2, "sync": "powersgd"}}, "rounded to 8 digits"),
     ("bf16-weights", {"optimizer": {"name": "muon"}}, "Use one of .*adamw"),
-    ("bf16-sums", {"optimizer": {"name": "adafactor"}}, "needs whole rows"),
+    ("bf16-sums", {"optimizer": {"name": "adafactor"}}, "needs more than their gradients"),
 ])
 def test_what_does_not_go_together_is_refused(precision, sections, said):
     config = build({"train": {"precision": precision}, **sections})
