@@ -29,6 +29,7 @@ from shoal.plan.questions import Answer, fewest, grid, machines, what_if
 from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.search_page import map_svg, write_page
 from shoal.plan.space import LEVELS, Space
+from shoal.precision.formats import FORMATS
 from shoal.simulate.columns import of_schedule
 
 
@@ -46,7 +47,7 @@ class PlanOptions(Section):
     """Tokens of a sequence."""
 
     precision: str = "bf16"
-    """fp32, bf16 or fp64."""
+    """A name of the number formats, as `shoal train` takes it: bf16, fp32, ..."""
 
     optimizer: str = "adamw"
     """The update rule."""
@@ -129,11 +130,12 @@ def described(options: PlanOptions, model: str) -> Run:
     shape = model_shape(model)
     if shape.family == "gpt":
         shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, options.seq)})
-    for option, given, known in (("precision", options.precision, KINDS), ("optimizer", options.optimizer, OPTIMIZERS)):
+    for option, known in (("precision", FORMATS), ("optimizer", OPTIMIZERS)):
+        given = getattr(options, option)
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     machine = cluster(options.cluster)
-    machine.accelerator.dense_flops(KINDS[options.precision])
+    machine.accelerator.dense_flops(KINDS[FORMATS[options.precision].compute.name])
     return Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
 
 
