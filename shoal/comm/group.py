@@ -26,11 +26,16 @@ class Group:
         backend: torch's process group (gloo or NCCL).
         shared: memory that CPU ranks of one host share, or None; what goes through it never meets the backend.
         sent: bytes that this rank has sent, by kind of collective (see `count`).
+        calls: how often each was started, by kind and the bytes of the tensor that it takes.
+        alone: whether the other ranks are not there (a dry run); what they would give is then left out.
     """
+
+    alone = False
 
     def __init__(self, backend: dist.ProcessGroup, shared: SharedGroup | None = None):
         self.backend, self.shared = backend, shared
         self.sent: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, int]] = Counter()
 
     def count(self, kind: str, x: Tensor, times: float) -> None:
         """Note that a collective sends each of ``x``'s bytes so many times.
@@ -39,7 +44,9 @@ class Group:
         (N-1)/N, and twice that for an all-reduce (Chan et al. 2007, "Collective communication: theory, practice, and
         experience").
         """
-        self.sent[kind] += x.numel() * x.element_size() * times
+        size = x.numel() * x.element_size()
+        self.sent[kind] += size * times
+        self.calls[kind, size] += 1
 
     def size(self) -> int:
         """Number of ranks."""
@@ -93,8 +100,8 @@ def allocate(
             which each rank writes a part, while none reads, before all gather them.
     """
     mine = None
-    if group is not None and group.shared is not None and numel:
-        shared = group.shared
+    shared = group.shared if group is not None else None
+    if isinstance(shared, SharedGroup) and numel:
         rows = 1 if one else shared.size
         size = shared.common_bytes(numel, dtype, rows)
         mine = _map(group.backend, 0, size, lambda region: shared.adopt(region, numel, dtype, rows))

@@ -146,6 +146,13 @@ class Mesh:
             total.update({(axis, kind): size for kind, size in group.sent.items()})
         return total
 
+    def calls(self) -> Counter[tuple[str, str, int]]:
+        """How many collectives this rank has started so far, by axis, kind and bytes, as `Group.calls` has them."""
+        total: Counter[tuple[str, str, int]] = Counter()
+        for (axis, _, _), group in self._named.items():
+            total.update({(axis, kind, size): number for (kind, size), number in group.calls.items()})
+        return total
+
     def describe(self) -> str:
         """This rank's coordinates, for messages: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
         where = ", ".join(f"{axis} {i}" for axis, i in self.coordinate.items() if self.size(axis) > 1)

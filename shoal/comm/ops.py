@@ -78,6 +78,14 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     return dist.all_reduce(x, group=group.backend, async_op=True)
 
 
+def first_of(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
+    """The numbers that the group's first rank has, on all of them; equally many on each."""
+    if group is None:
+        return list(numbers)
+    first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
+    return list(numbers) if group.alone else first.tolist()
+
+
 def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
     """Concatenate the ranks' equal-shaped tensors along ``dim``, in rank order."""
     if group is None:

@@ -117,7 +117,7 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     if run.layout.cp > 1 and mode == "none":
         return _ring(run, q)
     s = run.s_here
-    parts = _blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
+    parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
     saved = [
         Saved("attention input", "[b, s, h]", e * n * shape.hidden),
@@ -153,11 +153,11 @@ def scores(s: int) -> int:
     >>> scores(256), scores(1024) / 1024**2
     (65536, 0.625)
     """
-    return sum(rows * seen for rows, seen in _blocks(s))
+    return sum(rows * seen for rows, seen in blocks(s))
 
 
-def _blocks(s: int) -> list[tuple[int, int]]:
-    """The queries of each block, and the keys that these see."""
+def blocks(s: int) -> list[tuple[int, int]]:
+    """Of attention written out: the queries of each block, and the keys that these see."""
     rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
     return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 

@@ -173,7 +173,7 @@ class Bucket:
             source = self._used
         else:
             source = self.master if self.shard is None else self.shard
-        if mine.data_ptr() != source.data_ptr():
+        if not same_memory(mine, source):
             mine.copy_(source, non_blocking=True)
         if group is None:
             self.gathered = True
@@ -239,3 +239,8 @@ def grouped(
             if sum(split.numel for _, split, _ in members) * itemsize >= limit:
                 yield filling.pop(axis)
     yield from filling.values()
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()

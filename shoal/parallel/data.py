@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
-from shoal.parallel.bucket import Bucket, Run, grouped
+from shoal.comm.ops import Pending, all_reduce, first_of, reduce_scatter_flat, start_all_reduce
+from shoal.parallel.bucket import Bucket, Run, grouped, same_memory
 from shoal.parallel.gradients import Gradients, Term
 from shoal.parallel.split import ENDS, Split
 from shoal.pieces import Piece
@@ -199,7 +199,7 @@ class ShardedParameters:
             return
         b, i = self.places[parameter]
         views = self.gradients[b].views
-        if views and gradient.data_ptr() == views[i].data_ptr():
+        if views and same_memory(gradient, views[i]):
             self.add(parameter, lambda total, fresh: None)  # it was added in place
         else:
             parameter.grad = None
@@ -247,8 +247,7 @@ class ShardedParameters:
     def _learn_order(self) -> None:
         """Take the order that the first backward has shown on the first of the replicas, or of the stage's ranks."""
         axis = "stage" if "edp" in self.replicas else "replicas"
-        first = torch.tensor(self._shown, device=self.mesh.device) * (self.mesh.index(axis) == 0)
-        self.order, self._learned = all_reduce(first, self.mesh.group(axis)).tolist(), True
+        self.order, self._learned = first_of(self._shown, self.mesh.group(axis), self.mesh.device), True
 
     def _reduce_complete(self) -> None:
         """Start the reductions that are next in order, as far as buckets are complete."""
@@ -264,7 +263,7 @@ class ShardedParameters:
         work, group = None, self.replicas[gradients.bucket.replicas].shard_group
         if group is not None:
             work = reduce_scatter_flat(shard, whole, group)
-        elif shard.data_ptr() != whole.data_ptr():
+        elif not same_memory(shard, whole):
             shard.copy_(whole)
         self._scattering.append(_Reduction(gradients, shard, whole, work, self.last_microbatch))
         # Where whole gradients are freed, only one bucket may be on its way: so two at most are alive.

@@ -40,6 +40,8 @@ class MeshHolders:
 
     def collect(self, x: Any) -> list[Any]:
         """As `Holders`."""
+        if self.group.alone:
+            return [x if i == self.index else type(x)() for i in range(self.ranks)]
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, x, group=self.group.backend)
         return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.text import Text
 
@@ -54,6 +54,18 @@ class EstimateOptions(Section):
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
+    dry_run: bool = False
+    """Run the real model of one rank on fake tensors, and count what it does."""
+
+    rank: NonNegativeInt = 0
+    """With dry_run: which rank of the world."""
+
+    steps: PositiveInt = 4
+    """With dry_run: how many of the first steps."""
+
+    measure: bool = False
+    """With dry_run: start all ranks here too, and compare their memory."""
+
     out: Path | None = None
     """Write a page (.html)."""
 
@@ -74,6 +86,13 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
         tables.add(options.catalog)
     estimate = Estimate(described(options, config, layout))
     console = Console(highlight=False)
+    if options.dry_run:
+        from shoal.plan.dry import run_dry  # which needs torch
+
+        given = {"rank": options.rank, "steps": options.steps, "measure": options.measure, "out": options.out}
+        for line in run_dry(estimate, config, **given):
+            console.print(Text(line), soft_wrap=True)
+        return 0
     for line in lines(estimate, options):
         console.print(Text(line), soft_wrap=True)
     if options.out:

@@ -88,7 +88,7 @@ class Engine:
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
             float8=self.float8,
         )
-        initialise(self.parameters, shape, train.seed)
+        self._initialise()
         self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
         for stage in self.stages:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
@@ -100,6 +100,9 @@ class Engine:
         self.runtime = self._runtime(self.program)
         engine = weakref.ref(self)  # the thread that makes them must not own the engine
         self.batches_of = Ahead(lambda step: engine()._batches(step), config.train.steps)
+
+    def _initialise(self) -> None:
+        initialise(self.parameters, self.shape, self.config.train.seed)
 
     def _runtime(self, program: Program) -> Runtime:
         layout, rank = self.config.parallel, self.mesh.index("cp")

@@ -1,0 +1,70 @@
+"""FLOPs that one rank does in a step: the matrix products of its stages, as the engine makes them.
+
+The whole model's, by one definition, are in `shoal.cost.flops`; a rank's differ by what it pads (a vocabulary that tp
+does not divide), what several ranks do alike (key/value heads, where tp exceeds their number), and what it computes
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shoal.cost.activations import Pass, blocks
+from shoal.cost.state import StagePart
+
+
+def layer_forward(run: Pass, slices: Sequence[int] = ()) -> tuple[int, int, int]:
+    """One layer's forward of one micro-batch on one rank: projections in and out of attention, its core, the MLP.
+
+    Scores are counted in full, but for blocks that only later tokens see, where attention is written out.
+
+    Args:
+        slices: tokens of each, where sequences come in slices that see those before them.
+    """
+    shape, t, n = run.shape, run.layout.tp, run.tokens
+    q = shape.heads * shape.head_dim // t
+    kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
+    matrices = 3 if shape.family == "llama" else 2
+    scores = sum(rows * seen for part in _scored(run, slices) for rows, seen in part)
+    core = 4 * run.layout.micro_batch * scores * q
+    return 2 * n * shape.hidden * (2 * q + 2 * kv), core, 2 * n * shape.hidden * matrices * (shape.ffn // t)
+
+
+def _scored(run: Pass, slices: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """For each slice, its blocks: (queries, keys)."""
+    parts = list(slices) or [run.s]
+    starts = accumulate(parts, initial=0)
+    if run.kernel == "sdpa":
+        return [[(part, start + part)] for start, part in zip(starts, parts, strict=False)]
+    return [[(rows, start + seen) for rows, seen in blocks(part)] for start, part in zip(starts, parts, strict=False)]
+
+
+def stage_flops(run: Pass, part: StagePart, slices: Sequence[int] = ()) -> int:
+    """A stage's forward and backward of one micro-batch on one rank.
+
+    A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
+    out, before its last product.
+    """
+    shape, n, layers = run.shape, run.tokens, len(part.layers)
+    projections, core, mlp = layer_forward(run, slices)
+    core_again = core
+    if run.kernel == "explicit":
+        width = run.layout.micro_batch * shape.heads * shape.head_dim // run.layout.tp
+        core_again -= 2 * width * sum(rows * seen for rows, seen in (part[-1] for part in _scored(run, slices)))
+    again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
+    head = 2 * n * shape.hidden * -(-shape.vocab // run.layout.tp) if part.last else 0
+    return layers * (3 * (projections + core + mlp) + again) + 3 * head
+
+
+def step_flops(
+    run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], slices: Sequence[int] = ()
+) -> int:
+    """A rank's in a step.
+
+    Args:
+        parts: its stages.
+        microbatches: that pass through each of them.
+        slices: as of `layer_forward`.
+    """
+    return sum(count * stage_flops(run, part, slices) for part, count in zip(parts, microbatches, strict=True))
