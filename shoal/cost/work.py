@@ -66,5 +66,11 @@ def step_flops(
         parts: its stages.
         microbatches: that pass through each of them.
         slices: as of `layer_forward`.
+
+    Raises:
+        ValueError: with context parallelism, whose ranks compute what their order of chunks gives them, or experts,
+            which compute what is routed to them.
     """
+    if run.layout.cp > 1 or run.shape.experts:
+        raise ValueError("there is no formula for one rank's FLOPs under context parallelism or with experts")
     return sum(count * stage_flops(run, part, slices) for part, count in zip(parts, microbatches, strict=True))

@@ -43,8 +43,13 @@ def config_of(estimate: Estimate, config: RunConfig | None) -> RunConfig:
     )
 
 
-def counted_flops(config: RunConfig, estimate: Estimate, pp_index: int) -> int:
-    """FLOPs that the formulas say a pipeline rank does in a step, by the attention kernel that this machine takes."""
+def formula_flops(config: RunConfig, estimate: Estimate, pp_index: int) -> int | None:
+    """FLOPs that formulas say a pipeline rank does in a step, with attention as torch has it on the CPU.
+
+    None under context parallelism and with experts, for which there is none.
+    """
+    if estimate.run.layout.cp > 1 or estimate.run.shape.experts:
+        return None
     run, program = estimate.run, estimate.program
     kernel = attention_kernel(config.train.attention, torch.device("cpu"), run.policy.compute)
     slices = slices_of(
@@ -95,10 +100,10 @@ def said(estimate: Estimate, config: RunConfig, counted: Counted, measured: Coun
     """What was counted, beside what formulas say."""
     run, step = estimate.run, counted.steps[-1]
     pp = DryMesh(run.layout, counted.rank).index("pp")
-    flops, formula = sum(step.flops.values()), counted_flops(config, estimate, pp)
+    flops, formula = sum(step.flops.values()), formula_flops(config, estimate, pp)
     yield f"{counted.where} of {run.layout.world_size:,}, step {len(counted.steps)} of the run: counted (by formula)"
     yield f"  parameters        {counted.parameters:,}"
-    yield f"  FLOPs             {flops:,} ({formula:,})"
+    yield f"  FLOPs             {flops:,}" + (f" ({formula:,})" if formula else "")
     memory = estimate.memory[pp]
     for name, size in counted.held.items():
         if name != "host":

@@ -26,6 +26,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.dry import DryMesh
 from shoal.config import RunConfig
 from shoal.data.batches import Dataset, SyntheticDataset
+from shoal.errors import UsageError
 from shoal.pipeline.program import Action
 from shoal.simulate.tracker import Tracker, tensors_in
 from shoal.train.engine import Engine
@@ -118,7 +119,14 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
         rank: of the world.
         as_here: with the buffers of gloo and torch's norms on the CPU, as if the ranks were processes of this machine;
             else with NCCL, which needs none, and norms that are one operation, as on CUDA.
+
+    Raises:
+        UsageError: the model has experts: what each computes depends on numbers, which nothing has here.
     """
+    if shape.experts:
+        raise UsageError(
+            "A dry run has no numbers, so no router can choose experts.\n  Count the model without experts, or measure."
+        )
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
     with _faked(fused_norms=not as_here), Tracker() as tracker:

