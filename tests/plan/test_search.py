@@ -100,7 +100,7 @@ def test_the_levels_make_every_layout_that_the_rules_allow() -> None:
     space = Space(("1f1b", "interleaved-1f1b", "dualpipe"), most_virtual=3, uneven=False)
     made = {str(layout) for layout in layouts(run, space)}
     allowed = set()
-    sizes = (1, 2, 3, 4)
+    sizes = (1, 2, 4)
     for dp, tp, pp, sp, recompute, b, schedule, virtual, zero, shard, reshard in product(
         sizes, sizes, sizes, (False, True), ("none", "selective", "full"), (1, 2, 4, 8),
         space.schedules, (None, 2, 3), (0, 1, 2, 3), (None, 2), (True, False),
@@ -126,8 +126,8 @@ def test_a_large_cluster_in_seconds() -> None:
     """Of hundreds of thousands of layouts some hundreds are played; on a busy machine this takes seconds."""
     run = Run(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
     begin = time.process_time()
-    plan = search(run)
-    assert time.process_time() - begin < 30
+    plan = search(run, Space(("1f1b", "interleaved-1f1b"), most_virtual=4))
+    assert time.process_time() - begin < 20
     assert len(plan.best) == 10 and plan.played < 2000
     assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
     for found in plan.best[:3]:
