@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.layout import Layout
@@ -45,6 +45,7 @@ def test_every_token_is_on_one_rank_of_its_slice(drawn) -> None:
         assert whole == [t for rank in found.ranks(place) for t in tokens(found.chunks(rank))]
 
 
+@settings(max_examples=50)
 @given(spreads())
 def test_pieces_are_the_causal_mask_each_score_once(drawn) -> None:
     found, _, slices, _ = drawn
