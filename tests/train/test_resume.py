@@ -86,6 +86,7 @@ def test_the_end_is_that_of_a_run_without_interruptions_bit_for_bit(survivor, ba
 LAYOUTS = {
     "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "micro_batch": 2},
     "tp 2 + sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batch": 1},
+    "cp 4, ring and exchange": {"cp": 4, "ulysses": 2, "zero": 1, "micro_batch": 4},
     "pp 2": {"pp": 2, "micro_batch": 2},
     "one device": {"micro_batch": 4},
 }
