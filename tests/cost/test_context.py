@@ -25,8 +25,9 @@ def sent(config: RunConfig) -> dict[tuple[str, str], float]:
     return dict(+after)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("precision", "recompute"), [("fp32", "none"), ("fp32", "selective"), ("fp32", "full"), ("bf16", "none")]
+)
 @pytest.mark.parametrize(
     "parallel",
     [{"cp": 2}, {"cp": 4}, {"cp": 2, "ulysses": 2}, {"cp": 4, "ulysses": 4}, {"cp": 4, "ulysses": 2},
@@ -35,13 +36,11 @@ def sent(config: RunConfig) -> dict[tuple[str, str], float]:
 )  # fmt: skip
 def test_a_layer_sends_what_the_formulas_say(pool: Pool, parallel: dict, recompute: str, precision: str) -> None:
     """Two key/value heads: of 4 that exchange heads, or 2 with tp 2, two get the same."""
-    if precision != "fp32" and recompute != "none":
-        pytest.skip("what is recomputed does not depend on the number format")
     config = small_run(
         {**parallel, "recompute": recompute}, {"layers": LAYERS}, global_batch=2 * MICROBATCHES, precision=precision
     )
     config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 16})})
-    layout, itemsize = config.parallel, {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    layout, itemsize = config.parallel, {"fp32": 4, "bf16": 2}[precision]
     shape = config.model.shape(vocab=257, sequence_length=16)
     said = layer_bytes(shape, layout, 16, itemsize)
     passes = LAYERS * MICROBATCHES
