@@ -41,7 +41,7 @@ def test_what_ranks_report_is_one_device_whatever_counts_on_each(pool: Pool, par
     config = run(parallel)
     every = pool.run(trained, config.parallel.world_size, config)
     for found, _ in every:
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-9)
     counts = [mine for _, mine in every]
     assert sum(counts) == tokens * config.parallel.pp
     assert len(set(counts)) > 1, "the ranks differ in the targets that count"
