@@ -23,6 +23,7 @@ TYPED = {
     "parallel.recompute": ("selective", ["selective"]),
     "parallel.offload": ("optimizer", ["optimizer"]),
     "parallel.sequence_slices": (4, ["4"]),
+    "parallel.stage_layers": ((3, 4), ["3", "4"]),
     "parallel.bucket_mb": (0.5, ["0.5"]),
     "data.source": ("jsonl", ["jsonl"]),
     "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
