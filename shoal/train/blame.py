@@ -55,10 +55,14 @@ class _Watch:
             before = {WEIGHTS: 0, FORWARD: part, BACKWARD: self.depth - 1 - part}[kind]
             self.found = _Finding((kind, before, self.position), self.mesh.describe(), what)
 
-    def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.look(FORWARD, part, f"forward: the output of {name}", output)
-        if output.requires_grad:
-            output.register_hook(partial(self.look, BACKWARD, part, f"backward: the gradient at the output of {name}"))
+    def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        for value in output if isinstance(output, tuple) else (output,):
+            if not isinstance(value, Tensor):  # no mask, or where the tokens are
+                continue
+            self.look(FORWARD, part, f"forward: the output of {name}", value)
+            if value.requires_grad:
+                gradient = f"backward: the gradient at the output of {name}"
+                value.register_hook(partial(self.look, BACKWARD, part, gradient))
 
     def attach(self, stage: Stage) -> list[RemovableHandle]:
         """Look at what each module of a stage gives out, and at every gradient."""
