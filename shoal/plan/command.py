@@ -124,6 +124,8 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
+    if FORMATS[precision].products != "compute":
+        machine.accelerator.dense_flops("fp8")  # which refuses one that would only imitate them
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
