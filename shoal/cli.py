@@ -162,7 +162,7 @@ def bench(args: list[str]) -> int:
 
 
 def explain(args: list[str]) -> int:
-    """Show what a collective or a sharded product costs: shoal explain all-reduce"""
+    """Show how one thing works and what it costs: shoal explain all-reduce"""
     from shoal.report.explain import main
 
     return main(args)
@@ -202,7 +202,7 @@ def plan(args: list[str]) -> int:
 
 
 def goodput(args: list[str]) -> int:
-    """Say how much of a long training counts, and how often to save: shoal goodput --devices 16384"""
+    """Say how much of a long training counts: shoal goodput --devices 16384"""
     from shoal.simulate.goodput_command import GoodputOptions, run
 
     options, _ = parse("goodput", GoodputOptions, args)

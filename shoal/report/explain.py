@@ -55,8 +55,5 @@ def main(args: list[str]) -> int:
 def _help() -> str:
     subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: ShardingOptions}
     lines = [f"  {name:<16}{(options.__doc__ or '').splitlines()[0]}" for name, options in subjects.items()]
-    what = (
-        "Show what a collective, a sharded product, an update rule or a number format costs, and how it works; where "
-        "experts are."
-    )
+    what = "Show how one thing works and what it costs: a collective, a sharded product, where experts are, ..."
     return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])
