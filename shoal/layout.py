@@ -66,6 +66,12 @@ class Layout(BaseModel):
     sequence_parallel: bool = False
     """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
 
+    tp_overlap: bool | Literal["auto"] = "auto"
+    """Make the products where a tensor-parallel region is entered and left part by part, while the collective of the
+    other parts is on its way (docs/parallel.md): around the ring with sequence_parallel, else in two runs of tokens.
+    auto does with sequence_parallel where transfers go on in the background, which those of CPU ranks do not, unless
+    layers are compiled or multiply in 8 bits."""
+
     cp: PositiveInt = 1
     """Context-parallel ranks: each has a part of every sequence, and keys and values go round all of them (Liu et al.
     2023, "Ring Attention")."""
@@ -148,6 +154,14 @@ class Layout(BaseModel):
     def dp_replicate(self) -> int:
         """Replicas that hold the same shard."""
         return self.dp // self.dp_shard
+
+    def overlaps_products(self, background: bool) -> bool:
+        """Whether tensor parallelism's collectives and products are made part by part (see `tp_overlap`).
+
+        Args:
+            background: whether transfers go on while a rank computes.
+        """
+        return self.tp > 1 and (self.sequence_parallel and background if self.tp_overlap == "auto" else self.tp_overlap)
 
     @property
     def shards(self) -> int:
@@ -307,6 +321,11 @@ class Layout(BaseModel):
                 raise UsageError(
                     "parallel.sequence_parallel = true needs parallel.tp > 1: it splits the sequence over the "
                     "tensor-parallel ranks.\n  Set parallel.tp to 2 or more, or leave sequence_parallel out."
+                )
+            if self.tp_overlap is True:
+                raise UsageError(
+                    "parallel.tp_overlap = true needs parallel.tp > 1: it hides tensor parallelism's collectives."
+                    "\n  Set parallel.tp to 2 or more, or leave tp_overlap out."
                 )
             return
         for what, size in _split_sizes(shape).items():

@@ -41,8 +41,8 @@ class StepOptions(Section):
     """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
 
     only: str = ""
-    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, tp, pp, single, compile; or one
-    schedule's, as in "pp zb-v"."""
+    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, tp, tp-overlap, pp, single,
+    compile; or one schedule's, as in "pp zb-v"."""
 
     turns: PositiveInt = 10
     """Turns of each contender; what is compared are medians over all."""

@@ -61,6 +61,15 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
         ),
         *(
             Race(
+                f"tp-overlap {name}",
+                (several("shoal, part by part", partial(ours.engine, tp=ranks, tp_overlap=True, **how)),),
+                (several("shoal, one after the other", partial(ours.engine, tp=ranks, tp_overlap=False, **how)),),
+                target=1.0,
+            )
+            for name, how in (("all-reduce", {}), ("ring", {"sequence_parallel": True}))
+        ),
+        *(
+            Race(
                 f"pp {name}",
                 (several(f"shoal {name}", partial(ours.engine, schedule=name, **pipe)),),
                 (several(f"torch {theirs}", partial(pipeline, schedule=theirs)),),
@@ -113,5 +122,7 @@ def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> R
     )
 
 
-NAMES = ("dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "tp", "pp", "single", "compile")
+NAMES = (
+    "dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "tp", "tp-overlap", "pp", "single", "compile",
+)
 """What ``--only`` takes."""

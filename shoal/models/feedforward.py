@@ -11,6 +11,8 @@ from shoal.catalog import ModelShape
 class SwiGLU(nn.Module):
     """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
 
+    projections = ("gate", "up")  # of one input, by `project`
+
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
         self.gate = nn.Linear(shape.hidden, width, bias=False)
@@ -18,11 +20,18 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.project(x)
+        return self.down(F.silu(gate) * up)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Gate and value, each [.., width]."""
+        return self.gate(x), self.up(x)
 
 
 class MLP(nn.Module):
     """The feed-forward block of GPT-2: down(gelu(up x))."""
+
+    projections = ("up",)
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
@@ -30,4 +39,9 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        (up,) = self.project(x)
+        return self.down(F.gelu(up, approximate="tanh"))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What enters the non-linearity, [.., width]."""
+        return (self.up(x),)

@@ -48,6 +48,8 @@ class Attention(nn.Module):
     The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
     """
 
+    projections = ("q", "k", "v")  # of one input, by `project`
+
     def __init__(self, shape: ModelShape):
         super().__init__()
         if shape.latent is not None:
@@ -61,16 +63,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        b, s = x.shape[:2]
-        q = self.q(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, a, s, d]
-        k = self.k(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, k, s, d]
-        v = self.v(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, k, s, d]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.project(x))  # [b, a or k, s, d]
         if context.rotary is not None:
             q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
         o = self.core(q, k, v, context.mask)  # [b, a, s, d]
-        return self.out(o.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
+        return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of all heads, each [b, s, heads d]."""
+        return self.q(x), self.k(x), self.v(x)
 
 
 def norm(shape: ModelShape) -> nn.Module:

@@ -90,7 +90,8 @@ def _build_stage(
     keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
     postponed = Postponed()
     # On the meta device, so that no rank ever allocates a whole matrix.
-    splits = apply_tensor_parallel(model, shape, mesh, postponed)
+    overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
+    splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
     splits |= apply_expert_parallel(model, shape, mesh, spread)
     splits = share_tied(splits, shape, part, depth)
     if copies:
@@ -113,7 +114,7 @@ def _build_stage(
         [[unclaimed.pop(p) for p in unit if p in unclaimed] for unit in owned], mesh, policy
     )
     if not compile:  # which would fuse, and so needs to see, the whole backward
-        apply_weight_gradients(model, parameters, postponed if mesh.size("tp") > 1 else None)
+        apply_weight_gradients(model, parameters, postponed if mesh.size("tp") > 1 and not overlap else None)
     if float8:
         apply_float8(model, float8, splits, mesh, parameters, postponed if mesh.size("tp") > 1 else None)
     if layout.zero == 3:

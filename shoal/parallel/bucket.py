@@ -7,7 +7,7 @@ which parameter that is, `Bucket.pieces` tells as boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -244,3 +244,11 @@ def grouped(
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors begin at the same place of the same storage."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def end_to_end(matrices: Sequence[Tensor]) -> Tensor:
+    """One matrix [all rows, columns] of matrices of equal width that lie end to end in one buffer, without a copy."""
+    first, *others = matrices
+    if not others:
+        return first
+    return first.detach().as_strided((sum(len(m) for m in matrices), first.shape[1]), first.stride())

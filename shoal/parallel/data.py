@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -133,8 +133,8 @@ class ShardedParameters:
         self._started = 0  # reductions, in it
         self.last_microbatch = True
         self.watch: Callable[[nn.Parameter, Tensor], object] | None = None
-        self._later: list[tuple[nn.Parameter, Term]] | None = None
-        self._deferred: dict[Hashable, list[tuple[nn.Parameter, Term]]] = {}
+        self._later: list[tuple[Sequence[nn.Parameter], Term]] | None = None
+        self._deferred: dict[Hashable, list[tuple[Sequence[nn.Parameter], Term]]] = {}
         self._scattering: list[_Reduction] = []
         self._replicating: list[Pending] = []
         # A parameter owns its hook where Python's garbage collector does not look, and this engine owns the parameter:
@@ -176,19 +176,25 @@ class ShardedParameters:
 
     def add_deferred(self, key: Hashable) -> None:
         """Add what the backward with this key left for later, and start the reductions of what is complete."""
-        for parameter, term in self._deferred.pop(key):
-            self._add(parameter, term)
+        for parameters, term in self._deferred.pop(key):
+            self._add(parameters, term)
         self._end_adding()
 
-    def add(self, parameter: nn.Parameter, term: Term) -> None:
-        """Backward gives a term of a parameter's gradient."""
+    def lie_end_to_end(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are consecutive in one bucket."""
+        b, i = self.places[parameters[0]]
+        return [self.places[p] for p in parameters] == [(b, i + k) for k in range(len(parameters))]
+
+    def add(self, parameters: nn.Parameter | Sequence[nn.Parameter], term: Term) -> None:
+        """Backward gives a term of a parameter's gradient, or of several matrices' that lie end to end."""
+        together = [parameters] if isinstance(parameters, nn.Parameter) else parameters
         if self._later is None:
-            self._add(parameter, term)
+            self._add(together, term)
         else:
-            self._later.append((parameter, term))
-        b, _ = self.places[parameter]
+            self._later.append((together, term))
+        b, _ = self.places[together[0]]
         gradients = self.gradients[b]
-        gradients.unmade -= 1
+        gradients.unmade -= len(together)
         if gradients.unmade == 0 and self.zero == 3:
             self.buckets[b].free()
 
@@ -210,12 +216,13 @@ class ShardedParameters:
         if self.zero < 2 and total.dtype == parameter.dtype:
             parameter.grad = total  # autograd adds the next micro-batch's in place
 
-    def _add(self, parameter: nn.Parameter, term: Term) -> None:
-        b, i = self.places[parameter]
+    def _add(self, parameters: Sequence[nn.Parameter], term: Term) -> None:
+        b, i = self.places[parameters[0]]
         gradients = self.gradients[b]
-        total = gradients.add(i, term)
+        totals = gradients.add(i, term, len(parameters))
         if self.watch:
-            self.watch(parameter, total)
+            for parameter, total in zip(parameters, totals, strict=True):
+                self.watch(parameter, total)
         if gradients.unadded == 0:
             self._completed.append(b)
             if self.zero >= 2 or self.overlap:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group, allocate
 from shoal.comm.world import host_zeros
-from shoal.parallel.bucket import Bucket
+from shoal.parallel.bucket import Bucket, end_to_end
 
 Term = Callable[[Tensor, bool], object]
 """Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
@@ -60,13 +60,15 @@ class Gradients:
         for slot in self.bucket.slots:
             slot.parameter.grad = None
 
-    def add(self, slot: int, term: Term) -> Tensor:
-        """Add a term of one parameter's gradient; returns the sum so far."""
+    def add(self, slot: int, term: Term, together: int = 1) -> list[Tensor]:
+        """Add a term of the gradient of one parameter, or of so many consecutive matrices as if they were one; returns
+        the sums so far."""
         self.make_room()
-        term(self.views[slot], slot not in self.filled)
-        self.filled.add(slot)
-        self.unadded -= 1
-        return self.views[slot]
+        views = self.views[slot : slot + together]
+        term(end_to_end(views), slot not in self.filled)
+        self.filled.update(range(slot, slot + together))
+        self.unadded -= together
+        return views
 
     def make_room(self) -> None:
         """Give whole gradients memory, if they have none."""

@@ -7,6 +7,9 @@ sums. Two collectives a block and direction remain: one where a block is entered
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) the activations between the blocks are split along
 the sequence: entering gathers them, leaving sums and scatters. The bytes are the same; norms and residuals are not
 computed and stored tp times.
+
+Where the layout overlaps (`shoal.parallel.overlap`), the collective and the products next to it are one function: the
+modules at a region's edges then have a `Passage` instead.
 """
 
 from __future__ import annotations
@@ -22,11 +25,10 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
 from shoal.models.experts.layer import MoE
 from shoal.models.transformer import IGNORE
+from shoal.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.parallel.split import Split
-from shoal.parallel.weight import Postponed, look_up, product
+from shoal.parallel.weight import Passage, Postponed, look_up, product, project
 from shoal.pieces import Box
-
-SEQUENCE = 1  # dim of [b, s, h] that sequence parallelism splits
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class TensorParallel:
 
     Attributes:
         postponed: made in the backward of a region's entry, while its collective is on its way.
+        overlap: whether the edges of regions are passages.
     """
 
     group: Group | None
@@ -43,6 +46,15 @@ class TensorParallel:
     sequence_parallel: bool
     shape: ModelShape
     postponed: Postponed
+    overlap: bool = False
+
+    def entry(self, tokenwise: bool = False) -> Passage:
+        """Into the products of a region; ``tokenwise``, of one that works on each token by itself."""
+        return RingEntry(self.group, tokenwise) if self.sequence_parallel else ChunkedEntry(self.group)
+
+    def exit(self, tokenwise: bool = False) -> Passage:
+        """Out of its last product."""
+        return RingExit(self.group, tokenwise) if self.sequence_parallel else ChunkedExit(self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a block, where every rank needs all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
@@ -58,10 +70,20 @@ class TensorParallel:
 # ---- the kinds of split ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Region:
-    """A module entered through one collective, shared by all the column splits inside it."""
+    """A module entered through one collective, shared by all the column splits inside it.
+
+    Attributes:
+        tokenwise: it works on each token by itself, so that their order inside it is free.
+    """
+
+    tokenwise: bool = False
 
     def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+        if at.overlap and hasattr(module, "projections"):
+            module.project = lambda x: project(module, x, at.entry(self.tokenwise))
+            return []
         module.register_forward_pre_hook(lambda _, args: (at.enter(args[0]), *args[1:]))
         return []
 
@@ -88,20 +110,27 @@ class KeyValue:
         return [_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
 
 
+@dataclass(frozen=True)
 class Row:
-    """Split by input: rank r holds columns r of the weight; the bias is added once, after the sum."""
+    """Split by input: rank r holds columns r of the weight; the bias is added once, after the sum.
+
+    Attributes:
+        tokenwise: as of the `Region` that it leaves.
+    """
+
+    tokenwise: bool = False
 
     def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
         out_features, in_features = module.weight.shape
         part = in_features // at.size
         box = Box((0, at.rank * part), (out_features, part))
         module.weight = _empty(box.shape, module.weight)
-        module.forward = lambda x: _row_forward(module, x, at)
+        module.forward = lambda x: _row_forward(module, x, at, self.tokenwise)
         return [Split(f"{name}.weight", (out_features, in_features), box, box.shape)]
 
 
-def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel) -> Tensor:
-    y = at.leave(product(module, x))
+def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel, tokenwise: bool) -> Tensor:
+    y = product(module, x, at.exit(tokenwise)) if at.overlap else at.leave(product(module, x))
     return y if module.bias is None else y + module.bias
 
 
@@ -133,7 +162,10 @@ class VocabularyHead:
     """The output matrix split by token id: each rank has the logits of its own ids."""
 
     def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
-        Region().apply(module, name, at)
+        if at.overlap:
+            module.forward = lambda x: product(module, x, at.entry())
+        else:
+            Region().apply(module, name, at)
         return [_rows(module, name, "weight", at, at.size)]
 
 
@@ -156,9 +188,9 @@ TENSOR_PARALLEL = {
     "layers.*.attention.q": Column(),  # heads are split, so there is no collective until `out`
     "layers.*.attention.{k,v}": KeyValue(),
     "layers.*.attention.out": Row(),
-    "layers.*.mlp": FeedForward(),
+    "layers.*.mlp": FeedForward(tokenwise=True),
     "layers.*.mlp.{gate,up}": Column(),
-    "layers.*.mlp.down": Row(),
+    "layers.*.mlp.down": Row(tokenwise=True),
     "layers.*.mlp.shared": Region(),
     "layers.*.mlp.shared.{gate,up}": Column(),
     "layers.*.mlp.shared.down": Row(),
@@ -168,20 +200,23 @@ TENSOR_PARALLEL = {
 
 
 def apply_tensor_parallel(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None
+    model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None, *, overlap: bool = False
 ) -> dict[str, Split]:
     """Split a model on the meta device in place over the mesh's tp axis.
 
     Args:
         model: a `Transformer`, or the part of one that a pipeline stage keeps.
         postponed: has its regions' entries make what it holds, in backward.
+        overlap: make products and collectives part by part, together.
 
     Returns:
         For each parameter's name, how it is split. Parameters that no rule splits are whole on every rank; with
         sequence parallelism their gradients are partial sums, since each rank sees its own part of the sequence.
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
-    at = TensorParallel(group, rank, size, mesh.layout.sequence_parallel, shape, postponed or Postponed())
+    at = TensorParallel(
+        group, rank, size, mesh.layout.sequence_parallel, shape, postponed or Postponed(), overlap
+    )
     splits: dict[str, Split] = {}
     if at.size > 1:
         for name, module in list(model.named_modules()):

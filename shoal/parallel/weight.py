@@ -9,21 +9,27 @@ no pass is run twice, and dX and dW take together exactly the FLOPs of a whole b
 Without a schedule that does so, a region of tensor parallelism still puts its dW off for a moment: until the sum of
 dX over its ranks is on its way (`Postponed`), as Megatron-LM's linear layers do.
 
-The gradients of embeddings wait in the same way. Those of norms, and of biases that are added by themselves, are made
-in the first half, by autograd; they are sums over tokens, without a matrix product, and only their addition waits.
+Matrices that multiply the same input (queries, keys and values; gate and up) lie end to end in their buffer, so that
+they are one matrix without a copy: one larger product instead of several, in forward, for dX and for dW.
+
+The gradients of embeddings wait in the same way. Those of norms are made in the first half, by autograd; they are sums
+over tokens, without a matrix product, and only their addition waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.experts.grouped import Experts, rows_product, weight_product
+from shoal.parallel.bucket import end_to_end
 from shoal.parallel.data import ShardedParameters
 from shoal.parallel.gradients import Term
 
@@ -32,17 +38,79 @@ class Postponed:
     """Gradients of weights that backward makes while a collective is on its way."""
 
     def __init__(self):
-        self._waiting: list[tuple[ShardedParameters, nn.Parameter, Term]] = []
+        self._waiting: list[tuple[ShardedParameters, nn.Parameter | Sequence[nn.Parameter], Term]] = []
 
-    def add(self, parameters: ShardedParameters, parameter: nn.Parameter, term: Term) -> None:
+    def add(
+        self, parameters: ShardedParameters, weights: nn.Parameter | Sequence[nn.Parameter], term: Term
+    ) -> None:
         """Put one off."""
-        self._waiting.append((parameters, parameter, term))
+        self._waiting.append((parameters, weights, term))
 
     def make(self) -> None:
         """Make all that were put off."""
         waiting, self._waiting = self._waiting, []
-        for parameters, parameter, term in waiting:
-            parameters.add(parameter, term)
+        for parameters, weights, term in waiting:
+            parameters.add(weights, term)
+
+
+class Passage(Protocol):
+    """How the input of some products comes from the ranks that split a layer, or their result goes to them."""
+
+    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """From x and factors [in, out] to (the products' whole input, which their dW needs, and their results)."""
+
+    def backward(
+        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[list[Tensor]], object], wanted: bool
+    ) -> Tensor | None:
+        """From the results' gradients and factors [out, in] to x's, if it is wanted.
+
+        ``meanwhile`` makes the weights' gradients: it is called once, with the whole gradients of the results.
+        """
+
+
+class Here:
+    """All that the products need is on this rank."""
+
+    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return x, [x @ factor for factor in factors]
+
+    def backward(
+        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[list[Tensor]], object], wanted: bool
+    ) -> Tensor | None:
+        d_x = sum_of_products(gradients, factors) if wanted else None
+        meanwhile(gradients)
+        return d_x
+
+
+HERE = Here()
+
+
+def sum_of_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+    """The sum over i of x_i F_i: [.., K_i], [K_i, n] -> [.., n]."""
+    total = xs[0] @ factors[0]
+    for x, factor in zip(xs[1:], factors[1:], strict=True):
+        total.flatten(0, -2).addmm_(x.flatten(0, -2), factor)
+    return total
+
+
+@dataclass(frozen=True)
+class Hand:
+    """Where the backward of linear layers leaves their weights' gradients.
+
+    Attributes:
+        parameters: whose buffers take them; None leaves it to autograd.
+        postponed: takes them for the moment.
+    """
+
+    parameters: ShardedParameters | None = None
+    postponed: Postponed | None = None
+
+    def runs(self, weights: Sequence[nn.Parameter]) -> list[slice]:
+        """Cut weights into runs that are one matrix each."""
+        alike = self.parameters is not None and len({w.requires_grad for w in weights}) == 1
+        if alike and self.parameters.lie_end_to_end(weights):
+            return [slice(0, len(weights))]
+        return [slice(i, i + 1) for i in range(len(weights))]
 
 
 def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, postponed: Postponed | None = None) -> None:
@@ -52,10 +120,10 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
         postponed: takes those of matrices, if all linear layers lie in regions that make what it has.
     """
     given: Counter[nn.Parameter] = Counter()
+    hand = Hand(parameters, postponed)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.product = partial(_Linear.apply, parameters, postponed)
-            if "forward" not in vars(module):  # else its own forward uses `product`
+            if "forward" not in vars(module):
                 module.forward = partial(_linear, module)
         elif isinstance(module, nn.Embedding):
             module.look_up = partial(_Embedding.apply, parameters)
@@ -66,14 +134,37 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
             given.update(module.parameters())
             continue
         else:
+            if hasattr(module, "projections"):
+                module.hand = hand
+                if "project" not in vars(module):
+                    module.project = partial(project, module)
             continue
+        module.hand = hand
         given[module.weight] += 1
     parameters.expect(given)
 
 
-def product(module: nn.Linear, x: Tensor) -> Tensor:
-    """x W^T, without the bias: [.., in] -> [.., out]."""
-    return module.product(x, module.weight, None) if hasattr(module, "product") else F.linear(x, module.weight)
+def project(module: nn.Module, x: Tensor, passage: Passage = HERE) -> tuple[Tensor, ...]:
+    """What `projections` of a module make of one input."""
+    linears = [getattr(module, name) for name in module.projections]
+    if any(hasattr(linear, "product") for linear in linears):  # each in its own way
+        return tuple(linear(x) for linear in linears)
+    return products(linears, x, passage)
+
+
+def products(linears: Sequence[nn.Linear], x: Tensor, passage: Passage = HERE) -> tuple[Tensor, ...]:
+    """x W^T + b of each of some linear layers: [.., in] -> [.., out]."""
+    hand = getattr(linears[0], "hand", Hand())
+    return _Products.apply(hand, passage, len(linears), x, *(m.weight for m in linears), *(m.bias for m in linears))
+
+
+def product(module: nn.Linear, x: Tensor, passage: Passage = HERE) -> Tensor:
+    """x W^T, without the bias: [.., in] -> [.., out]. A module's own ``product``, where it has one, makes it."""
+    if hasattr(module, "product"):
+        return module.product(x, module.weight, None)
+    if passage is HERE and not hasattr(module, "hand"):
+        return F.linear(x, module.weight)
+    return _Products.apply(getattr(module, "hand", Hand()), passage, 1, x, module.weight, None)[0]
 
 
 def look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -82,37 +173,63 @@ def look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return module.product(x, module.weight, module.bias)
+    if hasattr(module, "product"):
+        return module.product(x, module.weight, module.bias)
+    return products([module], x)[0]
 
 
 def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     return module.look_up(ids, module.weight)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, parameters: ShardedParameters, postponed: Postponed | None,
-        x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None,
-    ) -> Tensor:
-        ctx.parameters, ctx.postponed, ctx.weight, ctx.bias = parameters, postponed, weight, bias
-        ctx.save_for_backward(x, weight)  # which recomputation replaces by a new x, and by another view of the weight
-        return F.linear(x, weight, bias)
+class _Products(torch.autograd.Function):
+    """Products of one input with several matrices."""
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
-        x, weight = ctx.saved_tensors
-        d_x = gradient @ weight if ctx.needs_input_grad[2] else None
-        if ctx.needs_input_grad[3]:  # else it is frozen
-            term = partial(_add_product, gradient, x.detach())  # without what made x
-            give(ctx.parameters, ctx.postponed if d_x is not None else None, ctx.weight, term)
-        if ctx.needs_input_grad[4]:
-            ctx.parameters.add(ctx.bias, partial(add_rows, gradient))
-        return None, None, d_x, None, None
+    def forward(ctx, hand: Hand, passage: Passage, n: int, x: Tensor, *parameters: nn.Parameter | None):
+        weights, biases = parameters[:n], parameters[n:]
+        ctx.hand, ctx.passage, ctx.weights, ctx.biases, ctx.runs = hand, passage, weights, biases, hand.runs(weights)
+        x, results = passage.forward(x, [weight.t() for weight in weights])
+        ctx.save_for_backward(x, *weights)  # which recomputation replaces by a new x, and by other views of the weights
+        for y, bias in zip(results, biases, strict=True):
+            if bias is not None:
+                y += bias
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        x, *weights = ctx.saved_tensors
+        hand, n = ctx.hand, len(weights)
+        _, _, _, x_wanted, *wanted = ctx.needs_input_grad
+        direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
+
+        def make(gradients: list[Tensor]) -> None:
+            for run, gradient in zip(ctx.runs, gradients, strict=True):
+                if not wanted[run.start]:
+                    continue  # frozen
+                term = partial(_add_product, gradient, x.detach())  # without what made x
+                if hand.parameters is None:
+                    direct[run.start] = torch.empty_like(weights[run.start])
+                    term(direct[run.start], True)
+                elif x_wanted:  # which a region's entry waits for
+                    give(hand.parameters, hand.postponed, ctx.weights[run], term)
+                else:
+                    hand.parameters.add(ctx.weights[run], term)
+
+        for i, (gradient, bias) in enumerate(zip(gradients, ctx.biases, strict=True)):
+            if bias is None or not wanted[n + i]:
+                continue
+            if hand.parameters is None:
+                direct[n + i] = gradient.flatten(0, -2).sum(0)
+            else:
+                hand.parameters.add(bias, partial(add_rows, gradient))
+        joined = [torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs]
+        d_x = ctx.passage.backward(joined, [end_to_end(weights[run]) for run in ctx.runs], make, x_wanted)
+        return None, None, None, d_x, *direct
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """As `_Linear`, for runs of rows with a matrix each."""
+    """As `_Products`, for runs of rows with a matrix each."""
 
     @staticmethod
     def forward(ctx, parameters: ShardedParameters, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
@@ -129,12 +246,16 @@ class _GroupedLinear(torch.autograd.Function):
         return None, d_x, None, None
 
 
-def give(parameters: ShardedParameters, postponed: Postponed | None, weight: nn.Parameter, term: Term) -> None:
-    """Hand over a term of a matrix's gradient; to ``postponed``, where the entry of a region waits for dX."""
+def give(
+    parameters: ShardedParameters, postponed: Postponed | None,
+    weights: nn.Parameter | Sequence[nn.Parameter], term: Term,
+) -> None:
+    """Hand over a term of a matrix's gradient, or of several that lie end to end; to ``postponed``, where the entry of
+    a region waits for dX."""
     if postponed is not None:
-        postponed.add(parameters, weight, term)
+        postponed.add(parameters, weights, term)
     else:
-        parameters.add(weight, term)
+        parameters.add(weights, term)
 
 
 class _Embedding(torch.autograd.Function):

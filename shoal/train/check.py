@@ -12,6 +12,7 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
+from shoal.precision.formats import FORMATS
 from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
 from shoal.train.histograms import check_histograms
@@ -39,6 +40,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     )
     check_precision(config, shape)
     check_histograms(config)
+    check_overlap(config)
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)
@@ -64,6 +66,26 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
                 f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
                 "* stands for anything."
             )
+
+
+def check_overlap(config: RunConfig) -> None:
+    """Refuse products made part by part where they are compiled, or in 8 bits.
+
+    Raises:
+        UsageError: naming the two fields.
+    """
+    if config.parallel.tp_overlap is not True:
+        return
+    if config.train.compile:
+        raise UsageError(
+            "parallel.tp_overlap = true with train.compile = true, which takes products and collectives as they are."
+            "\n  Leave one of them out."
+        )
+    if FORMATS[config.train.precision].products != "compute":
+        raise UsageError(
+            f"parallel.tp_overlap = true with train.precision = '{config.train.precision}', which scales a product's "
+            "input as a whole.\n  Leave tp_overlap out, or use bf16."
+        )
 
 
 def check_profile(config: RunConfig) -> None:

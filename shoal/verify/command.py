@@ -161,7 +161,7 @@ def _check_fault(name: str, case: Case) -> None:
         raise UsageError(f"--plant {name} does nothing in a model without experts.\n  {_needs(FAULTS[name])}")
     for key, value in FAULTS[name].needs.items():
         given = getattr(layout, key)
-        if given != value if key in ("zero", "sequence_parallel", "schedule") else given < value:
+        if given != value if key in ("zero", "sequence_parallel", "tp_overlap", "schedule") else given < value:
             raise UsageError(f"--plant {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
 
 

@@ -94,6 +94,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> Run
         "seed": choose(range(100)),
     }
     parallel["overlap"] = choose((True, False))
+    if tp > 1:
+        parallel["tp_overlap"] = choose((True, False))
     parallel["offload"] = choose(("none", "optimizer", "parameters") if zero == 3 else ("none", "optimizer"))
     if zero == 3:
         parallel["prefetch"] = choose((1, 0, 2))

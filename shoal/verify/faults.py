@@ -18,11 +18,12 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.parallel import apply, data, expert, tensor
+from shoal.parallel import apply, data, expert, overlap, tensor
 from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
 from shoal.parallel.context.order import count
 from shoal.parallel.context.ring import Ring
+from shoal.parallel.weight import sum_of_products
 from shoal.pipeline import runtime, split
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.stash import Stash
@@ -72,21 +73,39 @@ def _entry_without_sum(right: Callable) -> Callable:
 
 
 def _row_without_sum(right: Callable) -> Callable:
-    def row_forward(module, x: Tensor, at) -> Tensor:
+    def row_forward(module, x: Tensor, at, tokenwise: bool) -> Tensor:
         y = F.linear(x, module.weight)
         return y if module.bias is None else y + module.bias
 
     return row_forward
 
 
+def _ring_without_sum(right: Callable) -> Callable:
+    def scatter_products(xs, factors, group, tokenwise: bool, meanwhile: Callable = lambda: None) -> Tensor:
+        mine = sum_of_products([overlap.parts_of(x, group.size(), tokenwise)[group.rank()] for x in xs], factors)
+        meanwhile()
+        return mine
+
+    return scatter_products
+
+
+def _last_chunk_without_sum(right: Callable) -> Callable:
+    def reduced_products(xs, factors, group, meanwhile: Callable = lambda: None) -> Tensor:
+        total = right(xs, factors, group, meanwhile)
+        total[-1, -1] = sum_of_products(xs, factors)[-1, -1]
+        return total
+
+    return reduced_products
+
+
 def _forget_sum(forgotten: Callable[[str], bool]) -> Callable[[Callable], Callable]:
     """Gradients that are partial sums along an axis are taken for complete."""
 
     def wrong(right: Callable) -> Callable:
-        def splits(*args):
+        def splits(*args, **options):
             return {
                 key: replace(split, sum_over=tuple(axis for axis in split.sum_over if not forgotten(axis)))
-                for key, split in right(*args).items()
+                for key, split in right(*args, **options).items()
             }
 
         return splits
@@ -252,6 +271,14 @@ FAULTS: dict[str, Fault] = {
     "entry-gradient": Fault(
         "no all-reduce of the gradient where a tensor-parallel block is entered",
         tensor, "copy_to", _entry_without_sum, {"tp": 2},
+    ),
+    "ring-sum": Fault(
+        "the ring that sums and scatters forgets what comes from the rank before",
+        overlap, "scatter_products", _ring_without_sum, {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    ),
+    "chunk-sum": Fault(
+        "the last token is not summed over the ranks where a product is made in runs of tokens",
+        overlap, "reduced_products", _last_chunk_without_sum, {"tp": 2, "tp_overlap": True},
     ),
     "vocabulary-padding": Fault(
         "the padding of the vocabulary takes part in the softmax",

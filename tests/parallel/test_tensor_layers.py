@@ -32,7 +32,7 @@ def load(model: nn.Module, splits: dict[str, Split], whole: nn.Module) -> None:
             p[tuple(slice(n) for n in box.shape)] = values[name][box.slices]
 
 
-def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
+def errors(shape: ModelShape, sequence_parallel: bool, overlap: bool) -> dict[str, float]:
     """On one rank: the largest difference of everything that each layer gives, by layer."""
     mesh = Mesh(Layout(tp=dist.get_world_size(), sequence_parallel=sequence_parallel), dist.get_rank())
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
         for p in whole.parameters():
             p.normal_(std=0.3)
     split = copy.deepcopy(whole)
-    splits = apply_tensor_parallel(split, shape, mesh)
+    splits = apply_tensor_parallel(split, shape, mesh, overlap=overlap)
     load(split, splits, whole)
     tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
     targets[0, :5] = IGNORE
@@ -79,6 +79,7 @@ def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlap"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def errors(shape: ModelShape, sequence_parallel: bool) -> dict[str, float]:
     ids=["llama", "gpt", "small vocabulary"],
 )
 def test_split_layers_compute_what_whole_ones_do(
-    pool: Pool, shape: ModelShape, ranks: int, sequence_parallel: bool
+    pool: Pool, shape: ModelShape, ranks: int, sequence_parallel: bool, overlap: bool
 ) -> None:
-    for rank, found in enumerate(pool.run(errors, ranks, shape, sequence_parallel)):
+    for rank, found in enumerate(pool.run(errors, ranks, shape, sequence_parallel, overlap)):
         for layer, error in found.items():
             assert error < 1e-12, f"{layer} on rank {rank}"
 

@@ -93,3 +93,81 @@ def test_bf16_halves_what_is_gathered(pool: Pool) -> None:
     for sent, buckets, _ in pool.run(volume, 2, config):
         assert sent["shard", "all-gather"] == sum(buckets) / 2
         assert sent["shard", "reduce-scatter"] == sum(buckets)
+
+
+LAYERS, TOKENS = 2, 12  # of the models below; in one micro-batch
+
+
+def tensor_volume(config: RunConfig) -> Counter:
+    """Bytes that tensor parallelism sends in a micro-batch, forward and backward, by kind."""
+    engine = engine_of(config)
+    engine.step(0)
+    before = engine.mesh.sent()
+    engine.step(1)
+    sent = engine.mesh.sent()
+    sent.subtract(before)
+    return Counter({kind: size for (axis, kind), size in sent.items() if axis == "tp" and size})
+
+
+def tensor_run(ranks: int, **parallel) -> RunConfig:
+    model = {"layers": LAYERS, "heads": 12, "kv_heads": 12, "head_dim": 4, "ffn": 24}
+    config = small_run({"tp": ranks, "micro_batch": 1, **parallel}, model, global_batch=1)
+    return config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": TOKENS})})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_layer_of_tensor_parallelism_sends_four_all_reduces(pool: Pool, ranks: int, overlap: bool) -> None:
+    """Of [b, s, h], two forward and two backward, 2(n-1)/n of it each; one more for the embedding, one for the head."""
+    config = tensor_run(ranks, tp_overlap=overlap)
+    for sent in pool.run(tensor_volume, ranks, config):
+        hidden = engine_size(config) * TOKENS
+        assert sent["all-reduce"] == pytest.approx((4 * LAYERS + 2) * hidden * 2 * (ranks - 1) / ranks)
+        assert set(sent) == {"all-reduce", "all-gather"}  # the latter of two numbers a token, by the loss
+        assert sent["all-gather"] == 2 * TOKENS * 4 * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
+    """With sequence parallelism a layer gathers twice and scatters twice in each direction, (n-1)/n of [b, s, h] each;
+    around the ring these are messages of one part."""
+    apart, ring = (tensor_run(ranks, sequence_parallel=True, tp_overlap=overlap) for overlap in (False, True))
+    hidden = engine_size(apart) * TOKENS * (ranks - 1) / ranks
+    norms = 2 * engine_size(apart) * (2 * LAYERS + 1) * (ranks - 1) / ranks  # their gradients are summed over tp
+    for sent in pool.run(tensor_volume, ranks, apart):
+        assert sent["all-gather"] == pytest.approx((4 * LAYERS + 2) * hidden + 2 * TOKENS * 4 * (ranks - 1))
+        assert sent["reduce-scatter"] == pytest.approx((4 * LAYERS + 2) * hidden)
+        assert sent["all-reduce"] == pytest.approx(norms)
+    for sent in pool.run(tensor_volume, ranks, ring):
+        assert sent["send"] == pytest.approx((8 * LAYERS + 2) * hidden)  # all but the embedding's two
+        assert sent["all-gather"] == pytest.approx(hidden + 2 * TOKENS * 4 * (ranks - 1))
+        assert sent["reduce-scatter"] == pytest.approx(hidden)
+        assert sent["all-reduce"] == pytest.approx(norms)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [
+        ({}, ("all-reduce", "all-gather")),
+        ({"sequence_parallel": True, "tp_overlap": True}, ("send", "all-gather", "reduce-scatter")),
+    ],
+    ids=["all-reduce", "ring"],
+)
+def test_of_weights_split_two_ways_each_axis_sends_what_it_would_alone(
+    pool: Pool, form: dict, kinds: tuple[str, ...], zero: int
+) -> None:
+    """Activations go along tp, the rank's half of the weights along the replicas."""
+    config = tensor_run(2, dp=2, zero=zero, **form)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 2})})
+    alone = pool.run(tensor_volume, 2, tensor_run(2, **form))[0]
+    for along_tp in pool.run(tensor_volume, 4, config):
+        assert {kind: along_tp[kind] for kind in kinds} == {kind: alone[kind] for kind in kinds}
+    for sent, buckets, _ in pool.run(volume, 4, config):
+        last = buckets[-1] if zero == 3 else 0
+        assert of_parameters(sent) == ((3 if zero == 3 else 2) * sum(buckets) - last) / 2
+
+
+def engine_size(config: RunConfig) -> int:
+    """Bytes of one token's hidden state, float32."""
+    return 4 * config.model.hidden

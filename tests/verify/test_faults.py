@@ -13,6 +13,8 @@ from tests.verify.runs import small_run
 EXPECTED = {
     "row-sum": ("forward", "layers.0.attention"),
     "entry-gradient": ("backward", "norm"),  # what the head sends back
+    "ring-sum": ("forward", "layers.0.attention"),
+    "chunk-sum": ("forward", "layers.0.attention"),
     "vocabulary-padding": ("forward", "loss"),
     "norm-gradients": ("gradient", "norm.weight"),
     "key-value-copies": ("gradient", "layers.2.attention.k.weight"),
