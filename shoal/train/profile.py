@@ -221,7 +221,7 @@ def read_profile(folder: Path) -> Profile | None:
         ranks.append(RankProfile(*place, actions, tuple(line["step"] for line in lines), *times))
         headers.append(header)
     by_stage = {rank.pp: rank.actions for rank in ranks}
-    values = headers[0]["program"] | {"stage_rank": tuple(headers[0]["program"]["stage_rank"])}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
     world = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
     pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
     stages = 1 + max(values["stage_rank"])
