@@ -34,6 +34,9 @@ class Choice(NamedTuple):
     balance: Tensor
 
 
+ALIKE = 2.0**-20  # of a share; fp32 has 24 bits
+
+
 def capacity(experts: Experts, s: int) -> int | None:
     """Tokens of a sequence that one expert takes, ceil(f k s / E) (Fedus et al. 2022, equation 3); None for any number.
 
@@ -116,12 +119,14 @@ def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor |
 def expert_choice(logits: Tensor, experts: Experts) -> Choice:
     """Each expert takes the tokens of a sequence that score highest with it (Zhou et al. 2022, section 3.2).
 
-    A token's experts depend on the tokens after it: such a model cannot be sampled token by token.
+    A token's experts depend on the tokens after it: such a model cannot be sampled token by token. Scores that agree to
+    `ALIKE` count as equal, and the earlier token is taken: two tokens that have seen the same (as the first ones of two
+    documents) differ by rounding alone, which no two layouts have alike.
     """
     shares = logits.softmax(-1)
     s = logits.shape[1]
     take = min(s, math.ceil((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
-    order = shares.detach().argsort(dim=1, descending=True, stable=True)[:, :take]
+    order = (shares.detach() / ALIKE).round().argsort(dim=1, descending=True, stable=True)[:, :take]
     chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, order, True)
     unchosen = (~chosen.any(-1)).long()
     return Choice(shares * chosen, chosen, unchosen, shares.new_zeros(len(shares)))

@@ -111,12 +111,19 @@ def test_experts_choose_their_highest_tokens(seed: int, factor: float) -> None:
     experts = Experts(count=4, per_token=1, ffn=1, gate="expert-choice", capacity_factor=factor)
     logits = scores(seed)
     choice = gates.expert_choice(logits, experts)
-    shares = logits.softmax(-1)
+    shares = (logits.softmax(-1) * 2**20).round()
     take = min(7, math.ceil(factor * 7 / 4))
     for b in range(2):
         for e in range(4):
             assert set(choice.chosen[b, :, e].nonzero().flatten().tolist()) == set(highest(shares[b, :, e], take))
     assert choice.dropped.tolist() == (~choice.chosen.any(-1)).long().tolist()
+
+
+def test_of_tokens_that_differ_by_rounding_experts_take_the_earlier() -> None:
+    experts = Experts(count=2, per_token=1, ffn=1, gate="expert-choice", capacity_factor=1.0)
+    logits = torch.tensor([[[0.3, 0.1]] * 6], dtype=torch.float64)
+    logits[0, 3:, 0] += 4e-16
+    assert gates.expert_choice(logits, experts).chosen.all(-1).tolist() == [[True] * 3 + [False] * 3]
 
 
 @given(seeds, st.sampled_from(["top_k", "switch", "expert_choice"]))
