@@ -25,6 +25,8 @@ def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -
 
 COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
