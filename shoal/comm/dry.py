@@ -70,6 +70,11 @@ class DryGroup(Group):
         super().__init__(None, Nowhere(ranks, by_gloo=by_gloo))
         self._size, self._rank = len(ranks), list(ranks).index(rank)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Their global ranks, in order."""
+        return self.shared.ranks
+
     def size(self) -> int:
         """Number of ranks."""
         return self._size

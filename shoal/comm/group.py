@@ -56,6 +56,11 @@ class Group:
         """This process's place among them."""
         return self.backend.rank()
 
+    @property
+    def ranks(self) -> list[int]:
+        """Their global ranks, in order."""
+        return dist.get_process_group_ranks(self.backend)
+
 
 def announce(device: torch.device) -> None:
     """Tell the other ranks of the world where this one runs, without waiting for them."""

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.group import Group
@@ -58,7 +57,7 @@ def parts_of(x: Tensor, n: int, tokenwise: bool) -> Sequence[Tensor]:
 def pass_on(x: Tensor, group: Group, into: Tensor | None = None) -> tuple[Tensor, Pending]:
     """Start sending contiguous ``x`` to the next rank of the ring: (what will come from the one before, both)."""
     arriving = torch.empty_like(x) if into is None else into
-    rank, ranks = group.rank(), dist.get_process_group_ranks(group.backend)
+    rank, ranks = group.rank(), group.ranks
     return arriving, start_shift(x, ranks[(rank + 1) % len(ranks)], arriving, ranks[rank - 1], group)
 
 
