@@ -1,0 +1,68 @@
+"""The whole config of a run, and its file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from shoal.config.data import DataConfig
+from shoal.config.model import ModelConfig
+from shoal.config.optimizer import OptimizerConfig
+from shoal.config.precision import Float8Config, LossScaleConfig
+from shoal.config.relaxed import RelaxedConfig
+from shoal.config.section import Section, plain, validate
+from shoal.config.train import CheckpointConfig, MetricsConfig, TrainConfig
+from shoal.errors import UsageError
+from shoal.layout import Layout
+
+RUN_FILE = "run.toml"
+"""The name under which a run folder keeps its config."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: Layout = Layout()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    float8: Float8Config = Float8Config()
+    relaxed: RelaxedConfig = RelaxedConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def load(path: str | Path) -> RunConfig:
+    """Read a run's TOML.
+
+    Raises:
+        UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    return build(values, where=str(path))
+
+
+def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """A `RunConfig` from plain nested values, with errors in the words of the file."""
+    return validate(RunConfig, values, where=where)
+
+
+def save(config: RunConfig, path: Path, *, new: bool = False) -> None:
+    """Write a config as TOML that `load` reads back to the same.
+
+    Args:
+        new: the file must not be there (FileExistsError).
+    """
+    with open(path, "x" if new else "w") as file:
+        file.write(tomli_w.dumps(plain(config)))
