@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.bench.device import compute_elsewhere
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
+from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
 from shoal.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from shoal.layout import Layout
@@ -15,12 +16,13 @@ from shoal.train.engine import Engine
 
 def engine(
     workload: Workload, rank: int, ranks: int, *,
-    compile: bool = False, transport: str = "auto", device_seconds: float = 0.0, **layout: Any,
+    compile: bool = False, transport: str = "auto", device_seconds: float = 0.0,
+    link_gbs: float = 0.0, **layout: Any,
 ) -> Callable[[int], float]:
     """A training step of shoal on any layout.
 
     Args:
-        compile, transport: as in ``train``.
+        compile, transport, link_gbs: as in ``train``.
         device_seconds: of each layer's forward, on an emulated device (`shoal.bench.device`).
         layout: fields of `Layout`; without ``micro_batch``, a replica takes its sequences in one forward.
 
@@ -40,7 +42,8 @@ def engine(
     config.parallel.check(
         shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
     )
-    built = Engine(config, workload.shape, Mesh(config.parallel, rank, transport=transport), workload.samples)
+    mesh = Mesh(config.parallel, rank, transport=transport, link=Link(1e9 * link_gbs) if link_gbs else None)
+    built = Engine(config, workload.shape, mesh, workload.samples)
     if device_seconds:
         compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
 

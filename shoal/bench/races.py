@@ -15,6 +15,8 @@ from shoal.bench.pipelining import MICROBATCHES, SCHEDULES, pipeline
 from shoal.bench.race import Race
 from shoal.bench.workload import Workload
 
+LINK_GBS = 0.15  # with which the gradients of the default workload take about a third of its step
+
 
 def races(workload: Workload, ranks: int = 2) -> list[Race]:
     """All races over one workload, on so many ranks or threads."""
@@ -52,6 +54,7 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
         ),
         _overlap("overlap", workload, ranks, device_seconds=0.0),
         _overlap("overlap-device", workload, ranks, device_seconds=0.004),
+        _overlap_on_network(workload, ranks),
         Race(
             "tp",
             (several("shoal tp", partial(ours.engine, tp=ranks)),),
@@ -109,6 +112,20 @@ def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float) -
     )
 
 
+def _overlap_on_network(workload: Workload, ranks: int) -> Race:
+    """The same between ranks that a network seems to join, whose bytes move while the cores compute."""
+    several = partial(Contender, workload=workload, ranks=ranks)
+    memory = partial(ours.engine, dp=ranks, bucket_mb=4)
+    network = partial(memory, link_gbs=LINK_GBS)
+    return Race(
+        "overlap-network",
+        (several("shoal zero 0", network),),
+        (several("shoal, reduced after backward", partial(network, overlap=False)),),
+        target=1 / 0.9,
+        also=(several("shoal, through memory alone", memory),),
+    )
+
+
 def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> Race:
     """``compile = true`` against the peak of the same threads."""
     work = Workload(workload.model, workload.sequence_length, workload.sequences, precision)
@@ -123,6 +140,7 @@ def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> R
 
 
 NAMES = (
-    "dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "tp", "tp-overlap", "pp", "single", "compile",
+    "dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "overlap-network", "tp", "tp-overlap", "pp", "single",
+    "compile",
 )
 """What ``--only`` takes."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.link import Link, Work
 from shoal.comm.progress import Progress
 from shoal.comm.region import Region, host_identity
 from shoal.comm.shared import SharedGroup
@@ -27,13 +28,14 @@ class Group:
         shared: memory that CPU ranks of one host share, or None; what goes through it never meets the backend.
         sent: bytes that this rank has sent, by kind of collective (see `count`).
         calls: how often each was started, by kind and the bytes of the tensor that it takes.
+        link: the network that is imitated between the ranks, or None.
         alone: whether the other ranks are not there (a dry run); what they would give is then left out.
     """
 
     alone = False
 
-    def __init__(self, backend: dist.ProcessGroup, shared: SharedGroup | None = None):
-        self.backend, self.shared = backend, shared
+    def __init__(self, backend: dist.ProcessGroup, shared: SharedGroup | None = None, link: Link | None = None):
+        self.backend, self.shared, self.link = backend, shared, link
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
 
@@ -47,6 +49,12 @@ class Group:
         size = x.numel() * x.element_size()
         self.sent[kind] += size * times
         self.calls[kind, size] += 1
+        if self.link is not None:
+            self.link.send(size * times)
+
+    def carried(self, work: Work) -> Work:
+        """The collective that was counted last, as it was started; with a `Link`, no faster than that allows."""
+        return work if self.link is None else self.link.carry(work)
 
     def size(self) -> int:
         """Number of ranks."""

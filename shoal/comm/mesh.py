@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.group import Group, announce, local_progress, share
+from shoal.comm.link import Link
 from shoal.comm.progress import Progress
 from shoal.layout import AXES, EXPERT_AXES, Layout, axes_of
 
@@ -30,13 +31,17 @@ class Mesh:
     Args:
         transport: "auto" has CPU ranks of one host communicate through memory that they share; "backend" has them all
             use the process group's backend.
+        link: the network that collectives seem to go through; None imitates none.
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device | str = "cpu", transport: str = "auto"):
+    def __init__(
+        self, layout: Layout, rank: int, device: torch.device | str = "cpu", transport: str = "auto",
+        link: Link | None = None,
+    ):
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)
-        self.transport = transport
+        self.transport, self.link = transport, link
         if dist.is_initialized() and transport == "auto":
             announce(self.device)
         self.grid = torch.arange(layout.world_size).view(layout.shape)
@@ -137,7 +142,7 @@ class Mesh:
         if outside:
             return None
         group = self._groups[key]
-        return self._named.setdefault((axis, *key), Group(group.backend, group.shared))
+        return self._named.setdefault((axis, *key), Group(group.backend, group.shared, self.link))
 
     def sent(self) -> Counter[tuple[str, str]]:
         """Bytes that this rank has sent so far, by axis and kind of collective, as `Group.count` has them."""

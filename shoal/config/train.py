@@ -57,6 +57,10 @@ class TrainConfig(Section):
     transport: Literal["auto", "backend"] = "auto"
     """How CPU ranks of one host communicate: auto takes memory that they share, backend always gloo."""
 
+    link_gbs: NonNegativeFloat = 0.0
+    """GB/s at which a rank's part of a collective leaves it at most, by waiting: ranks of one host then behave as if
+    that network lay between them (not for pipelines). 0 imitates none."""
+
 
 class CheckpointConfig(Section):
     """What is kept on disk, and when."""

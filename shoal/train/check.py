@@ -41,6 +41,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_precision(config, shape)
     check_histograms(config)
     check_overlap(config)
+    check_link(config)
     check_profile(config)
     check_relaxed(config)
     check_curvature(config)
@@ -86,6 +87,20 @@ def check_overlap(config: RunConfig) -> None:
             f"parallel.tp_overlap = true with train.precision = '{config.train.precision}', which scales a product's "
             "input as a whole.\n  Leave tp_overlap out, or use bf16."
         )
+
+
+def check_link(config: RunConfig) -> None:
+    """Refuse a network between the ranks where not all that they exchange would go through it.
+
+    Raises:
+        UsageError: naming the two fields.
+    """
+    for name, plain in (("pp", 1), ("sync", "all-reduce")):
+        if config.train.link_gbs and (value := getattr(config.parallel, name)) != plain:
+            raise UsageError(
+                f"train.link_gbs = {config.train.link_gbs:g} with parallel.{name} = {value!r}: only collectives are "
+                f"slowed, and it also sends point to point.\n  Leave link_gbs out, or use parallel.{name} = {plain!r}."
+            )
 
 
 def check_profile(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import destroy_world
 from shoal.config import build
@@ -28,7 +29,8 @@ def run(payload: dict[str, Any]) -> int:
     """
     config = build(payload["config"])
     member = become_rank(config.train.device, config.train.threads)
-    mesh = Mesh(config.parallel, member.rank, member.device(config.train.device), config.train.transport)
+    device, link = member.device(config.train.device), Link(1e9 * gbs) if (gbs := config.train.link_gbs) else None
+    mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:
         made = [str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""]

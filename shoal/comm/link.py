@@ -1,0 +1,48 @@
+"""A network between ranks that have none, imitated by waiting.
+
+Ranks of one host move what they exchange with the cores that they compute on, so nothing can be hidden behind anything.
+On a network it is on its way while the cores do something else, and takes as long as its bytes do.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Until its result can be used."""
+
+
+class Link:
+    """The one way out of a rank: what it sends goes one after another, at most so fast.
+
+    Args:
+        rate: bytes per second.
+    """
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self._free = 0.0  # when all that was sent so far is through; of the monotonic clock
+
+    def send(self, size: float) -> None:
+        """Queue so many bytes."""
+        self._free = max(self._free, time.monotonic()) + size / self.rate
+
+    def carry(self, work: Work) -> Work:
+        """The same collective, which is not through before what was queued last is."""
+        return _Carried(work, self._free)
+
+
+@dataclass
+class _Carried:
+    work: Work
+    through: float
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(0.0, self.through - time.monotonic()))
