@@ -34,7 +34,7 @@ class OptimizersOptions(Section):
 
 
 def optimizers(options: OptimizersOptions, console: Console) -> int:
-    """Time and print; exit code 1 where a target is missed.
+    """Time and print; exit code 1 where neither way of ours reaches the target.
 
     Raises:
         UsageError: there is no such rule.
@@ -53,21 +53,24 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
                 timings.append(measure(name, parameters, options.turns))
     console.print(table(timings))
     console.print(f"torch {torch.__version__}, {options.threads} of {usable_cores()} cores", highlight=False)
-    return 0 if all(timing.ratio >= timing.target for timing in timings) else 1
+    return 0 if all(timing.met for timing in timings) else 1
 
 
 def table(timings: list[Timing]) -> Table:
     """The result as people read it."""
     view = Table(title="one update: shoal's on the flat shard, torch's by tensor")
-    for column in ("rule", "parameters", "shoal ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):
-        view.add_column(column, justify="left" if column in ("rule", "rival", "met") else "right")
+    for column in ("rule", "parameters", "shoal", "ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):
+        view.add_column(column, justify="left" if column in ("rule", "shoal", "rival", "met") else "right")
     for timing in timings:
-        ours, theirs = timing.seconds["shoal"], timing.seconds[timing.rival]
-        each = [b / a for a, b in zip(ours, theirs, strict=True)]
-        low, _, high = quantiles(each, n=4) if len(each) > 1 else each * 3
-        view.add_row(
-            timing.rule, f"{timing.parameters / 1e6:.1f} M", f"{median(ours) * 1e3:.1f}", timing.rival,
-            f"{median(theirs) * 1e3:.1f}", f"{timing.ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{timing.target:.0f}",
-            "[green]yes" if timing.ratio >= timing.target else "[red]no",
-        )
+        theirs = timing.rivals[timing.rival]
+        for name, ours in timing.ours.items():
+            each = [b / a for a, b in zip(ours, theirs, strict=True)]
+            low, _, high = quantiles(each, n=4) if len(each) > 1 else each * 3
+            ratio = timing.ratio(name)
+            view.add_row(
+                timing.rule, f"{timing.parameters / 1e6:.1f} M", "compiled" if name == "compiled" else "as it is",
+                f"{median(ours) * 1e3:.1f}", timing.rival, f"{median(theirs) * 1e3:.1f}", f"{ratio:.2f}",
+                f"{low:.2f} to {high:.2f}", f"{timing.target:.0f}",
+                "[green]yes" if ratio >= timing.target else "[red]no",
+            )
     return view

@@ -29,7 +29,7 @@ class TrainConfig(Section):
     """The attention kernel; auto takes what was measured fastest for the device and dtype."""
 
     compile: bool = False
-    """torch.compile each layer, and the loss where it is not split over ranks."""
+    """torch.compile each layer, the loss where it is not split over ranks, and update rules that gain by it."""
 
     validate_every: NonNegativeInt = 100
     """Steps between validations; 0 validates only at the end."""

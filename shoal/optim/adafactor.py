@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
-from shoal.optim.rule import BLOCK, Rule
+from shoal.optim.rule import BLOCK, Compilable, Rule
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.pieces import Box, Piece
 
@@ -18,7 +18,7 @@ _THRESHOLD = 1.0  # d
 _DECAY = 0.8  # of beta2: 1 - t^-0.8
 
 
-class Adafactor(Rule):
+class Adafactor(Rule, Compilable):
     """Algorithm 6, with the learning rate in place of the relative step size rho.
 
     A matrix [n, m] keeps n + m numbers, ``row`` and ``column``, which every holder of a part of it keeps whole; other
@@ -28,6 +28,8 @@ class Adafactor(Rule):
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
+        self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
+        self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
         kind = {"dtype": shards.dtype, "device": shards.device}
         self.sizes = {name: sum(whole) for name, whole in shards.parameters.items() if len(whole) == 2}
         self.factors = torch.zeros(sum(self.sizes.values()), **kind)
@@ -46,6 +48,12 @@ class Adafactor(Rule):
         parts = zip(self.sizes, flat.split(list(self.sizes.values())), strict=True)
         return {name: part.split(self.shards.parameters[name]) for name, part in parts}
 
+    def compile(self) -> None:
+        self._of_squares, self._of_update, self._move = (
+            torch.compile(kernel, dynamic=True) for kernel in (_sums_of_squares, _norm_of_update, _moved)
+        )
+        self._rows_at_once = None
+
     def update(self, learning_rate: float) -> None:
         self._accumulate(1 - self.count**-_DECAY)
         root_mean_squares = self._root_mean_squares()
@@ -53,10 +61,12 @@ class Adafactor(Rule):
             update_size, weight_size = root_mean_squares[part.name]
             rate = learning_rate * shard.rate
             scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
-            for some, (scaled, factor) in zip(_rows(shard.weights, part), self._directions(shard, part), strict=True):
-                if shard.decay:
-                    some.mul_(1 - rate * shard.decay)
-                some.addcmul_(scaled, factor, value=-scale)
+            # As tensors, since the kernel would be compiled anew for other numbers.
+            numbers = torch.tensor([1 - rate * shard.decay, scale], dtype=torch.float64, device=self.shards.device)
+            by_row, by_column = self._factors(part)
+            rows = zip(*(self._rows(x, part) for x in (shard.weights, shard.gradient)), strict=True)
+            for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
+                self._move(weights, gradient, factor, by_column, *numbers)
 
     def _accumulate(self, beta2: float) -> None:
         """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
@@ -69,33 +79,35 @@ class Adafactor(Rule):
                 continue
             row, column = (total[along] for total, along in zip(sums[part.name], part.box.slices, strict=True))
             start = 0
-            for gradient in _rows(shard.gradient, part):
-                square = gradient * gradient
-                n, m = square.shape
-                row[start : start + n] += square.sum(1).add_(m * _EPS_SQUARE) / part.copies
-                column += square.sum(0).add_(n * _EPS_SQUARE) / part.copies
+            for gradient in self._rows(shard.gradient, part):
+                n, m = gradient.shape
+                of_rows, of_columns = self._of_squares(gradient)
+                row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
+                column += of_columns.add_(n * _EPS_SQUARE) / part.copies
                 start += n
         self.shards.holders.sum(fresh)
         self.factors.lerp_(fresh, 1 - beta2)
 
-    def _directions(self, shard: Shard, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradient over the root of its estimated second moment (lines 7 and 8), some rows at a time.
+    def _factors(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Of each row and each column of a part: the root of the estimated second moment is 1 over both (lines 7, 8).
 
-        Yields:
-            Two factors of it: one for all elements, and one for all elements of a vector or for the rows of a matrix.
+        What is no matrix counts as one row.
         """
-        gradients = _rows(shard.gradient, part)
         if not _matrix(part):
-            roots = self.squares[part.name, part.box].rsqrt().split(gradients[0].size(0))
-            yield from zip(gradients, roots, strict=True)
-            return
+            by_column = self.squares[part.name, part.box].view(-1).rsqrt()
+            return by_column.new_ones(1, 1), by_column
         row, column = self.views[part.name]
         rows, columns = part.box.slices
         # By roots of each, since the product of the two sums could underflow.
-        by_row = (row[rows, None] / row.sum()).rsqrt_().split(gradients[0].size(0))
-        by_column = column[columns].rsqrt()
-        for gradient, factor in zip(gradients, by_row, strict=True):
-            yield gradient * by_column, factor
+        return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
+
+    def _rows(self, flat: Tensor, part: Part) -> tuple[Tensor, ...]:
+        """A part of a flat tensor as a matrix, as many rows at a time as stay in a core's cache."""
+        return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
+
+    def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
+        each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
+        return matrix.split(each or matrix.size(0))
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
         """By parameter, those of the update and of the weights."""
@@ -103,10 +115,11 @@ class Adafactor(Rule):
         place = {name: i for i, name in enumerate(self.shards.parameters)}
         for shard, part in self._parts():
             total = squares[place[part.name]]
-            for scaled, factor in self._directions(shard, part):
-                by_row = torch.linalg.vector_norm(scaled, dim=1, keepdim=True) if _matrix(part) else scaled
-                total[0] += torch.linalg.vector_norm(by_row * factor).double().square() / part.copies
-            for weights in _rows(shard.weights, part):
+            by_row, by_column = self._factors(part)
+            rows = zip(self._rows(shard.gradient, part), self._split_rows(by_row, part), strict=True)
+            for gradient, factor in rows:
+                total[0] += self._of_update(gradient, factor, by_column).double().square() / part.copies
+            for weights in self._rows(shard.weights, part):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
         numbers = squares.tolist()
@@ -132,7 +145,17 @@ def _matrix(part: Part) -> bool:
     return len(part.whole) == 2
 
 
-def _rows(flat: Tensor, part: Part) -> tuple[Tensor, ...]:
-    """A part of a flat tensor, as many rows at a time as stay in a core's cache."""
-    view = flat[part.slice].view(part.box.shape)
-    return view.split(max(1, BLOCK * view.size(0) // view.numel()))
+def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    square = gradient * gradient
+    return square.sum(1), square.sum(0)
+
+
+def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Of some rows."""
+    of_rows = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
+    return torch.linalg.vector_norm(of_rows * by_row)
+
+
+def _moved(weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor) -> None:
+    """Some rows of the weights, in place, by the gradient over the root of its second moment."""
+    weights.mul_(kept).sub_((gradient * by_column).mul_(by_row * scale))

@@ -12,7 +12,7 @@ from shoal.optim.adam8bit import Adam8bit
 from shoal.optim.from_torch import TORCH, FromTorch
 from shoal.optim.muon import Muon
 from shoal.optim.radam import RAdam
-from shoal.optim.rule import Rule
+from shoal.optim.rule import Compilable, Rule
 from shoal.optim.sage import Sage
 from shoal.optim.shards import Shards
 from shoal.optim.sophia import Sophia
@@ -34,20 +34,36 @@ ELEMENTWISE = (*TORCH, "radam", "sage")
 """Rules that update every element by itself, from its gradient alone, with states that are numbers of each."""
 
 
-def build(config: OptimizerConfig, shards: Shards) -> Rule:
-    """The rule that a run asks for, with its states allocated."""
-    return RULES[config.name](config, shards)
+def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> Rule:
+    """The rule that a run asks for, with its states allocated.
+
+    Args:
+        compile: its updates, if they are not kernels of torch's own.
+    """
+    rule = RULES[config.name](config, shards)
+    if compile and compilable(config.name):
+        rule.compile()
+    return rule
 
 
-def build_for(policy: Policy, config: OptimizerConfig, shards: Shards, seed: int) -> Rule:
+def compilable(name: str) -> bool:
+    """Whether updates of this rule can be compiled."""
+    rule = RULES[name]
+    return isinstance(rule, type) and issubclass(rule, Compilable)
+
+
+def build_for(
+    policy: Policy, config: OptimizerConfig, shards: Shards, seed: int, *, compile: bool = False
+) -> Rule:
     """The same on weights, gradients and states in a policy's formats.
 
     Args:
         seed: of stochastic rounding.
     """
+    make = partial(build, compile=compile)
     if policy.formats.widened:
-        return Widened(config, shards, build, state=policy.state, seed=seed)
-    return build(config, shards)
+        return Widened(config, shards, make, state=policy.state, seed=seed)
+    return make(config, shards)
 
 
 def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
@@ -50,28 +51,47 @@ class Rule(ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Elementwise(Rule):
+class Compilable(ABC):
+    """A rule made of torch's operations, each of which goes over memory: compiled, they do so together."""
+
+    @abstractmethod
+    def compile(self) -> None:
+        """Compile the updates that are made from now on."""
+
+
+class Elementwise(Rule, Compilable):
     """A rule in which every element is updated by itself, so that any shard will do.
 
-    Subclasses name their `STATES` and give `block`.
+    Subclasses name their `STATES` and give `numbers` and `block`.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
+    _compiled: Callable[..., None] | None = None
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
         self.tensors = {name: like(shards.shards) for name in self.STATES}
 
+    def compile(self) -> None:
+        self._compiled = torch.compile(self.block, dynamic=True)
+
     def update(self, learning_rate: float) -> None:
         for i, shard in enumerate(self.shards.shards):
-            states = [self.tensors[name][i] for name in self.STATES]
-            rate = learning_rate * shard.rate
-            for weights, gradient, *values in blocks(shard.weights, shard.gradient, *states):
-                self.block(weights, gradient, *values, rate=rate, decay=shard.decay)
+            tensors = (shard.weights, shard.gradient, *(self.tensors[name][i] for name in self.STATES))
+            numbers = self.numbers(learning_rate * shard.rate, shard.decay)
+            if self._compiled is not None:  # as tensors, since it would be compiled anew for other numbers
+                self._compiled(*tensors, *torch.tensor(numbers, dtype=torch.float64, device=self.shards.device))
+                continue
+            for some in blocks(*tensors):
+                self.block(*some, *numbers)
 
     @abstractmethod
-    def block(self, weights: Tensor, gradient: Tensor, *states: Tensor, rate: float, decay: float) -> None:
-        """Update some elements, and their states, in place."""
+    def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
+        """What `block` takes besides tensors: all that depends on the learning rate or on the number of the update."""
+
+    @abstractmethod
+    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
+        """Update some elements, and their states, in place. ``rest``: the states, then the numbers."""
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {name: named(self.shards.shards, tensors) for name, tensors in self.tensors.items()}

@@ -17,18 +17,19 @@ class Sage(Elementwise):
 
     STATES = ("exp_avg", "exp_avg_sq", "sensitivity")
 
-    def block(self, weights: Tensor, gradient: Tensor, *states: Tensor, rate: float, decay: float) -> None:
-        mean, square, sensitivity = states
+    def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
+        beta1, beta2 = self.config.betas
+        bias = (1 - beta2**self.count) ** 0.5  # of the root
+        return 1 - rate * decay, self.config.eps * bias, rate * bias / (1 - beta1**self.count)
+
+    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
+        mean, square, sensitivity, kept, eps, step = rest
         beta1, beta2 = self.config.betas
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         now = (gradient * weights).abs_()
         sensitivity.lerp_(now, 1 - self.config.sensitivity_beta)
         now.sub_(sensitivity).abs_().add_(self.config.eps).mul_(mean)
-        # One division by both: (root + eps c) (M + eps) / c, with c the bias of the root.
-        bias = (1 - beta2**self.count) ** 0.5
-        under = square.sqrt().add_(self.config.eps * bias)
-        under.mul_(sensitivity + self.config.eps)
-        if decay:
-            weights.mul_(1 - rate * decay)
-        weights.addcdiv_(now, under, value=-rate * bias / (1 - beta1**self.count))
+        # One division by both: (root + eps) (M + eps), the root and its eps times the root's bias.
+        under = square.sqrt().add_(eps).mul_(sensitivity + self.config.eps)
+        weights.mul_(kept).sub_(now.div_(under).mul_(step))

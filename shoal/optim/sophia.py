@@ -41,13 +41,14 @@ class Sophia(Elementwise):
             raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
         super().step(learning_rate)
 
-    def block(self, weights: Tensor, gradient: Tensor, *states: Tensor, rate: float, decay: float) -> None:
-        mean, hessian = states
+    def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
+        return 1 - rate * decay, rate / self.config.hessian_scale
+
+    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
+        mean, hessian, kept, step = rest
         mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
-        if decay:
-            weights.mul_(1 - rate * decay)  # line 12
-        # Line 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
+        # Lines 12 and 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
         gamma = self.config.hessian_scale
         newton = hessian.clamp(min=self.config.eps / gamma)
         torch.div(mean, newton, out=newton).clamp_(-gamma, gamma)
-        weights.sub_(newton, alpha=rate / gamma)
+        weights.mul_(kept).sub_(newton.mul_(step))

@@ -94,7 +94,7 @@ class Engine:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None
         shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
-        self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed)
+        self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
         self.observe: Callable[[], object] | None = None  # called before each update, when the gradients are complete
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
         self.runtime = self._runtime(self.program)

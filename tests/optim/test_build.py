@@ -1,5 +1,6 @@
 """The rules by name: decay, factors on the rate, states, on any cut of the parameters."""
 
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config import OptimizerConfig
-from shoal.optim.build import RULES, build, rate_factor, weight_decay
+from shoal.optim.build import RULES, build, compilable, rate_factor, weight_decay
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.optim.sophia import Sophia
 from shoal.pieces import flat_range
@@ -39,6 +40,28 @@ def update(rule, rate):
     if isinstance(rule, Sophia) and rule.due:
         rule.learn([shard.gradient.square() * 3 for shard in rule.shards.shards])
     rule.step(rate)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("name", [name for name in sorted(RULES) if compilable(name) and name != "sophia-h"])
+def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name):
+    config = OptimizerConfig(name=name, betas=(0.8, 0.9))
+    generator = torch.Generator().manual_seed(0)
+    weights, gradients = (
+        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in SHAPES.values()] for _ in range(2)
+    )
+    ours, expected = ([w.clone() for w in weights] for _ in range(2))
+    rules = [build(config, whole(ours, gradients, config), compile=True)]
+    rules.append(build(config, whole(expected, gradients, config)))
+    for step in range(3):
+        # What changes from update to update must not have it compiled anew in each.
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            for rule in rules:
+                update(rule, 0.1 / (step + 1))
+        for gradient in gradients:
+            gradient.mul_(-1.5)
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
