@@ -15,7 +15,7 @@ import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shoal.config import RUN_FILE, RunConfig, Section, load, validate
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError, did_you_mean, of_system, redact
 from shoal.options import defaults, plain, read
 
 T = TypeVar("T", bound=Section)
@@ -257,10 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, rest = _command(args)
         return command(rest)
     except UsageError as error:
-        print(f"shoal: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(of_system(error))
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(error: UsageError) -> int:
+    print(f"shoal: error: {redact(str(error))}", file=sys.stderr)
+    return 2
 
 
 def _usage() -> str:

@@ -1,7 +1,11 @@
 """The one error that means "what you asked for cannot be", and how to suggest what can."""
 
 import difflib
-from collections.abc import Iterable
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
 
 
 class UsageError(Exception):
@@ -24,11 +28,51 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else "allowed: " + ", ".join(allowed)
 
 
+def of_system(error: OSError) -> UsageError:
+    """What the operating system refuses, as bad input: a file that is not there or not allowed, a full disk, a port.
+
+    >>> str(of_system(PermissionError(13, "Permission denied", "/root/run")))
+    '/root/run: permission denied.'
+    """
+    what = error.strerror or str(error) or type(error).__name__
+    where = f"{error.filename}: " if error.filename else ""
+    return UsageError(f"{where}{what[0].lower()}{what[1:].rstrip('.')}.")
+
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API)?KEY(_|$)|_PAT$", re.IGNORECASE)
+"""What the name of an environment variable has in it whose value nobody should read in a log."""
+
+SHORTEST_SECRET = 6  # letters: a shorter value would be found everywhere
+
+
+def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A text without the values of the environment's secrets, by the names of their variables (`SECRET`).
+
+    >>> redact("401 for hf_abcdef", {"HF_TOKEN": "hf_abcdef"})
+    '401 for [HF_TOKEN]'
+    """
+    secrets = {value: name for name, value in environment.items() if SECRET.search(name)}
+    for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        if len(value) >= SHORTEST_SECRET:
+            text = text.replace(value, f"[{secrets[value]}]")
+    return text
+
+
 def nearest_divisors(value: int, *, of: int, count: int = 2) -> list[int]:
     """The divisors of ``of`` that are closest to ``value``, nearest first.
 
     >>> nearest_divisors(3, of=8)
     [2, 4]
     """
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    return sorted(divisors, key=lambda d: (abs(d - value), d))[:count]
+    return sorted(divisors(of), key=lambda d: (abs(d - value), d))[:count]
+
+
+@cache
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors, smallest first.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return (*small, *(n // d for d in reversed(small) if d * d != n))

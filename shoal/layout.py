@@ -11,11 +11,11 @@ import itertools
 import math
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from shoal.catalog import ModelShape
-from shoal.errors import UsageError, did_you_mean, nearest_divisors
+from shoal.errors import UsageError, did_you_mean, divisors, nearest_divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
@@ -32,6 +32,9 @@ Sync = Literal[
     "all-reduce", "powersgd", "topk", "onebit", "int8", "local-sgd", "diloco", "sgp", "wagma", "ps-bsp", "ps-ssp",
     "ps-async", "hogwild",
 ]
+MOST_RANKS = 2**20  # more than any machine has: what is larger is a slip, and would take forever to check
+MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
+Degree = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
 def _known_schedule(name: str) -> str:
@@ -46,7 +49,7 @@ class Layout(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    dp: PositiveInt = 1
+    dp: Degree = 1
     """Data-parallel replicas: each works on its own part of the global batch."""
 
     sync: Sync = "all-reduce"
@@ -57,10 +60,10 @@ class Layout(BaseModel):
     """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
     2 also gradients, 3 also parameters (FSDP)."""
 
-    zero_shard: PositiveInt | None = None
+    zero_shard: Degree | None = None
     """Ranks over which ZeRO shards; the rest of dp replicates the shards (hybrid sharding). Default: all of dp."""
 
-    tp: PositiveInt = 1
+    tp: Degree = 1
     """Tensor-parallel ranks: matrices are split inside each layer (Shoeybi et al. 2019)."""
 
     sequence_parallel: bool = False
@@ -72,11 +75,11 @@ class Layout(BaseModel):
     auto does with sequence_parallel where transfers go on in the background, which those of CPU ranks do not, unless
     layers are compiled or multiply in 8 bits."""
 
-    cp: PositiveInt = 1
+    cp: Degree = 1
     """Context-parallel ranks: each has a part of every sequence, and keys and values go round all of them (Liu et al.
     2023, "Ring Attention")."""
 
-    ulysses: PositiveInt = 1
+    ulysses: Degree = 1
     """So many of the context-parallel ranks exchange tokens for heads around attention instead (Jacobs et al. 2023,
     "DeepSpeed Ulysses"); the ring then has cp / ulysses places. 1 is a ring alone, cp is the exchange alone."""
 
@@ -84,17 +87,17 @@ class Layout(BaseModel):
     """Which tokens a place of the ring has: zig-zag, a chunk from the front and one from the back, so that causal
     attention is equal work for all; striped, every n-th token (Brandon et al. 2023); contiguous, one run."""
 
-    ep: PositiveInt = 1
+    ep: Degree = 1
     """Expert-parallel ranks: each holds some of the experts, and tokens are sent to them (Lepikhin et al. 2020). They
     are taken from the dp x cp x tp ranks of a pipeline stage, neighbours first."""
 
-    etp: PositiveInt | None = None
+    etp: Degree | None = None
     """Ranks that split each expert's matrices, as tp does the others'; ep x etp divides dp x cp x tp. Default: tp."""
 
-    pp: PositiveInt = 1
+    pp: Degree = 1
     """Pipeline ranks: consecutive layers on different ranks."""
 
-    virtual_stages: PositiveInt | None = None
+    virtual_stages: Degree | None = None
     """Stages on each pipeline rank, for the schedules that leave it open (default there: 2)."""
 
     schedule: Annotated[Schedule | str, AfterValidator(_known_schedule)] = "1f1b"
@@ -260,6 +263,8 @@ class Layout(BaseModel):
                 "model: multi-head latent attention is counted, but neither trained nor estimated."
                 "\n  Choose another model."
             )
+        if self.world_size > MOST_RANKS:
+            raise UsageError(f"parallel: {self.equation()}, but there can be at most {MOST_RANKS:,}.")
         self._check_data_parallel(global_batch)
         self._check_tensor_parallel(shape, sequence_length)
         self._check_context_parallel(shape, sequence_length)
@@ -314,6 +319,12 @@ class Layout(BaseModel):
                 f"{self.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
                 f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
             )
+        if (microbatches := self.microbatches(global_batch)) > MOST_MICROBATCHES:
+            raise UsageError(
+                f"train.global_batch = {global_batch} is dp {self.dp} x micro_batch {self.micro_batch} x "
+                f"{microbatches:,} micro-batches, but a step can have at most {MOST_MICROBATCHES:,}."
+                "\n  Use a larger micro_batch or dp."
+            )
 
     def _check_tensor_parallel(self, shape: ModelShape, sequence_length: int) -> None:
         if self.tp == 1:
@@ -341,15 +352,16 @@ class Layout(BaseModel):
                 f"\n  Nearest tp that fits the model: {self._nearest_tp(shape)}."
             )
         if self.sequence_parallel and sequence_length % self.tp:
+            near = max(sequence_length, 2 * self.cp * self.tp if self.cp > 1 else 0)
             raise UsageError(
                 f"data.sequence_length = {sequence_length} is not a multiple of tp {self.tp}, as sequence parallelism "
                 f"needs: each rank takes sequence_length / tp tokens."
-                f"\n  Nearest lengths that are: {_nearest_multiples(sequence_length, self.tp)}."
+                f"\n  Nearest lengths that are: {_nearest_multiples(near, self.tp)}."
             )
 
     def _check_context_parallel(self, shape: ModelShape, sequence_length: int) -> None:
         heads, kv = shape.heads // self.tp, max(1, shape.kv_heads // self.tp)
-        fits = [n for n in _divisors(self.cp) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        fits = [n for n in divisors(self.cp) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
         if self.ulysses not in fits:
             if self.cp % self.ulysses:
                 why = f"does not divide cp {self.cp}: cp = ring x ulysses."
@@ -419,7 +431,7 @@ class Layout(BaseModel):
     def _nearest_tp(self, shape: ModelShape) -> str:
         fits = [
             tp
-            for tp in range(1, shape.heads + 1)
+            for tp in divisors(shape.heads)
             if not any(size % tp for size in _split_sizes(shape).values())
             and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
         ]
@@ -428,8 +440,8 @@ class Layout(BaseModel):
     def _fitting(self, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
         """Degrees that make this many ranks and break no rule, nearest first: all that change one, else two others."""
         found = []
-        contexts = _divisors(ranks) if self.cp > 1 else [1]
-        for pp, tp, cp in itertools.product(_divisors(ranks), _divisors(ranks), contexts):
+        contexts = divisors(ranks) if self.cp > 1 else (1,)
+        for pp, tp, cp in itertools.product(divisors(ranks), divisors(ranks), contexts):
             if ranks % (pp * tp * cp):
                 continue
             degrees = {"pp": pp, "dp": ranks // (pp * tp * cp), "cp": cp, "tp": tp}
@@ -485,7 +497,3 @@ def _split_sizes(shape: ModelShape) -> dict[str, int]:
 def _nearest_multiples(value: int, of: int) -> str:
     below = value // of * of
     return f"{below} or {below + of}" if below else f"{of}"
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

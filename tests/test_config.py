@@ -106,7 +106,7 @@ def test_a_config_cannot_be_changed():
         ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas = 1.0: input should be less than 1"),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas = "),
         ("[data]\nvalidation_fraction = 0.5", "data.validation_fraction = 0.5: input should be less than 0.5"),
-        ("train = 3", "train = 3: input should be a valid dictionary"),
+        ("train = 3", "train = 3: input should be a table"),
         ("[train", "is not TOML"),
         ("\xff", "is not TOML"),
     ],

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 
 from shoal.catalog.software import software_table
 from shoal.errors import UsageError
+from shoal.files import read_toml
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
@@ -95,22 +96,20 @@ def read_calibration(path: Path | None = None) -> Calibration:
     Raises:
         UsageError: no such file, not TOML, or a constant that is missing or unknown.
     """
-    own = _entries(files("shoal.catalog").joinpath("calibration.toml").read_text(), "calibration.toml")
+    shipped = files("shoal.catalog").joinpath("calibration.toml").read_text()
+    own = _entries(tomllib.loads(shipped), "calibration.toml")
     if path is None:
         return Calibration(own)
-    try:
-        given = _entries(path.read_text(encoding="utf-8"), str(path))
-    except OSError:
-        raise UsageError(f"no such file: {path}") from None
+    given = _entries(read_toml(path), str(path))
     if wrong := sorted(given.keys() ^ own.keys()):
         raise UsageError(f"{path}: constants must be those of shoal's own calibration.toml; these differ: {wrong}")
     return Calibration(given)
 
 
-def _entries(text: str, where: str) -> dict[str, Constant]:
+def _entries(tables: dict[str, Any], where: str) -> dict[str, Constant]:
     try:
-        return {name: Constant(**values) for name, values in tomllib.loads(text).items()}
-    except (tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
+        return {name: Constant(**values) for name, values in tables.items()}
+    except (ValidationError, TypeError) as error:
         raise UsageError(f"{where} is no calibration: {error}") from None
 
 

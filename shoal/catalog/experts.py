@@ -15,16 +15,16 @@ class Experts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    count: PositiveInt
+    count: int = Field(gt=0, le=2**16)
     """E, experts of a layer that tokens are routed to."""
 
     per_token: PositiveInt = 1
     """k, experts that a token is given to (expert-choice: on average, with capacity_factor 1)."""
 
-    ffn: PositiveInt
+    ffn: int = Field(gt=0, le=2**24)
     """Width inside one expert."""
 
-    shared: NonNegativeInt = 0
+    shared: int = Field(0, ge=0, le=2**10)
     """Experts besides these that every token passes through (Dai et al. 2024, "DeepSeekMoE"), as one block of their
     width together."""
 

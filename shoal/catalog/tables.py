@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import read_toml
 
 T = TypeVar("T", bound=BaseModel)
 KINDS = ("accelerators", "links", "nodes", "models", "software")
@@ -40,12 +41,7 @@ def add(path: str | Path) -> None:
     Raises:
         UsageError: no such file, not TOML, or a table that is none of `KINDS`.
     """
-    try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError:
-        raise UsageError(f"no such file: {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+    given = read_toml(path)
     for kind, entries in given.items():
         if kind not in KINDS:
             raise UsageError(f"{path}: a catalog has no table '{kind}'; {did_you_mean(kind, KINDS)}")

@@ -187,6 +187,8 @@ def _fill(path: Path, manifest: Manifest, state: State) -> None:
 def _opened(path: Path, expected: StoredFile) -> Iterator[safe_open]:
     """One file of a checkpoint, its size and header proved before it is parsed."""
     try:
+        if not storage.is_own(path):
+            raise CheckpointError(f"{path} is a link out of the checkpoint's folder, or no file.\n{MEND}")
         size, header = storage.size(path), storage.read(path, expected.header_bytes)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.\n{MEND}") from None

@@ -11,13 +11,23 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from shoal.checkpoint import storage
-from shoal.errors import UsageError
+from shoal.errors import UsageError, did_you_mean
 from shoal.pieces import Box
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
+MOST_BYTES = 256 << 20  # of a manifest: a million boxes
 COMMITTED = re.compile(r"step-(\d{8,})")
 
 DTYPES = {  # the names of the safetensors format
@@ -39,20 +49,32 @@ class Committed(NamedTuple):
     path: Path
 
 
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"no dtype of a checkpoint; {did_you_mean(dtype, DTYPES)}")
+    return dtype
+
+
 class _Plain(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
+
+
+FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]+\.safetensors$")]
+"""Only such a file, in the checkpoint's own folder: a path that somebody wrote into a manifest leads nowhere else."""
+
+Sizes = Annotated[tuple[NonNegativeInt, ...], Field(max_length=8)]
 
 
 class StoredBox(_Plain):
     """One box of a tensor, stored under `key` in one file."""
 
-    file: Annotated[str, StringConstraints(pattern=r"^rank-\d+\.safetensors$")]
+    file: FileName
     """Its file, in the checkpoint's own folder."""
 
-    offset: tuple[int, ...]
+    offset: Sizes
     """Where it begins in the whole tensor."""
 
-    shape: tuple[int, ...]
+    shape: Sizes
     """Its size."""
 
     checksum: str
@@ -67,10 +89,10 @@ class StoredBox(_Plain):
 class StoredTensor(_Plain):
     """One named tensor: what it is as a whole, and the boxes that make it up."""
 
-    shape: tuple[int, ...]
+    shape: Sizes
     """Of the whole tensor."""
 
-    dtype: str
+    dtype: Annotated[str, AfterValidator(_known)]
     """A key of `DTYPES`."""
 
     boxes: list[StoredBox]
@@ -80,10 +102,10 @@ class StoredTensor(_Plain):
 class StoredFile(_Plain):
     """What a file must look like before its tensors are trusted."""
 
-    bytes: int
+    bytes: NonNegativeInt
     """Its size."""
 
-    header_bytes: int
+    header_bytes: NonNegativeInt
     """Size of the safetensors header with its 8-byte length."""
 
     header: str
@@ -93,7 +115,7 @@ class StoredFile(_Plain):
 class Part(_Plain):
     """What one rank wrote."""
 
-    files: dict[str, StoredFile]
+    files: dict[FileName, StoredFile]
     """At most one: a rank that is primary for nothing writes no file."""
 
     tensors: dict[str, StoredTensor]
@@ -108,14 +130,24 @@ class Manifest(_Plain):
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
     version: Literal[1] = 1
-    step: int
+    step: NonNegativeInt
     """Optimizer steps done."""
 
     extra: dict[str, Any]
     """Everything that is not a tensor: the model's shape, the run's config, counters."""
 
-    files: dict[str, StoredFile]
+    files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        for name, tensor in self.tensors.items():
+            for box in tensor.boxes:
+                if not len(box.offset) == len(box.shape) == len(tensor.shape):
+                    raise ValueError(f"tensor '{name}': a box of other dims than its shape {tensor.shape}")
+                if box.file not in self.files:
+                    raise ValueError(f"tensor '{name}' lies in {box.file}, which is not among the files")
+        return self
 
 
 def key(name: str, box: Box) -> str:
@@ -208,12 +240,14 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: not a checkpoint, damaged, or of another version of the format.
     """
     try:
-        data, sum_line = storage.read(path / MANIFEST), storage.read(path / MANIFEST_SUM)
+        data, sum_line = storage.read(path / MANIFEST, MOST_BYTES + 1), storage.read(path / MANIFEST_SUM, 1024)
     except OSError as error:
         raise CheckpointError(
             f"{path} is not a whole checkpoint: {error.strerror}: {error.filename}.\n"
             "  Give the folder of one step, such as checkpoints/step-00000100."
         ) from None
+    if len(data) > MOST_BYTES:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: no manifest has {MOST_BYTES >> 20} MiB.\n{MEND}")
     if sum_line.split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
         raise CheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 is not the one in {MANIFEST_SUM}.\n{MEND}")
     try:

@@ -33,6 +33,16 @@ def exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def is_own(path: Path) -> bool:
+    """Whether a file, if it is there, lies in its folder: not a link to elsewhere, a pipe or a device.
+
+    Raises:
+        OSError: it is not there.
+    """
+    whole = path.resolve(strict=True)
+    return whole.is_file() and whole.parent == path.parent.resolve()
+
+
 def size(path: Path) -> int:
     """Bytes in a file."""
     return path.stat().st_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat
 
 from shoal.config.section import Section
 
@@ -29,7 +29,7 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
 
-    sequence_length: PositiveInt = 256
+    sequence_length: int = Field(256, gt=0, le=2**30)
     """s, tokens per sequence."""
 
     document_mask: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, create_model
+from pydantic import Field, create_model
 
 from shoal.catalog import Experts, ModelShape, model_shape
 from shoal.config.section import Section
@@ -24,31 +24,34 @@ ExpertsConfig = create_model(
 )
 
 
+Size = Annotated[int, Field(gt=0, le=2**24)]
+
+
 class ModelConfig(Section):
     """A shape from the catalog, any part of which can be overridden."""
 
     name: str = "tiny"
     """A model of the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
 
-    layers: PositiveInt | None = None
+    layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
     """Override: number of transformer layers."""
 
-    hidden: PositiveInt | None = None
+    hidden: Size | None = None
     """Override: width of the residual stream."""
 
-    heads: PositiveInt | None = None
+    heads: Size | None = None
     """Override: query heads."""
 
-    kv_heads: PositiveInt | None = None
+    kv_heads: Size | None = None
     """Override: key and value heads (default: as many as heads, where those are overridden)."""
 
-    head_dim: PositiveInt | None = None
+    head_dim: Size | None = None
     """Override: width of one head (default: hidden / heads)."""
 
-    ffn: PositiveInt | None = None
+    ffn: Size | None = None
     """Override: width inside the feed-forward block."""
 
-    vocab: PositiveInt | None = None
+    vocab: Size | None = None
     """Override: token ids (default: the tokenizer's)."""
 
     tied: bool | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from shoal.config.precision import Float8Config, LossScaleConfig
 from shoal.config.relaxed import RelaxedConfig
 from shoal.config.section import Section, plain, validate
 from shoal.config.train import CheckpointConfig, MetricsConfig, TrainConfig
-from shoal.errors import UsageError
+from shoal.files import read_toml
 from shoal.layout import Layout
 
 RUN_FILE = "run.toml"
@@ -43,14 +42,7 @@ def load(path: str | Path) -> RunConfig:
     Raises:
         UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UsageError(f"no such file: {path}")
-    try:
-        values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
-    return build(values, where=str(path))
+    return build(read_toml(path), where=str(path))
 
 
 def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:

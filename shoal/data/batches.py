@@ -68,7 +68,7 @@ class PackedDataset:
     """Sequences of s tokens cut from the packed stream of documents; sample j starts at token ``j x s``.
 
     Raises:
-        UsageError: the split is shorter than one sequence, or a shard is damaged.
+        UsageError: the split is shorter than one sequence, or has no token to learn; or a shard is damaged.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class PackedDataset:
         self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one target more
         if self.samples < 1:
             raise UsageError(_too_short(stream, sequence_length))
+        if stream.info.tokens == stream.info.documents:  # each is an end
+            raise UsageError(_all_masked(stream))
         self._stream, self._length, self._end = stream, sequence_length, end_of_document
         self._order = SampleOrder(self.samples, order_seed)
 
@@ -187,4 +189,12 @@ def _too_short(stream: TokenStream, sequence_length: int) -> str:
         f"documents (the other split has {other}); one sequence needs data.sequence_length + 1 = {sequence_length + 1}."
         "\n  Give more text or more documents (documents are whole in one split), a shorter data.sequence_length, or "
         "another data.validation_fraction."
+    )
+
+
+def _all_masked(stream: TokenStream) -> str:
+    return (
+        f"data: every label of {stream.manifest.corpus} is masked: its {stream.info.documents} documents have "
+        f"{stream.info.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
+        "'bytes' knows every text."
     )

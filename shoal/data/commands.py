@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal.config import DataConfig
 from shoal.data.corpus import open_corpus
-from shoal.data.shards import SPLITS, Manifest, TokenStream, open_shards, split_of
+from shoal.data.shards import SPLITS, Manifest, open_shards, split_of
 from shoal.data.tokenizer import load_tokenizer, train_bpe
 
 
@@ -18,11 +18,10 @@ def prepare(config: DataConfig, *, progress: bool = True) -> None:
     Raises:
         UsageError: whatever is wrong with the input, by name.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    if config.source != "synthetic":
-        folder = open_shards(config, tokenizer, progress=progress)
-        for split in SPLITS:
-            TokenStream(folder, split)
+    from shoal.data.batches import open_dataset  # which needs torch
+
+    for split in SPLITS:
+        open_dataset(config, seed=0, split=split, progress=progress)
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -93,8 +94,8 @@ class FileCorpus:
             stat = path.stat()
             listing.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         remembered = memo / listing.hexdigest()
-        if remembered.is_file():
-            return remembered.read_text()
+        if (known := _remembered(remembered)) is not None:
+            return known
         content = xxhash.xxh3_128(reader)
         for path in self.files:
             content.update(_file_digest(path))
@@ -104,6 +105,15 @@ class FileCorpus:
             file.write(content.hexdigest())
         os.replace(staged, remembered)
         return content.hexdigest()
+
+
+def _remembered(path: Path) -> str | None:
+    """A hash that was noted down; None where there is none, or something else stands there."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return None
+    return content.decode() if re.fullmatch(rb"[0-9a-f]{32}", content) else None
 
 
 def _file_digest(path: Path) -> bytes:
@@ -220,7 +230,12 @@ def _read_text(path: Path) -> Iterator[str]:
     with open(path, encoding="utf-8", newline="") as file:
         try:
             while lines := file.readlines(LONGEST_TEXT):
-                yield "".join(lines)
+                text = "".join(lines)
+                if "\0" in text:
+                    raise UsageError(
+                        f"{path} is a binary file: it has a NUL character.\n  Leave it out with a glob in data.paths."
+                    )
+                yield text
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"{path} is not UTF-8 text ({error.reason}).\n  Convert it, or leave it out with a glob in data.paths."
@@ -235,6 +250,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             where = f"{path}, line {number}"
             try:
                 record = json.loads(line)
+            except RecursionError:
+                raise UsageError(f"{where}: not JSON that can be read: it is nested too deep.") from None
             except ValueError as error:  # not JSON, or not UTF-8
                 raise UsageError(f"{where}: not JSON: {error}.") from None
             if not isinstance(record, dict):

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from shoal.config import DataConfig
 from shoal.data.corpus import Corpus, open_corpus
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import UsageError
+from shoal.files import read_bytes
 
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 24
@@ -34,47 +43,57 @@ _FORMAT = 1  # part of the key: raise it when the same corpus would give other f
 _BATCH_BYTES = 1 << 22  # text handed to the tokenizer at once: enough for every core, little enough for memory
 
 
-@dataclass(frozen=True)
-class ShardInfo:
+class _Plain(BaseModel):
+    """Of exactly these keys and types: whoever can write into a cache folder says nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ShardInfo(_Plain):
     """One file of a split: its name, length in ids, and xxh3-64 checksum of its bytes."""
 
-    name: str
-    tokens: int
+    name: Annotated[str, StringConstraints(pattern=r"^(train|validation)-\d{5,}\.bin$")]
+    tokens: NonNegativeInt
     checksum: str
 
 
-@dataclass(frozen=True)
-class SplitInfo:
+class SplitInfo(_Plain):
     """One split: its documents, their UTF-8 bytes, ids (with end-of-document ids), and files."""
 
-    documents: int
-    bytes: int
-    tokens: int
+    documents: NonNegativeInt
+    bytes: NonNegativeInt
+    tokens: NonNegativeInt
     shards: tuple[ShardInfo, ...]
 
+    @model_validator(mode="after")
+    def _adds_up(self) -> SplitInfo:
+        if (total := sum(shard.tokens for shard in self.shards)) != self.tokens:
+            raise ValueError(f"{self.tokens} ids, but {total} in its shards")
+        return self
 
-@dataclass(frozen=True)
-class Manifest:
+
+class Manifest(_Plain):
     """What a cache folder holds."""
 
     corpus: str
     tokenizer: str
-    vocab_size: int
-    dtype: str
-    splits: dict[str, SplitInfo]
+    vocab_size: PositiveInt
+    dtype: Literal["<u2", "<u4"]
+    splits: dict[Literal["train", "validation"], SplitInfo]
 
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Parse ``manifest.json``; raises `UsageError` where it is damaged."""
+        path = folder / "manifest.json"
         try:
-            values = json.loads((folder / "manifest.json").read_text())
-            splits = {
-                name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])})
-                for name, split in values["splits"].items()
-            }
-            return Manifest(**{**values, "splits": splits})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(folder / "manifest.json", str(error)) from None
+            manifest = Manifest.model_validate_json(read_bytes(path))
+        except ValidationError as error:
+            raise _damaged(path, "; ".join(_said(each) for each in error.errors()[:3])) from None
+        except UsageError as error:
+            raise _damaged(path, str(error)) from None
+        if missing := [split for split in SPLITS if split not in manifest.splits]:
+            raise _damaged(path, f"it has no split '{missing[0]}'")
+        return manifest
 
 
 class TokenStream:
@@ -114,6 +133,10 @@ class TokenStream:
     def _open(self, shard: ShardInfo) -> np.ndarray:
         path = self.folder / shard.name
         try:
+            if not shard.tokens:
+                raise ValueError("no ids in it")
+            if path.is_symlink() or not path.is_file():
+                raise ValueError("a link, or no file" if path.exists() else "no such file")
             ids = np.memmap(path, dtype=self.manifest.dtype, mode="r")
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from None
@@ -181,7 +204,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
             dtype=dtype,
             splits={split: writer.close() for split, writer in writers.items()},
         )
-        (staging / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1))
+        (staging / "manifest.json").write_text(manifest.model_dump_json(indent=1))
         try:
             staging.rename(folder)
         except OSError:
@@ -219,12 +242,12 @@ class _Writer:
         if self._pending_tokens:
             self._write(np.concatenate(self._pending))
         tokens = sum(shard.tokens for shard in self._shards)
-        return SplitInfo(self._documents, self._bytes, tokens, tuple(self._shards))
+        return SplitInfo(documents=self._documents, bytes=self._bytes, tokens=tokens, shards=tuple(self._shards))
 
     def _write(self, ids: np.ndarray) -> None:
         name = f"{self._split}-{len(self._shards):05d}.bin"
         ids.tofile(self._folder / name)
-        self._shards.append(ShardInfo(name, len(ids), xxhash.xxh3_64_hexdigest(ids)))
+        self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids)))
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
@@ -246,6 +269,10 @@ def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
 def _check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
     if len(ids) and (largest := int(ids.max())) >= vocab_size:
         raise UsageError(f"{where}: token id {largest} is outside the vocabulary of {vocab_size} ids.")
+
+
+def _said(error: Any) -> str:
+    return f"{'.'.join(map(str, error['loc'])) or 'JSON'}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def _damaged(path: Path, why: str) -> UsageError:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from shoal.catalog import ModelShape
-from shoal.errors import UsageError
+from shoal.errors import UsageError, divisors
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.pipeline.schedules import SCHEDULES
@@ -180,9 +180,3 @@ def fits(run: Run, layout: Layout) -> bool:
     except UsageError:
         return False
     return True
-
-
-@cache
-def divisors(n: int) -> tuple[int, ...]:
-    """In rising order."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)

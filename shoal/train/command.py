@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shoal.comm.world import pick_device
@@ -16,7 +17,7 @@ from shoal.train.run_folder import check_resume, new_run
 
 
 def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
-    """Run a training to its end.
+    """Run a training to its end. What it writes is for this user alone, by the mask that its processes inherit.
 
     Args:
         ranks: processes there must be; None takes the layout's.
@@ -29,6 +30,14 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
     Raises:
         UsageError: whatever cannot be, before any process starts.
     """
+    former = os.umask(0o077)
+    try:
+        return _train(config, ranks, run_folder, resume)
+    finally:
+        os.umask(former)
+
+
+def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
     member = joined()
     if resume is not None and run_folder is not None and resume != run_folder:
         raise UsageError(

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from shoal.catalog import ModelShape
 from shoal.checkpoint import CheckpointError, newest, verify
-from shoal.checkpoint.load import check_model
 from shoal.checkpoint.manifest import read_manifest
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
-from shoal.layout import Layout
 from shoal.precision.formats import FORMATS
 
 RUNS = Path("runs")
+MAY_CHANGE = "the layout, train.steps, the optimizer's numbers, and what only says how and where it is computed"
+
+Difference = tuple[str, object, object, str]
+"""A field, its value now, that of the run, and why it may not change."""
 
 
 def new_run(config: RunConfig, folder: Path | None) -> Path:
@@ -34,10 +36,9 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
     Raises:
         UsageError: the folder is there and is not empty.
     """
-    if folder is None:
-        folder = _fresh_folder(config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder or _fresh_folder(config)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise FileExistsError
         save(config, folder / RUN_FILE, new=True)
@@ -45,6 +46,10 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         raise UsageError(
             f"--run-folder {folder} exists already, and a run never writes over what it did not make."
             f"\n  Go on with that run by --resume {folder}, or name another folder."
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"--run-folder {folder} cannot be written: {error.strerror}.\n  Name a folder that can."
         ) from None
     return folder
 
@@ -54,7 +59,7 @@ def _fresh_folder(config: RunConfig) -> Path:
     for number in itertools.count():
         folder = RUNS / (stem + (f"-{number}" if number else ""))
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700, parents=True)
         except FileExistsError:  # started within the same second
             continue
         return folder
@@ -71,12 +76,25 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
         shape: the model of ``config``.
 
     Raises:
-        UsageError: naming the field, the run's value and the new one; or the folder holds no run, no checkpoint, or all
-            the steps already.
+        UsageError: naming every field that differs, the run's value and the new one; or the folder holds no run, no
+            checkpoint, or all the steps already.
     """
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
     first = load(folder / RUN_FILE)
+    found = [*_differences(first, config), *_model_differences(folder, shape)]
+    if found:
+        lines = "".join(f"\n  {name} = {now!r}, was {was!r}: {why}" for name, now, was, why in found)
+        it = "it" if len(found) == 1 else "them"
+        raise UsageError(
+            f"--resume {folder}: this run was started with another config:{lines}"
+            f"\n  Leave {it} out, or start a new run. What may change: {MAY_CHANGE}."
+        )
+    _check_checkpoint(config, folder)
+
+
+def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
+    """What may not change and did, between the config that a run was started with and the one to go on with."""
     order = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
@@ -84,49 +102,54 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
     }
     for name, value in order.items():
         if value(first) != value(config):
-            _refuse(name, value(config), value(first), folder, "its data would not continue where it stopped")
+            yield name, value(config), value(first), "its data would not continue where it stopped"
     was, now = first.train.precision, config.train.precision
-    for what in ("storage", "state"):
+    for what, kept in {"storage": "weights", "state": "optimizer's states"}.items():
         if getattr(FORMATS[was], what) != getattr(FORMATS[now], what):
-            kept = {"storage": "weights", "state": "optimizer's states"}[what]
-            _refuse("train.precision", now, was, folder, f"it keeps its {kept} in another dtype")
+            yield "train.precision", now, was, f"it keeps its {kept} in another dtype"
+            break
     was, now = (c.float8 if _delayed(c) else None for c in (first, config))
     if was != now:
-        _refuse("float8", now, was, folder, "the history of largest numbers would be another")
+        yield "float8", now, was, "the history of largest numbers would be another"
     if first.optimizer.name != config.optimizer.name:
-        _refuse("optimizer.name", config.optimizer.name, first.optimizer.name, folder, "they keep different states")
-    _check_replicas(first.parallel, config.parallel, folder)
-    _check_checkpoint(config, shape, folder)
+        yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
+    if not first.parallel.sync == config.parallel.sync == "all-reduce":
+        for name in ("sync", "dp", "tp", "pp"):  # the method and the replicas, each of which has something of its own
+            was, now = getattr(first.parallel, name), getattr(config.parallel, name)
+            if was != now:
+                yield f"parallel.{name}", now, was, "its replicas keep states of their own"
 
 
 def _delayed(config: RunConfig) -> bool:
     return FORMATS[config.train.precision].products == "float8" and config.float8.amax == "delayed"
 
 
-def _check_replicas(was: Layout, now: Layout, folder: Path) -> None:
-    """A relaxed run goes on with the same method and replicas, each of which has something of its own."""
-    if was.sync == now.sync == "all-reduce":
+def _model_differences(folder: Path, shape: ModelShape) -> Iterator[Difference]:
+    """Between the model that the newest checkpoint holds and the one to go on with."""
+    found = newest(folder / "checkpoints")
+    try:
+        saved = read_manifest(found.path).extra.get("model") if found else None
+    except CheckpointError:  # damaged: left to the ranks, which take the one before
         return
-    for name in ("sync", "dp", "tp", "pp"):
-        if getattr(was, name) != getattr(now, name):
-            what = (getattr(now, name), getattr(was, name))
-            _refuse(f"parallel.{name}", *what, folder, "its replicas keep states of their own")
+    here = shape.model_dump(mode="json")
+    if isinstance(saved, dict):
+        for name in sorted(saved.keys() | here.keys()):
+            if saved.get(name) != here.get(name):
+                yield f"model.{name}", here.get(name), saved.get(name), "its checkpoint holds another model"
 
 
-def _check_checkpoint(config: RunConfig, shape: ModelShape, folder: Path) -> None:
-    """What the newest checkpoint's manifest tells. A damaged one is left to the ranks, which take the one before."""
+def _check_checkpoint(config: RunConfig, folder: Path) -> None:
+    """Whether there is one to go on from, and something to do. A damaged one is left to the ranks."""
     found = newest(folder / "checkpoints")
     if found is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
         )
     try:
-        extra = read_manifest(found.path).extra
         if found.step >= config.train.steps:
             verify(found.path)  # if it is damaged, steps are left to do
     except CheckpointError:
         return
-    check_model(found.path, extra.get("model"), shape.model_dump(mode="json"))
     check_steps_left(folder, found.step, config.train.steps)
 
 
@@ -140,13 +163,6 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
         raise UsageError(
             f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to go on."
         )
-
-
-def _refuse(name: str, now: object, was: object, folder: Path, why: str) -> NoReturn:
-    raise UsageError(
-        f"{name} = {now!r}, but the run in {folder} was started with {was!r}: {why}."
-        f"\n  Leave {name} out, or start a new run."
-    )
 
 
 _DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",

@@ -169,8 +169,9 @@ def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, w
     before = contents(half)
     assert main(["train", "--resume", str(half), f"--{name}", value]) == 2
     said = capfd.readouterr().err
-    assert f"{name} = {value}, but the run in {half} was started with {was}: " in said.replace("'", "")
-    assert f"Leave {name} out, or start a new run." in said
+    assert f"--resume {half}: this run was started with another config:" in said
+    assert f"\n  {name} = {value}, was {was}: " in said.replace("'", "")
+    assert "Leave it out, or start a new run. What may change: the layout, train.steps, " in said
     assert contents(half) == before
 
 
@@ -201,8 +202,16 @@ def test_a_finished_run_is_refused_and_says_how_to_go_on(base_run, capfd):
 def test_another_model_is_refused_by_the_field_that_differs(half, capfd):
     before = contents(half)
     assert main(["train", "--resume", str(half), "--model.layers", "3"]) == 2
-    assert "layers: 2 saved, 3 here" in capfd.readouterr().err
+    assert "model.layers = 3, was 2: its checkpoint holds another model" in capfd.readouterr().err
     assert contents(half) == before
+
+
+def test_all_that_differs_is_told_at_once(half, capfd):
+    words = ["--model.layers", "3", "--train.seed", "1", "--optimizer.name", "sgd", "--model.ffn", "32"]
+    assert main(["train", "--resume", str(half), *words]) == 2
+    said = capfd.readouterr().err
+    assert all(f"\n  {name} = " in said for name in ("train.seed", "optimizer.name", "model.layers", "model.ffn"))
+    assert "Leave them out" in said
 
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
