@@ -37,17 +37,28 @@ def init_world(
         store: where the ranks find each other; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
         device: the device of this rank, as `pick_device` gives it; a CUDA device becomes the current one.
         timeout: of every collective, a timedelta or seconds.
+
+    Raises:
+        UsageError: the port where the ranks are to meet is taken.
     """
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
-    dist.init_process_group(
-        BACKENDS[device.type],
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
-    )
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use by another process of {platform.node()}, and the "
+            "ranks cannot meet there.\n  Set another port, or end that process."
+        ) from None
 
 
 def destroy_world() -> None:
@@ -147,6 +158,26 @@ def peak_memory(device: torch.device) -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def host_memory() -> int:
+    """Bytes of memory that processes of this machine can have: what is built in, or less where a cgroup says so."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        for folder in (place, *place.parents):  # a limit of a group holds for those inside
+            limit = folder / name
+            if folder.is_relative_to(root) and limit.exists() and (value := limit.read_text().strip()).isdigit():
+                limits.append(int(value))
+    return min(limits)
 
 
 def loopback() -> str:

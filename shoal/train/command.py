@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shoal.checkpoint import list_checkpoints
 from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
 from shoal.train.check import check
-from shoal.train.launch import joined, launch
+from shoal.train.fits import check_disk, check_memory
+from shoal.train.launch import Membership, joined, launch
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
-from shoal.train.run_folder import check_resume, new_run
+from shoal.train.run_folder import RUNS, check_resume, new_run
 
 
 def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
@@ -47,6 +49,7 @@ def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume
     check_trackers(config.metrics)
     choice = config.train.device
     device = member.device(choice) if member else pick_device(choice, config.parallel.world_size - 1)
+    check_memory(config, shape, device, _ranks_here(config, member))
     if resume is not None:
         check_resume(config, shape, resume)
     payload = {
@@ -59,6 +62,8 @@ def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume
 
         return run(payload)
     prepare(config.data)
+    there = resume or run_folder or RUNS
+    check_disk(config, shape, there, existing=len(list_checkpoints(there / "checkpoints")))
     if resume is None:
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True
@@ -67,3 +72,10 @@ def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume
         "shoal.train.worker", payload, config.parallel.world_size, logs, device=device.type,
         survivable=goes_on_without(config),
     )
+
+
+def _ranks_here(config: RunConfig, member: Membership | None) -> range:
+    if member is None:
+        return range(config.parallel.world_size)
+    first = member.rank - member.local_rank
+    return range(first, first + member.local_world_size)

@@ -1,0 +1,144 @@
+"""Whether a run's tensors and checkpoints have room on this machine, before anything is made.
+
+What is counted is there at the worst time of every step, so a run that is refused would not have run. What is not
+counted (the interpreter, the allocator's holes, gathered layers, the loss) may still be too much.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.catalog import ModelShape
+from shoal.comm.world import host_memory
+from shoal.config import RunConfig
+from shoal.cost import activations
+from shoal.cost.activations import Pass
+from shoal.cost.state import STATES, state_bytes
+from shoal.cost.units import show_bytes
+from shoal.errors import UsageError
+from shoal.pipeline.choose import program_of
+from shoal.pipeline.program import Action, Op
+from shoal.plan.parts import parts_of
+from shoal.precision.formats import FORMATS
+from shoal.train.engine import attention_kernel
+
+BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank, by what they are."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {show_bytes(size)}" for name, size in vars(self).items())
+
+
+def held_by(config: RunConfig, shape: ModelShape, device: torch.device) -> list[Held]:
+    """What the first rank of every pipeline rank holds at least, at the worst time of a step."""
+    layout, policy = config.parallel, FORMATS[config.train.precision]
+    program = program_of(layout, layout.microbatches(config.train.global_batch))
+    kernel = attention_kernel(config.train.attention, device, policy.compute)
+    forward = Pass(shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel)
+    every = []
+    for rank in range(layout.pp):
+        parts = parts_of(shape, program, rank)
+        kept = {
+            stage: activations.total(activations.stage(
+                forward, len(part.layers), first=part.first, last=part.last,
+                sparse=sum(shape.sparse(layer) for layer in part.layers),
+            ))
+            for stage, part in zip(program.stages_of(rank), parts, strict=True)
+        }
+        state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
+        alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
+        every.append(Held(state.parameters, state.gradients, state.optimizer, alive))
+    return every
+
+
+def most_alive(actions: Sequence[Action], kept: dict[int, int]) -> int:
+    """The most bytes that forwards have left for backwards which have not begun.
+
+    Args:
+        kept: bytes of one micro-batch, by stage.
+    """
+    alive = most = 0
+    for action in actions:
+        if action.op is Op.FORWARD:
+            alive += kept[action.stage]
+            most = max(most, alive)
+        elif action.op in BEGINS_BACKWARD:
+            alive -= kept[action.stage]
+    return most
+
+
+def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ranks: range) -> None:
+    """Refuse a model that this machine's memory cannot hold.
+
+    Args:
+        ranks: those of this machine.
+
+    Raises:
+        UsageError: with what a rank needs by the formulas, and what there is.
+    """
+    layout = config.parallel
+    held = held_by(config, shape, device)
+    here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
+    if layout.sync == "hogwild":  # replicas share one memory
+        here = here[: max(1, len(here) // layout.dp)]
+    fullest = max(here, key=lambda rank: rank.total)
+    if layout.offload == "none" and device.type == "cpu":
+        needed, there, where = sum(rank.total for rank in here), host_memory(), "this machine has"
+        what = f"its {len(here)} ranks here need {show_bytes(needed)}, " if len(here) > 1 else ""
+    elif layout.offload == "none":
+        needed, there = fullest.total, torch.cuda.get_device_properties(device).total_memory
+        what, where = "", f"{torch.cuda.get_device_name(device)} has"
+    else:  # what of the rest is on which side is the engine's to know; the optimizer's states are on the host
+        needed, there, where = sum(rank.optimizer for rank in here), host_memory(), "this machine has"
+        what = f"offloaded optimizer's states alone need {show_bytes(needed)}, "
+    if needed > there:
+        raise UsageError(
+            f"model.name = '{config.model.name}' ({shape.parameters():,} parameters) does not fit: the fullest rank "
+            f"needs {show_bytes(fullest.total)} ({fullest}), {what}and {where} {show_bytes(there)}."
+            "\n  Use a smaller model or batch, more devices, or a layout that needs less: parallel.zero, tp, pp, "
+            "recompute. `shoal estimate` tells what each does."
+        )
+
+
+def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
+    """Refuse a run whose checkpoints have no room.
+
+    Args:
+        folder: of the run, which need not be there yet.
+        existing: checkpoints that are there already.
+
+    Raises:
+        UsageError: with what is needed, and what is free.
+    """
+    policy = FORMATS[config.train.precision]
+    states = STATES.get(config.optimizer.name, 0) * policy.state.itemsize
+    each = shape.parameters() * (policy.storage.itemsize + states)
+    every = config.checkpoint.every
+    saves = 1 + (config.train.steps - 1) // every if every else 1
+    most = min(config.checkpoint.keep + 1, saves) - existing  # one is written before the oldest goes
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    size, _, free = shutil.disk_usage(there)
+    if size and most * each > free:  # what is no disk has no size, and says itself what is wrong
+        raise UsageError(
+            f"checkpoints: {most} of {show_bytes(each)} = {show_bytes(most * each)} are kept at once, but {there} has "
+            f"{show_bytes(free)} free.\n  Make room, name a folder on another disk, or set checkpoint.keep lower."
+        )

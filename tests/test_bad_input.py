@@ -1,0 +1,334 @@
+"""Every bad input ends before training: one clear message, exit code 2, no traceback, and nothing made on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shoal.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+CONFIG = """
+[model]
+name = "tiny"
+layers = 2
+hidden = 32
+heads = 2
+ffn = 64
+[data]
+source = "text"
+paths = ["{corpus}"]
+cache = "{cache}"
+sequence_length = 32
+[train]
+steps = 2
+global_batch = 8
+threads = 1
+device = "cpu"
+"""
+
+
+class Place:
+    """A corpus, a config that trains, and room for files."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.corpus = folder / "corpus"
+        self.corpus.mkdir()
+        for number in range(120):
+            (self.corpus / f"{number}.txt").write_text(f"document {number} says {'something ' * 20}\n")
+        self.config = CONFIG.format(corpus=self.corpus, cache=folder / "cache")
+        self.toml = self.write("run.toml", self.config)
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        """A new file."""
+        path = self.folder / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def run(self) -> Path:
+        """A run folder with a checkpoint after each of two steps: trained once."""
+        folder = self.folder / "done"
+        if not folder.exists():
+            words = ["--checkpoint.every", "1", "--run-folder", str(folder)]
+            assert main(["train", str(self.toml), *words]) == 0
+        return folder
+
+    def copy(self, name: str) -> Path:
+        """A copy of `run` to be damaged."""
+        return Path(shutil.copytree(self.run(), self.folder / name))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("bad"))
+
+
+class Bad(NamedTuple):
+    """One bad input: the words of the command line, and what the message must say."""
+
+    words: Callable[[Place], list[str | Path]]
+    says: tuple[str, ...]
+
+
+def option(*words: str, says: str | tuple[str, ...]) -> Bad:
+    """Good files, and these options."""
+    return Bad(lambda p: ["train", p.toml, *words], (says,) if isinstance(says, str) else says)
+
+
+def file(content: str | bytes, says: str | tuple[str, ...]) -> Bad:
+    """A config of this content."""
+    return Bad(lambda p: ["train", p.write("bad.toml", content)], (says,) if isinstance(says, str) else says)
+
+
+def corpus(content: bytes, *words: str, says: str | tuple[str, ...], name: str = "bad.txt") -> Bad:
+    """A corpus of this content."""
+    return Bad(
+        lambda p: ["train", p.toml, "--data.paths", p.write(name, content), *words],
+        (says,) if isinstance(says, str) else says,
+    )
+
+
+def tokenizer(p: Place, *tokens: str, ids: tuple[int, ...] | None = None) -> Path:
+    """A tokenizer.json which knows these tokens alone, and drops all other text."""
+    vocabulary = dict(zip(tokens, ids or range(len(tokens)), strict=True))
+    added = [{"id": vocabulary["<|endoftext|>"], "content": "<|endoftext|>", "special": True, "single_word": False,
+              "lstrip": False, "rstrip": False, "normalized": False}] if "<|endoftext|>" in vocabulary else []
+    return p.write("tokenizer.json", json.dumps({
+        "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+        "decoder": None, "truncation": None, "padding": None,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }))
+
+
+JSONL = ("--data.source", "jsonl")
+CASES = {
+    # ---- the config
+    "a file that is not there": Bad(lambda p: ["train", "/no/such.toml"], ("no such file: /no/such.toml",)),
+    "a folder for a config": Bad(lambda p: ["train", p.folder], ("no such file",)),
+    "a binary config": file(bytes(range(256)), "is not TOML: "),
+    "a config nested too deep": file("a = " + "[" * 9000, "nested too deep"),
+    "a number of 5,000 digits": file("[train]\nsteps = " + "9" * 5000, "is not TOML: "),
+    "a number beyond all": file("[train]\nsteps = 1" + "0" * 30, "train.steps is a number beyond 2^53"),
+    "a misspelt section": file("[trian]\nsteps = 3", "there is no key 'trian'; did you mean 'train'?"),
+    "a misspelt key": file("[train]\nstepz = 3", "there is no key 'train.stepz'; did you mean 'steps'?"),
+    "a key of another section": file("zero = 1", "there is no key 'zero'; did you mean 'parallel.zero'?"),
+    "a misspelt key deep inside": file("[model.experts]\ncuont = 4", "'model.experts.cuont'; did you mean 'count'?"),
+    "a misspelt option": option("--train.stepz", "3", says=("--train.stepz", "--train.steps")),
+    "text for a number": file("[train]\nsteps = '7'", "train.steps = '7': input should be a valid integer"),
+    "a boolean for a number": file("[train]\nsteps = true", "train.steps = True: input should be a valid integer"),
+    "a fraction for a count": file("[train]\nsteps = 7.5", "train.steps = 7.5: input should be a valid integer"),
+    "a number for a boolean": file("[checkpoint]\nasynchronous = 1", "checkpoint.asynchronous = 1: input should be"),
+    "a date for a number": file("[train]\nsteps = 1979-05-27", "train.steps = '1979-05-27': input should be"),
+    "a text for a list": file("[data]\npaths = 'x'", "data.paths = 'x': input should be a valid array"),
+    "a number for a section": file("train = 3", "train = 3: input should be a table"),
+    "neither of two types": file(
+        "[parallel]\nbucket_mb = '1'", "parallel.bucket_mb = '1': input should be a valid number, or input should be"),
+    "what is not a number": file("[optimizer]\nlearning_rate = nan", "learning_rate = nan: input should be a finite"),
+    "a word for a number, typed": option("--train.steps", "many", says=("--train.steps", "many")),
+    "a name that is no text": option("--model.name", "\udcff", says="is not Unicode text"),
+    # ---- the layout
+    "a degree that does not divide": option(
+        "--parallel.tp", "3", says=("parallel.tp = 3 does not divide model.heads = 2", "Nearest tp that fits")),
+    "more stages than layers": option("--parallel.pp", "3", says="parallel.pp = 3: 2 layers cannot fill 3 stages"),
+    "a batch that does not divide": option(
+        "--parallel.dp", "3",
+        says="train.global_batch = 8 is not a multiple of dp 3 x micro_batch 1 = 3: global_batch = dp x micro_batch x"),
+    "too few devices": option(
+        "--parallel.dp", "2", "--parallel.tp", "2", "--ranks", "3",
+        says=("pp 1 x dp 2 x tp 2 = 4 ranks, but 3 were given", "Start 4 ranks")),
+    "more ranks than there can be": option("--parallel.cp", "100000000000", says="parallel.cp = 100000000000: input"),
+    "a product of more ranks than there can be": option(
+        "--parallel.cp", "1000000", "--parallel.tp", "1000000", says="= 1000000000000 ranks, but there can be at most"),
+    "more micro-batches than a step can have": option(
+        "--train.global_batch", "1000000", says="1,000,000 micro-batches, but a step can have at most 65,536"),
+    "CUDA where there is none": option("--train.device", "cuda", says="torch sees no CUDA device here"),
+    # ---- the model
+    "a model that does not exist": option("--model.name", "tinny", says=("tinny", "did you mean 'tiny'?")),
+    "a model that does not fit": option(
+        "--model.hidden", "1048576", "--model.ffn", "1048576",
+        says=("model.name = 'tiny' (", "parameters) does not fit: the fullest rank needs", "weights ", "gradients ",
+              "optimizer ", "and this machine has")),
+    "activations that do not fit": option(
+        "--parallel.micro_batch", "1048576", "--train.global_batch", "1048576", says=("does not fit", "activations ")),
+    # ---- the text
+    "a corpus that is not there": option("--data.paths", "/no/such", says="'/no/such': no such file, folder or match"),
+    "a path too long": option("--data.paths", "a" * 5000, says="ile name too long"),
+    "no paths": option("--data.paths", says="data.paths is empty"),
+    "an empty corpus": corpus(b"", says="has 0 tokens in 0 documents"),
+    "a binary corpus": corpus(b"abc\0def" * 4000, says=("bad.txt is a binary file", "Leave it out with a glob")),
+    "a corpus that is not UTF-8": corpus(b"caf\xe9 " * 4000, says="bad.txt is not UTF-8 text"),
+    "UTF-16": corpus(("hello " * 4000).encode("utf-16"), says="bad.txt is not UTF-8 text"),
+    "a sequence longer than the corpus": option(
+        "--data.sequence_length", "1000000", says="one sequence needs data.sequence_length + 1 = 1000001"),
+    "JSON lines that are none": corpus(b'{"text": "a"}\n{"te', *JSONL, says="bad.txt, line 2: not JSON"),
+    "JSON nested too deep": corpus(b"[" * 100_000, *JSONL, says="bad.txt, line 1: not JSON that can be read"),
+    "JSON lines without the field": corpus(b'{"txet": "a"}\n', *JSONL, says="no field 'text' (data.field)"),
+    "JSON lines of numbers": corpus(b'{"text": 3}\n', *JSONL, says="the field 'text' holds int, not text"),
+    "a parquet file that is none": corpus(
+        b"PAR1 and no more PAR1", "--data.source", "parquet", says="is not a parquet file that can be read"),
+    "a cache in a file's place": Bad(
+        lambda p: ["train", p.toml, "--data.cache", p.toml], ("data.cache = ", "cannot be used", "can be written")),
+    # ---- tokens
+    "a tokenizer that is not there": option("--data.tokenizer", "/no/such.json", says="is neither 'bytes' nor a file"),
+    "a tokenizer that is none": Bad(
+        lambda p: ["train", p.toml, "--data.tokenizer", p.write("t.json", "{}")], ("is not a tokenizer.json",)),
+    "a tokenizer without an end": Bad(
+        lambda p: ["train", p.toml, "--data.tokenizer", tokenizer(p, "a")], ("has no token that ends a document",)),
+    "all labels masked": Bad(
+        lambda p: ["train", p.toml, "--data.sequence_length", "2", "--data.tokenizer", tokenizer(p, "<|endoftext|>")],
+        ("data: every label of", "is masked", "but no token in this tokenizer")),
+    "a vocabulary too small": option("--model.vocab", "100", says="model.vocab = 100 is smaller than the tokenizer's"),
+    # ---- folders
+    "a folder that holds something": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.corpus], ("exists already", "--resume")),
+    "a folder in a file's place": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.toml / "run"], ("cannot be written: Not a directory",)),
+    "a folder that cannot be": option("--run-folder", "/proc/run", says="--run-folder /proc/run cannot be written"),
+    "a page that cannot be written": Bad(
+        lambda p: ["estimate", "--out", "/proc/page.html"], ("/proc/page.html: no such file or directory",)),
+    # ---- resuming
+    "a run that is not there": Bad(lambda p: ["train", "--resume", "/no/run"], ("it has no run.toml",)),
+    "a run of another config": Bad(
+        lambda p: ["train", "--resume", p.run(), "--train.seed", "1", "--model.layers", "3", "--optimizer.name", "sgd",
+                   "--data.sequence_length", "16", "--train.steps", "9"],
+        ("this run was started with another config:", "\n  train.seed = 1, was 0: ", "\n  model.layers = 3, was 2: ",
+         "\n  optimizer.name = 'sgd', was 'adamw': ", "\n  data.sequence_length = 16, was 32: ", "What may change: ")),
+    "a run that has all its steps": Bad(
+        lambda p: ["train", "--resume", p.run()], ("step 2 is done, and train.steps = 2", "Raise train.steps")),
+    "a checkpoint of another model": Bad(
+        lambda p: ["sample", other_model(p), "def"],
+        ("holds another model than this run's", "layers: 2 saved, 1 here", "ffn: 64 saved, 32 here")),
+    "a run whose config is damaged": Bad(
+        lambda p: ["train", "--resume", damaged(p, "run.toml", b"[train\n"), "--train.steps", "9"], ("is not TOML",)),
+    # ---- other commands
+    "a sample of nothing": Bad(lambda p: ["sample", "/no/run", "def"], ("is not the folder of a run",)),
+    "a sample of an empty prompt": Bad(lambda p: ["sample", p.run(), ""], ("the prompt is empty",)),
+    "a look at no text": Bad(lambda p: ["data", "inspect", p.toml, "--data.paths", "/no"], ("no such file, folder",)),
+    "a vocabulary without bytes": Bad(
+        lambda p: ["data", "train-tokenizer", p.toml, "--vocab-size", "3"], ("byte-level BPE needs at least 257",)),
+    "a checkpoint that is none": Bad(lambda p: ["checkpoint", "verify", p.corpus], ("is not a whole checkpoint",)),
+    "a damaged checkpoint": Bad(
+        lambda p: ["checkpoint", "verify", damaged(p, NEWEST, b"\0" * 200) / NEWEST.parent], ("is damaged",)),
+    "a damaged manifest": Bad(
+        lambda p: ["checkpoint", "inspect", damaged(p, NEWEST.with_name("manifest.json"), b"{}") / NEWEST.parent],
+        ("manifest.json is damaged",)),
+    "a cluster that does not exist": Bad(lambda p: ["plan", "--cluster", "8xZ"], ("there is no node type 'Z'",)),
+    "an estimate of an unknown model": Bad(lambda p: ["estimate", "--model", "llama-9"], ("is not in the catalog",)),
+    "a proof of what cannot be": Bad(lambda p: ["verify", p.toml, "--parallel.tp", "3"], ("does not divide",)),
+    "a report of no run": Bad(lambda p: ["report", p.corpus], ("is no run folder",)),
+}  # fmt: skip
+NEWEST = Path("checkpoints/step-00000002/rank-00000.safetensors")
+
+
+def damaged(p: Place, name: str | Path, content: bytes) -> Path:
+    """A copy of the run with one file replaced."""
+    folder = p.copy(f"damaged-{len(list(p.folder.iterdir()))}")
+    (folder / name).write_bytes(content)
+    return folder
+
+
+def other_model(p: Place) -> Path:
+    """A copy of the run whose config describes a smaller model than its checkpoints hold."""
+    smaller = (p.run() / "run.toml").read_text().replace("layers = 2", "layers = 1").replace("ffn = 64", "ffn = 32")
+    return damaged(p, "run.toml", smaller.encode())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_message(name, place, capfd, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(place.folder)
+    place.run()
+    words = [str(word) for word in CASES[name].words(place)]
+    before = tree(place.folder)
+    capfd.readouterr()
+    errors = 1
+    try:
+        code = main(words)
+    except SystemExit as refused:  # by the parser of the command line, in a frame of its own
+        code, errors = refused.code, 0
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert all(text in said for text in CASES[name].says), said
+    assert "Traceback" not in said and said.count("shoal: error: ") == errors, said
+    assert tree(place.folder) == before  # nothing was begun, and no run was touched
+
+
+def tree(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Every file below, but for the cache of tokens."""
+    return {
+        path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")
+        if path.is_file() and "cache" not in path.relative_to(folder).parts
+    }
+
+
+# ---- as a process of its own -----------------------------------------------------------------------------------------
+
+
+def shoal(*words: str | Path, prefix: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
+    """What a user sees: the exit code and stderr."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*prefix, sys.executable, "-m", "shoal", *map(str, words)], cwd=ROOT, timeout=120, text=True,
+        capture_output=True, env={**inherited, **environment},
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_port_in_use(place):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, said = shoal(
+            "train", place.toml, "--run-folder", place.folder / "port", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+    assert code == 2, said
+    assert f"MASTER_PORT = {port} is in use" in said and "Traceback" not in said
+    assert not (place.folder / "port").exists()
+
+
+def test_a_folder_of_somebody_else():
+    """Root may write anywhere, so that the command runs as nobody."""
+    folder = Path("/var/shoal-has-no-business-here")
+    prefix = ("setpriv", "--reuid", "65534", "--clear-groups") if os.getuid() == 0 else ()
+    code, said = shoal("train", "--data.source", "synthetic", "--run-folder", folder, prefix=prefix)
+    assert code == 2, said
+    assert f"--run-folder {folder} cannot be written: Permission denied" in said and "Traceback" not in said
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Words before a command which give it a disk of 192 kB, and the folder where it is."""
+    prefix = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
+    mount = f'mount -t tmpfs -o size=192k tmpfs "{tmp_path}" && exec "$@"'
+    if subprocess.run([*prefix, "sh", "-c", mount, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here, not even in a namespace of its own")
+    return (*prefix, "sh", "-c", mount, "sh"), tmp_path
+
+
+def test_a_full_disk(place, small_disk):
+    prefix, folder = small_disk
+    code, said = shoal("train", place.toml, "--run-folder", folder / "run", prefix=prefix)
+    assert code == 2, said
+    assert "shoal: error: checkpoints: 1 of " in said and "kB free" in said and "Traceback" not in said
+
+
+def test_a_typo(place):
+    file = place.write("typo.toml", "[optimiser]\nname = 'sgd'")
+    code, said = shoal("train", file)
+    assert code == 2
+    assert said == f"shoal: error: {file}: there is no key 'optimiser'; did you mean 'optimizer'?\n"
