@@ -11,7 +11,7 @@ FLOORS = (
     ("models", "optim", "precision", "data"),
     ("cost", "comm"),
     ("parallel", "pipeline", "checkpoint"),
-    ("train", "verify", "bench", "simulate", "report", "plan", "validate"),
+    ("train", "verify", "bench", "simulate", "report", "plan", "validate", "failover"),
     ("cli", "__main__"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

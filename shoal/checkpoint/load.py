@@ -20,6 +20,7 @@ from shoal.checkpoint.manifest import (
     CheckpointError,
     Committed,
     Manifest,
+    Part,
     StoredBox,
     StoredFile,
     checksum,
@@ -81,15 +82,20 @@ def verify(path: Path, *, group: Group = None) -> None:
     """
     try:
         manifest = read_manifest(path)
-        boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
-        for name, tensor in manifest.tensors.items():
-            for box in tensor.boxes:
-                boxes[box.file].append((name, box))
-        mine = sorted(manifest.files)[rank_of(group) :: size_of(group)]
-        problems = [problem for file in mine for problem in _damage(path, manifest, file, boxes[file])]
+        problems = _problems(path, manifest, sorted(manifest.files)[rank_of(group) :: size_of(group)])
     except CheckpointError as error:
         problems = [str(error)]
     _raise_together(problems, group)
+
+
+def check_part(folder: Path, part: Part) -> None:
+    """Compare every byte of what one rank wrote with its checksums.
+
+    Raises:
+        CheckpointError: listing all that is damaged or missing.
+    """
+    if problems := _problems(folder, part, sorted(part.files)):
+        raise CheckpointError("\n".join(problems))
 
 
 def newest_good(folder: Path, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
@@ -161,14 +167,20 @@ def _check_tensors(path: Path, manifest: Manifest, state: State, convert: bool) 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, StoredBox, list[Piece]]]]:
+    """By file, the stored boxes that some local piece needs, with the tensor's name and those pieces."""
+    wanted: dict[str, list[tuple[str, StoredBox, list[Piece]]]] = defaultdict(list)
+    for name in state.keys() & manifest.tensors.keys():
+        for box in manifest.tensors[name].boxes:
+            if hit := [piece for piece in state[name] if piece.box.intersect(box.box)]:
+                wanted[box.file].append((name, box, hit))
+    return wanted
+
+
 @torch.no_grad()
 def _fill(path: Path, manifest: Manifest, state: State) -> None:
     """Copy the common part of every stored box and local piece, file after file."""
-    wanted: dict[str, list[tuple[str, StoredBox, list[Piece]]]] = defaultdict(list)
-    for name, pieces in state.items():
-        for box in manifest.tensors[name].boxes:
-            if hit := [piece for piece in pieces if piece.box.intersect(box.box)]:
-                wanted[box.file].append((name, box, hit))
+    wanted = touched(manifest, state)
     filled = dict.fromkeys(state, 0)
     for file, boxes in sorted(wanted.items()):
         with _opened(path / file, manifest.files[file]) as tensors:
@@ -213,7 +225,16 @@ def _read(path: Path, tensors: safe_open, name: str, stored: StoredBox, dtype: t
     return values
 
 
-def _damage(path: Path, manifest: Manifest, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
+def _problems(path: Path, manifest: Manifest | Part, files: list[str]) -> list[str]:
+    """All that is wrong with some files."""
+    boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
+    for name, tensor in manifest.tensors.items():
+        for box in tensor.boxes:
+            boxes[box.file].append((name, box))
+    return [problem for file in files for problem in _damage(path, manifest, file, boxes[file])]
+
+
+def _damage(path: Path, manifest: Manifest | Part, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
     """All that is wrong with one file."""
     problems = []
     try:

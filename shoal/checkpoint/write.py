@@ -58,6 +58,59 @@ class Staged:
     names: list[str]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What of a state this rank saves, and where each box will lie.
+
+    Attributes:
+        primary: the tensors to copy from, each with its box, in the order of ``slots``.
+        size: bytes of the data section.
+    """
+
+    primary: list[tuple[Slot, torch.Tensor]]
+    size: int
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    names: list[str]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What lies where."""
+        return [slot for slot, _ in self.primary]
+
+    @torch.no_grad()
+    def copy(self, data: torch.Tensor) -> Staged:
+        """Copy all into ``data``, uint8 [size]. The result is valid until that memory is written again."""
+        for slot, values in self.primary:
+            data[slot.start : slot.stop].view(slot.dtype).view(slot.box.shape).copy_(values)
+        return Staged(data, self.slots, self.tensors, self.names)
+
+
+def lay_out(state: State, box_bytes: int = BOX_BYTES) -> Plan:
+    """Decide where in a file each primary box lies; nothing is copied yet.
+
+    Raises:
+        CheckpointError: a piece whose tensor is not of its box's shape, or of a dtype that the format lacks.
+    """
+    pieces: list[tuple[str, Piece]] = []
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, held in state.items():
+        for piece in held:
+            _check(name, piece)
+            tensors[name] = (tuple(piece.whole), piece.tensor.dtype)
+            if piece.primary and piece.box.numel:
+                pieces.append((name, piece))
+    pieces.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all lie aligned
+    primary, start = [], 0
+    for name, piece in pieces:
+        width = piece.tensor.element_size()
+        for box in cut(piece.box, box_bytes // width):
+            stop = start + box.numel * width
+            slot = Slot(name, box, piece.tensor.dtype, start, stop)
+            primary.append((slot, piece.tensor.detach()[box.inside(piece.box).slices]))
+            start = stop
+    return Plan(primary, start, tensors, list(state))
+
+
 class Staging:
     """CPU memory of one rank's primary pieces, kept from one save to the next."""
 
@@ -65,33 +118,16 @@ class Staging:
         self._box_bytes = box_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @torch.no_grad()
     def copy(self, state: State) -> Staged:
         """Copy what this rank must save. The result is valid until the next copy.
 
         Raises:
-            CheckpointError: a piece whose tensor is not of its box's shape, or of a dtype that the format lacks.
+            CheckpointError: as `lay_out`.
         """
-        primary: list[tuple[str, Piece]] = []
-        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, pieces in state.items():
-            for piece in pieces:
-                _check(name, piece)
-                tensors[name] = (tuple(piece.whole), piece.tensor.dtype)
-                if piece.primary and piece.box.numel:
-                    primary.append((name, piece))
-        primary.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all lie aligned
-        needed = sum(piece.box.numel * piece.tensor.element_size() for _, piece in primary)
-        if self._memory.numel() < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8)
-        data, slots, start = self._memory[:needed], [], 0
-        for name, piece in primary:
-            for box in cut(piece.box, self._box_bytes // piece.tensor.element_size()):
-                stop = start + box.numel * piece.tensor.element_size()
-                data[start:stop].view(piece.tensor.dtype).view(box.shape).copy_(piece.tensor[box.inside(piece.box).slices])
-                slots.append(Slot(name, box, piece.tensor.dtype, start, stop))
-                start = stop
-        return Staged(data, slots, tensors, list(state))
+        plan = lay_out(state, self._box_bytes)
+        if self._memory.numel() < plan.size:
+            self._memory = torch.empty(plan.size, dtype=torch.uint8)
+        return plan.copy(self._memory[: plan.size])
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
@@ -109,15 +145,26 @@ def write_part(folder: Path, rank: int, staged: Staged) -> Part:
     The safetensors format is a length (8 bytes, little endian), a JSON header and the data; as the staged memory is
     the data already, it goes to the disk without another copy, and other threads run meanwhile.
     """
+    header = header_of(staged.slots)
+    if staged.slots:
+        storage.write(folder / file_name(rank), [header, memoryview(staged.data.numpy())])
+    return part_of(rank, header, staged)
+
+
+def file_name(rank: int) -> str:
+    """Of one rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_of(rank: int, header: bytes, staged: Staged) -> Part:
+    """What one rank's file holds: every box with its checksum. A rank that is primary for nothing has no file."""
     tensors = {
         name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
         for name, (shape, dtype) in staged.tensors.items()
     }
     if not staged.slots:
         return Part(files={}, tensors=tensors, names=staged.names)
-    name, data = f"rank-{rank:05d}.safetensors", memoryview(staged.data.numpy())
-    header = _header(staged.slots)
-    storage.write(folder / name, [header, data])
+    name, data = file_name(rank), memoryview(staged.data.numpy())
     for slot in staged.slots:
         tensors[slot.name].boxes.append(
             StoredBox(
@@ -131,7 +178,8 @@ def write_part(folder: Path, rank: int, staged: Staged) -> Part:
     return Part(files={name: file}, tensors=tensors, names=staged.names)
 
 
-def _header(slots: list[Slot]) -> bytes:
+def header_of(slots: list[Slot]) -> bytes:
+    """The length and the JSON header that a safetensors file of these slots begins with."""
     entries = {
         key(slot.name, slot.box): {
             "dtype": DTYPE_NAMES[slot.dtype],

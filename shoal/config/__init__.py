@@ -5,6 +5,7 @@ with the nearest that does.
 """
 
 from shoal.config.data import DataConfig
+from shoal.config.failover import FailoverConfig
 from shoal.config.model import ExpertsConfig, ModelConfig
 from shoal.config.optimizer import OptimizerConfig
 from shoal.config.precision import Float8Config, LossScaleConfig, Precision
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "ExpertsConfig",
+    "FailoverConfig",
     "Float8Config",
     "LossScaleConfig",
     "MetricsConfig",

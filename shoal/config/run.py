@@ -8,6 +8,7 @@ from typing import Any
 import tomli_w
 
 from shoal.config.data import DataConfig
+from shoal.config.failover import FailoverConfig
 from shoal.config.model import ModelConfig
 from shoal.config.optimizer import OptimizerConfig
 from shoal.config.precision import Float8Config, LossScaleConfig
@@ -33,6 +34,7 @@ class RunConfig(Section):
     float8: Float8Config = Float8Config()
     relaxed: RelaxedConfig = RelaxedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failover: FailoverConfig = FailoverConfig()
     metrics: MetricsConfig = MetricsConfig()
 
 

@@ -57,6 +57,9 @@ class StepMetrics:
     skipped_steps: int | None = None
     """Of the whole run so far, since a gradient overflowed; None without a loss scale."""
 
+    saving: float | None = None
+    """Part of the time since the last logged step, 0 to 1, for which saving held up this training."""
+
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None where the device's peak is not known."""
 

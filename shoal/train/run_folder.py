@@ -18,6 +18,8 @@ from shoal.checkpoint import CheckpointError, newest, verify
 from shoal.checkpoint.manifest import read_manifest
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
+from shoal.failover.host import home
+from shoal.failover.slots import newest_step
 from shoal.precision.formats import FORMATS
 
 RUNS = Path("runs")
@@ -139,12 +141,14 @@ def _model_differences(folder: Path, shape: ModelShape) -> Iterator[Difference]:
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
-    """Whether there is one to go on from, and something to do. A damaged one is left to the ranks."""
-    found = newest(folder / "checkpoints")
-    if found is None:
+    """Whether there is a state to go on from, and something to do. A damaged one is left to the ranks."""
+    found, kept = newest(folder / "checkpoints"), newest_step(home(folder, config.failover))
+    if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
         )
+    if found is None or (kept or 0) >= found.step:  # left to the ranks, which see what all hosts remember
+        return
     try:
         if found.step >= config.train.steps:
             verify(found.path)  # if it is damaged, steps are left to do

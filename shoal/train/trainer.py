@@ -6,13 +6,14 @@ import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from shoal.catalog import ModelShape
-from shoal.checkpoint import Checkpointer, CheckpointError, load, newest_good
+from shoal.checkpoint import Checkpointer, CheckpointError
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.world import has_float8_products, peak_memory, synchronize
@@ -20,6 +21,9 @@ from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
 from shoal.errors import UsageError
+from shoal.failover.host import home
+from shoal.failover.memory import Memory
+from shoal.failover.restore import Restored, restore
 from shoal.train.blame import blame
 from shoal.train.bucket_size import settle_bucket_size
 from shoal.train.display import Display
@@ -80,8 +84,12 @@ class Trainer:
             fresh=not resume,
             report=self.display.note,
         )
-        self.step = self._resume() if resume else 0  # optimizer steps done
-        self.saved = self.step if resume else -1
+        restored = self._resume() if resume else None
+        self.step = restored.step if restored else 0  # optimizer steps done
+        self.source = restored.source if restored else ""
+        self.saved = self.step if restored and restored.save is None else -1  # on disk
+        self.memory = self._memory(restored) if config.failover.memory_every else None
+        self.stalled = 0.0  # seconds that saving held up training, since the last record
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)
         self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.group) if profiled else None
         every = config.metrics.histograms
@@ -165,6 +173,8 @@ class Trainer:
 
     def _close(self) -> None:
         self.checkpoints.close()
+        if self.memory:
+            self.memory.close()
         if self.profiler:
             self.profiler.close()
         if self.writer:
@@ -183,7 +193,7 @@ class Trainer:
             folder=self.folder,
         )
         if self.step:
-            self.display.note(f"resumed after step {self.step}")
+            self.display.note(f"resumed after step {self.step}, {self.source}")
 
     def _after_step(self, result: StepResult, timer: _Timer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
@@ -202,6 +212,8 @@ class Trainer:
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not last:
             self._save(block=False)
+        if self.memory and self.step % self.config.failover.memory_every == 0 and not last:
+            self.stalled += self.memory.save(self.step, self.engine.state(), self._extra())
 
     def _ask_to_stop(self, *_) -> None:
         self._stop = True  # all ranks learn of it at the end of the step, and stop after the same one
@@ -212,6 +224,7 @@ class Trainer:
         memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         all_reduce(memory, self.mesh.group("world"), dist.ReduceOp.MAX)
         steps, seconds = timer.lap()
+        stalled, self.stalled = self.stalled, 0.0
         if not self.first:
             return
         length = self.config.data.sequence_length
@@ -229,6 +242,7 @@ class Trainer:
             tokens_per_second_per_rank=rate / self.mesh.layout.world_size,
             memory_bytes=int(memory),
             seconds_left=(self.config.train.steps - self.step) * seconds / steps,
+            saving=stalled / (stalled + seconds),
             mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
             validation_loss=self.validation_loss,
             **(routed.metrics() if routed else {}),
@@ -251,6 +265,11 @@ class Trainer:
         if self.saved == self.step:
             self.checkpoints.wait()
             return
+        self.stalled += self.checkpoints.save(self.step, self.engine.state(), self._extra(), block=block)
+        self.saved = self.step
+
+    def _extra(self) -> dict[str, Any]:
+        """What is saved beside the tensors."""
         extra = {
             "model": self.shape.model_dump(mode="json"),
             "step": self.step,
@@ -261,25 +280,46 @@ class Trainer:
         }
         if self.engine.loss_scale:
             extra["loss_scale"] = self.engine.loss_scale.state()
-        self.checkpoints.save(self.step, self.engine.state(), extra, block=block)
-        self.saved = self.step
+        return extra
 
-    def _resume(self) -> int:
-        """Fill the engine from the newest checkpoint that verifies; returns the steps done.
+    def _memory(self, restored: Restored | None) -> Memory:
+        """Keep the newest states in host memory from now on.
+
+        Raises:
+            UsageError: a host has no room for them.
+        """
+        memory = Memory(
+            home(self.folder, self.config.failover),
+            self.folder,
+            group=dist.new_group(backend="gloo") if self.mesh.layout.world_size > 1 else None,
+            node_ranks=self.config.failover.node_ranks,
+            keep=restored and restored.save,
+            report=self.display.note,
+        )
+        memory.check_room(self.engine.state())
+        return memory
+
+    def _resume(self) -> Restored:
+        """Fill the engine from the newest good state, in memory or on disk.
 
         Raises:
             UsageError: there is none, or it has all the steps already.
         """
-        found, refused = newest_good(self.folder / "checkpoints", group=self.group)
-        for error in refused:
-            self.display.note(f"checkpoint refused: {error}")
+        found, refused = restore(
+            self.folder / "checkpoints",
+            home(self.folder, self.config.failover),
+            self.engine.state(),
+            group=self.group,
+            model=self.shape.model_dump(mode="json"),
+        )
+        for line in refused:
+            self.display.note(line)
         if found is None:
             raise CheckpointError(
-                f"--resume {self.folder}: it holds no good checkpoint ({len(refused)} damaged).\n  Start a new run."
+                "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
             )
         check_steps_left(self.folder, found.step, self.config.train.steps)
-        state, model = self.engine.state(), self.shape.model_dump(mode="json")
-        saved = load(found.path, state, group=self.group, model=model)
+        saved = found.extra
         if saved["data"] != self.samples["train"].fingerprint:
             raise UsageError(
                 f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
@@ -289,7 +329,7 @@ class Trainer:
         if self.engine.loss_scale:
             self.engine.loss_scale.restore(saved.get("loss_scale"))
         self.engine.restored(saved.get("updates", found.step))
-        return found.step
+        return found
 
 
 class _Timer:

@@ -1,0 +1,141 @@
+"""A run's folder in the memory of one host: a tmpfs outlives the ranks that write into it.
+
+    /dev/shm/shoal-1000-5f0c2a91b1d7e3c4/      of one user and one run folder, readable by that user alone (0700)
+      owner.json                               the process with which the run lives and dies
+      node-00000/                              one for each node that this host is, or imitates
+        5f0c2a91-00003-1/                      a slot: attempt, rank, and which of the two
+          rank-00003.safetensors
+          part.json                            written last: without it there is nothing in the slot
+
+What a run leaves behind when it ends in failure serves the next `--resume` on the same host; when it ends well, it is
+removed. A run that starts sweeps up what runs with dead owners have left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+from pathlib import Path
+
+import psutil
+
+from shoal.config import FailoverConfig
+from shoal.errors import UsageError
+
+OWNER, PART = "owner.json", "part.json"
+
+
+def home(run_folder: Path, config: FailoverConfig) -> Path:
+    """Where a run keeps its state in the memory of this host."""
+    name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+    return config.memory_folder / f"{_prefix()}{name}"
+
+
+def make_home(path: Path) -> None:
+    """Make a run's folder, or take the one that an earlier attempt left.
+
+    Raises:
+        UsageError: there is no such file system, or another user made the folder.
+    """
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"failover.memory_folder = '{path.parent}' is not there.\n  Name a folder in memory (a tmpfs), or set "
+            "failover.memory_every = 0."
+        )
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Name another folder in "
+            "memory (a tmpfs), or set failover.memory_every = 0."
+        ) from None
+    if not is_private(path):
+        raise UsageError(f"{path} is not a private folder of this user: shoal will not trust it.\n  Remove it.")
+
+
+def is_private(path: Path) -> bool:
+    """Whether it is a folder (and no link) of this user that nobody else can read: others write into /dev/shm too."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def own(path: Path, run_folder: Path) -> None:
+    """Say with which process the run lives and dies."""
+    pid = owner_pid()
+    owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
+    partial = path / f"{OWNER}.partial"
+    partial.write_text(json.dumps(owner))
+    partial.rename(path / OWNER)
+
+
+def owner_pid() -> int:
+    """The process that restarts this rank when it dies: the supervisor, or whatever started the rank."""
+    return int(os.environ.get("SHOAL_OWNER") or os.environ.get("SHOAL_PARENT") or os.getppid())
+
+
+def free(path: Path) -> None:
+    """Give the memory back."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(path: Path) -> list[str]:
+    """Remove what other runs of this user left whose owners are dead; returns a line for each.
+
+    Args:
+        path: of the run that starts, which is not touched.
+    """
+    swept = []
+    for other in path.parent.glob(f"{_prefix()}*"):
+        if other != path and (run := _left_by(other)):
+            free(other)
+            swept.append(f"swept up what {run} had left in {other}: its owner is dead")
+    return swept
+
+
+def _left_by(path: Path) -> str | None:
+    """The run folder of a memory whose owner is known to be dead."""
+    try:
+        owner = json.loads((path / OWNER).read_text())
+        if owner["host"] != socket.gethostname():  # a container that shares the file system, not the processes
+            return None
+        return None if _started(owner["pid"]) == owner["started"] else str(owner["run"])
+    except (OSError, ValueError, KeyError, TypeError):  # just being made, or no such folder of ours
+        return None
+
+
+def _started(pid: int) -> float | None:
+    """When a process began, by which it is told from a later one of the same number; None if it is dead."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Require that this host has room for so many bytes in all, counting what is there of this run already.
+
+    Raises:
+        UsageError: telling what is needed and what there is.
+    """
+    here = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    places = os.statvfs(path)
+    room = min(places.f_bavail * places.f_frsize, psutil.virtual_memory().available) + here
+    if needed > room:
+        raise UsageError(
+            f"failover.memory_every: two copies of this node's state and two of its neighbour's take "
+            f"{needed / 2**30:.2f} GiB in {path.parent} of {socket.gethostname()}, where {room / 2**30:.2f} GiB are "
+            "free.\n  Enlarge that file system (in a container, by --shm-size), name another by "
+            "failover.memory_folder, use more nodes, or set failover.memory_every = 0."
+        )
+
+
+def _prefix() -> str:
+    return f"shoal-{os.getuid()}-"

@@ -1,0 +1,385 @@
+"""The state in host memory: what survives which loss, under any cut, and what never happens to it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.checkpoint import Checkpointer
+from shoal.errors import UsageError
+from shoal.failover import host, slots
+from shoal.failover.memory import Memory, Places
+from shoal.failover.restore import Restored, restore
+from tests.checkpoint.cuts import blank, cut, same
+
+TENSORS = {
+    "model.w": ((7, 5), torch.float32),
+    "model.b": ((6,), torch.bfloat16),
+    "optimizer.m": ((3, 4, 2), torch.float64),
+    "count": ((), torch.int64),
+}
+
+
+def values_of(step: int) -> dict[str, torch.Tensor]:
+    """Random bits, others for each step."""
+    rng = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8).view(dtype).view(shape)
+        for name, (shape, dtype) in TENSORS.items()
+    }
+
+
+def pieces_of(step: int, cut_seed: int, rank: int, world: int):
+    return cut(Random(cut_seed), values_of(step), world)[rank]
+
+
+def here() -> tuple[int, int, dist.ProcessGroup | None]:
+    """This rank, their number, and a group of them."""
+    if not dist.is_initialized():
+        return 0, 1, None
+    world = dist.get_world_size()
+    return dist.get_rank(), world, dist.new_group(backend="gloo") if world > 1 else None
+
+
+def keep(homes: list[Path], steps: list[int], cut_seed: int, node_ranks: int = 0, from_save=None) -> list[str]:
+    """A run that keeps the states of some steps, and ends without a word. Ranks with other homes are on other hosts."""
+    rank, world, group = here()
+    said = []
+    with imagine_hosts(homes, rank, world) as home:
+        memory = Memory(home, home, group=group, node_ranks=node_ranks, keep=from_save, report=said.append)
+    for step in steps:
+        memory.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
+    memory.close(keep=True)
+    return said
+
+
+def go_on(
+    homes: list[Path], disk: Path, cut_seed: int, before: int | None = None
+) -> tuple[Restored | None, list[str], bool]:
+    """What a run that starts anew finds; whether every bit of it is right."""
+    rank, world, group = here()
+    state = blank([pieces_of(0, cut_seed, rank, world)])[0]
+    with imagine_hosts(homes, rank, world) as home:
+        found, notes = restore(disk, home, state, group=group, model=None, before=before)
+    if found is None:
+        return None, notes, True
+    expected = pieces_of(found.step, cut_seed, rank, world)
+    right = all(
+        same(piece.tensor, wanted.tensor)
+        for name, pieces in state.items()
+        for piece, wanted in zip(pieces, expected[name], strict=True)
+    )
+    return found, notes, right and found.extra == {"step": found.step}
+
+
+@contextmanager
+def imagine_hosts(homes: list[Path], rank: int, world: int) -> Iterator[Path]:
+    """With several homes: this rank believes itself on another host than some of the others."""
+    place = rank * len(homes) // world
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{place}"):
+        yield homes[place]
+
+
+def on_disk(folder: Path, steps: list[int], cut_seed: int) -> None:
+    rank, world, group = here()
+    checkpointer = Checkpointer(folder, group=group, keep=9, asynchronous=False)
+    for step in steps:
+        checkpointer.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
+    checkpointer.close()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 16
+    path.write_bytes(data)
+
+
+# ---- what survives ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_what_is_lost_with_a_node_is_in_its_neighbour_whatever_the_cut(pool, tmp_path_factory, data):
+    home, disk = tmp_path_factory.mktemp("home") / "run", tmp_path_factory.mktemp("disk")
+    world, later = data.draw(st.integers(1, 5), label="ranks"), data.draw(st.integers(1, 5), label="ranks later")
+    node_ranks = data.draw(st.integers(1, 2), label="ranks of a node")
+    cuts = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))
+    steps = [1, 2, 3][: data.draw(st.integers(1, 3), label="saves")]
+    assert pool.run(keep, world, [home], steps, cuts[0], node_ranks) == [[]] * world
+    nodes = -(-world // node_ranks)
+    lost = data.draw(st.sets(st.integers(0, nodes - 1)), label="lost nodes")
+    for node in lost:
+        shutil.rmtree(home / f"node-{node:05d}")
+    gone = any(node in lost and (node + 1) % nodes in lost for node in range(nodes))
+    results = pool.run(go_on, later, [home], disk, cuts[1])
+    for found, notes, right in results:
+        assert right and notes == results[0][1]
+        if gone:
+            assert found is None
+            assert lost == set(range(nodes)) or f"step {steps[-1]}: no node holds the part of rank" in notes[0]
+        else:
+            assert found.step == steps[-1] and not notes
+    assert not list(home.glob("restoring-*"))
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1, 2])
+@pytest.mark.parametrize("later", [3, 4])
+def test_between_hosts_the_copies_go_over_the_network(lost, later, pool, tmp_path):
+    """Each host has a file system of its own, so that what a rank reads elsewhere must have been sent to it."""
+    homes = [tmp_path / f"host-{i}" for i in range(3)]
+    pool.run(keep, 6, homes, [1, 2], 5)
+    for i, home in enumerate(homes):
+        assert {p.name for p in home.iterdir()} == {"owner.json", f"node-{i:05d}"}
+    if lost is not None:
+        shutil.rmtree(homes[lost])  # another machine has taken its place
+    for found, notes, right in pool.run(go_on, later, homes, tmp_path / "disk", 6):
+        assert (found.step, notes, right) == (2, [], True)
+
+
+def test_a_node_and_its_neighbour_lost_go_back_to_the_disk_and_say_so(pool, tmp_path):
+    home = tmp_path / "home"
+    pool.run(on_disk, 3, tmp_path / "disk", [1, 2], 3)
+    pool.run(keep, 3, [home], [2, 3], 3, 1)
+    assert pool.run(go_on, 3, [home], tmp_path / "disk", 4)[0][0].step == 3
+    for node in (1, 2):
+        shutil.rmtree(home / f"node-{node:05d}")
+    for found, notes, right in pool.run(go_on, 2, [home], tmp_path / "disk", 4):
+        assert right and (found.step, found.save) == (2, None) and "step-00000002" in found.source
+        assert notes == [
+            "in memory refused: step 3: no node holds the part of rank 1 of 3.",
+            "in memory refused: step 2: no node holds the part of rank 1 of 3.",
+        ]
+
+
+@pytest.mark.parametrize("before, step, memory", [(None, 4, True), (3, 3, True), (2, 2, False), (0, None, False)])
+def test_the_newest_of_both_is_taken_memory_first(before, step, memory, pool, tmp_path):
+    pool.run(on_disk, 2, tmp_path / "disk", [1, 2, 4], 3)
+    pool.run(keep, 2, [tmp_path / "home"], [3, 4], 3)
+    for found, notes, right in pool.run(go_on, 2, [tmp_path / "home"], tmp_path / "disk", 3, before):
+        assert right and not notes
+        assert (found and found.step, bool(found and found.save)) == (step, memory)
+
+
+@pytest.mark.parametrize("kind", ["data", "description"])
+def test_of_two_copies_the_damaged_one_is_named_and_the_other_taken(kind, pool, tmp_path):
+    home = tmp_path / "home"
+    pool.run(keep, 2, [home], [1], 3, 1)
+    (mine,) = home.glob("node-00000/*-00000-*")
+    flip(next(mine.glob("*.safetensors")) if kind == "data" else mine / "part.json")
+    for found, notes, right in pool.run(go_on, 2, [home], tmp_path / "disk", 3):
+        assert right and found.step == 1
+        assert len(notes) == 1 and str(mine) in notes[0] and "is damaged" in notes[0]
+
+
+def test_with_every_copy_damaged_the_state_before_is_taken(pool, tmp_path):
+    home = tmp_path / "home"
+    pool.run(keep, 2, [home], [1, 2], 3, 1)
+    for folder in home.glob("node-*/*-00000-*"):
+        if slots.read(folder).step == 2:
+            flip(next(folder.glob("*.safetensors")))
+    found, notes, right = pool.run(go_on, 1, [home], tmp_path / "disk", 3)[0]
+    assert right and found.step == 1
+    assert len(notes) == 3 and notes[2] == "in memory refused: step 2: no node holds the part of rank 0 of 2."
+
+
+# ---- killed while writing --------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from shoal.checkpoint.write import Plan
+from shoal.failover import memory, slots
+from tests.failover.test_memory import keep
+moment, home = sys.argv[1], Path(sys.argv[2])
+saves = 0
+
+def die(when, before):
+    def called(*args, **options):
+        global saves
+        saves += 1
+        if saves == 3 and before:
+            os.kill(os.getpid(), 9)
+        result = when(*args, **options)
+        if saves == 3:
+            os.kill(os.getpid(), 9)
+        return result
+    return called
+
+if moment == "before it is copied": Plan.copy = die(Plan.copy, True)
+if moment == "when it is copied": Plan.copy = die(Plan.copy, False)
+if moment == "before it is described": slots.Slot.commit = die(slots.Slot.commit, True)
+if moment == "when it is described": slots.Slot.commit = die(slots.Slot.commit, False)
+keep([home], [1, 2, 3], 3)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["before it is copied", "when it is copied", "before it is described", "when it is described"]
+)
+def test_killed_while_it_writes_the_state_before_is_whole(moment, tmp_path):
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, moment, tmp_path / "home"], cwd=Path(__file__).parents[2], timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL
+    found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
+    assert right and not notes
+    assert found.step == (3 if moment == "when it is described" else 2)
+
+
+def test_a_slot_is_written_again_only_when_all_have_the_other(pool, tmp_path):
+    """Of each rank there are two steps at most, and the newest that all have is there at any moment."""
+    home = tmp_path / "home"
+    pool.run(keep, 4, [home], [1, 2, 3, 4, 5], 3, 2)
+    held: dict[int, list[int]] = {}
+    for folder in slots.list_slots(home):
+        record = slots.read(folder)
+        held.setdefault(record.rank, []).append(record.step)
+    assert {rank: sorted(steps) for rank, steps in held.items()} == {rank: [4, 4, 5, 5] for rank in range(4)}
+
+
+# ---- one attempt after another ---------------------------------------------------------------------------------------
+
+
+def test_what_a_run_goes_on_from_stays_until_it_has_something_newer(pool, tmp_path):
+    home = tmp_path / "home"
+    pool.run(keep, 2, [home], [1, 2], 3)
+    found, _, _ = pool.run(go_on, 3, [home], tmp_path / "disk", 4)[0]
+    pool.run(keep, 3, [home], [], 4, 0, found.save)  # it dies before its first save
+    assert pool.run(go_on, 3, [home], tmp_path / "disk", 4)[0][0].save == found.save
+    pool.run(keep, 3, [home], [3], 4, 0, found.save)
+    assert {slots.read(folder).step for folder in slots.list_slots(home)} == {3}
+    assert len(list(home.glob("node-*/*"))) == 3
+
+
+def test_a_new_run_does_not_find_what_an_older_one_left(pool, tmp_path):
+    home = tmp_path / "home"
+    pool.run(keep, 2, [home], [7], 3)
+    pool.run(keep, 2, [home], [], 3)
+    assert pool.run(go_on, 2, [home], tmp_path / "disk", 3)[0][0] is None
+
+
+def test_parts_of_two_attempts_are_never_mixed(pool, tmp_path):
+    """A node that comes back still holds the same step as another attempt computed it, in another layout."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    pool.run(keep, 2, [home], [2], 3, 1)
+    shutil.rmtree(home / "node-00001")
+    pool.run(keep, 2, [other], [2], 4, 1)
+    shutil.rmtree(other / "node-00000")
+    shutil.copytree(home / "node-00000", other / "node-00000")
+    for folder in [*other.glob("node-00000/*-00001-*"), *other.glob("node-00001/*-00000-*")]:
+        shutil.rmtree(folder)
+    found, notes, _ = pool.run(go_on, 2, [other], tmp_path / "disk", 3)[0]
+    assert found is None and len(notes) == 2
+
+
+def forgotten(home: Path) -> set[int]:
+    memory = Memory(home, home, group=None)
+    for step in (1, 2):
+        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
+    memory.forget(after=1)
+    left = {slots.read(folder).step for folder in slots.list_slots(home)}
+    memory.save(5, pieces_of(5, 3, 0, 1), {"step": 5})
+    memory.close(keep=True)
+    return left
+
+
+def test_a_course_that_was_left_is_forgotten_and_the_slots_serve_again(tmp_path):
+    assert forgotten(tmp_path / "home") == {1}
+    found, _, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
+    assert right and found.step == 5
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_is_private_and_given_back(tmp_path):
+    home = tmp_path / "home"
+    memory = Memory(home, tmp_path, group=None)
+    memory.save(1, pieces_of(1, 3, 0, 1), {"step": 1})
+    memory.wait()
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert all(not p.stat().st_mode & 0o077 for p in home.rglob("*.safetensors"))
+    memory.close()
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("how", ["open to all", "a link"])
+def test_a_folder_that_another_could_have_made_is_neither_read_nor_written(how, tmp_path):
+    keep([tmp_path / "real"], [1], 3)
+    home = tmp_path / "home"
+    if how == "a link":
+        home.symlink_to(tmp_path / "real")
+    else:
+        shutil.copytree(tmp_path / "real", home)
+        home.chmod(0o755)
+    assert go_on([home], tmp_path / "disk", 3)[0] is None
+    with pytest.raises(UsageError, match="is not a private folder of this user"):
+        Memory(home, tmp_path, group=None)
+
+
+def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_path, monkeypatch):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    folders = {}
+    for name, owner in {"dead": int(dead.stdout), "alive": os.getpid(), "mine": int(dead.stdout)}.items():
+        monkeypatch.setenv("SHOAL_OWNER", str(owner))
+        folders[name] = tmp_path / f"shoal-{os.getuid()}-{name}"
+        monkeypatch.setattr(host, "_started", lambda pid, known=host._started: known(pid) or 1.0)
+        host.make_home(folders[name])
+        host.own(folders[name], tmp_path / name)
+        monkeypatch.undo()
+    (tmp_path / "shoal-other").mkdir()
+    (tmp_path / f"shoal-{os.getuid()}-strange").mkdir()
+    (line,) = host.sweep(folders["mine"])
+    assert str(tmp_path / "dead") in line
+    assert sorted(p.name.split("-")[-1] for p in tmp_path.iterdir()) == ["alive", "mine", "other", "strange"]
+
+
+def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    memory = Memory(tmp_path / "home", tmp_path, group=None)
+    state = pieces_of(1, 3, 0, 1)
+    memory.check_room(state)
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
+    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take .* GiB in .*memory_every = 0"):
+        memory.check_room(state)
+
+
+def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path, monkeypatch):
+    said = []
+    memory = Memory(tmp_path / "home", tmp_path, group=None, report=said.append)
+    fallocate = os.posix_fallocate
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for step, call in enumerate((fallocate, full, fallocate), 1):
+        monkeypatch.setattr(os, "posix_fallocate", call)
+        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
+        memory.wait()
+        assert slots.newest_step(tmp_path / "home") == (1 if step < 3 else 3)
+    memory.close()
+    assert said == ["step 2 could not be kept in memory: rank 0: No space left on device"]
+
+
+def nodes_of(node_ranks: int) -> list[tuple[int | None, list[int]]]:
+    places = Places.of(here()[2], node_ranks)
+    return [(places.receiver(r), places.senders(r)) for r in range(dist.get_world_size())]
+
+
+def test_every_node_keeps_the_copies_of_the_one_before(pool):
+    assert pool.run(nodes_of, 5, 2)[0] == [(2, [4]), (3, []), (4, [0]), (4, [1]), (0, [2, 3])]
+    assert pool.run(nodes_of, 2, 0)[0] == [(None, []), (None, [])]
+
+
