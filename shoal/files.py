@@ -32,6 +32,15 @@ def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
     return content
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: see `read_bytes`; or it is not UTF-8.
+    """
+    return _parsed(path, "UTF-8 text", str)
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The values of a TOML file.
 

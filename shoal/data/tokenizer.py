@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from shoal.errors import UsageError
+from shoal.files import read_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -73,10 +74,10 @@ class FileTokenizer:
         import tokenizers
 
         try:
-            content = path.read_bytes()
-        except OSError as error:
+            content = read_bytes(path)
+        except UsageError as error:
             raise UsageError(
-                f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error.strerror}."
+                f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error}"
                 f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
             ) from None
         try:

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.files import read_text
 from shoal.pipeline.checker import ProgramError, check
 from shoal.pipeline.program import COMPUTE, Action, Op, Program, Schedule, build
 
@@ -71,8 +72,8 @@ def schedule_from_csv(path: str | Path) -> Schedule:
         UsageError: there is no such file, or it holds no complete schedule.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except UsageError as error:
         raise UsageError(
             f"schedule file {path}: {error}\n  Give a text file as torch.distributed.pipelining writes it."
         ) from None

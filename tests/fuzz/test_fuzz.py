@@ -1,0 +1,27 @@
+"""Nothing but a clear error comes out of a reader, whatever is in its files: a few hundred cases of each.
+
+For more: ``python -m tests.fuzz --cases 100000``.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from .targets import TARGETS, target
+
+CASES = {"config": 400, "checkpoint": 400, "data": 150}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_but_a_clear_error_comes_out(name, tmp_path):
+    cases, read = target(name, tmp_path)
+    found = Counter()
+
+    @settings(max_examples=CASES[name], suppress_health_check=list(HealthCheck), database=None)
+    @given(cases)
+    def every(case):
+        found[read(case)] += 1
+
+    every()
+    assert min(found["accepted"], found["refused"]) > CASES[name] / 50  # else nothing was tried
