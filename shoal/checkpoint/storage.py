@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
@@ -37,10 +38,10 @@ def is_own(path: Path) -> bool:
     """Whether a file, if it is there, lies in its folder: not a link to elsewhere, a pipe or a device.
 
     Raises:
-        OSError: it is not there.
+        OSError: it is not there, or is a link to itself.
     """
-    whole = path.resolve(strict=True)
-    return whole.is_file() and whole.parent == path.parent.resolve()
+    regular = stat.S_ISREG(path.stat().st_mode)
+    return regular and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
 def size(path: Path) -> int:

@@ -17,8 +17,9 @@ WORDS = st.one_of(
     st.text(max_size=6),
     st.sampled_from([
         "", ".", "..", "/", "../../etc/passwd", "/etc/passwd", "/dev/zero", "~", "~nobody", "*", "**", "[",
-        "a\0b", "\n", "x" * 300, "\u202e", "rank-00000.safetensors", "rank-00001.safetensors", "rank-00000.safetensors\n",
-        "../rank-00000.safetensors", "train-00000.bin", "../train-00000.bin", "manifest.json", "F32", "BF16", "O", "|O",
+        "a\0b", "\n", "x" * 300, "\u202e", "rank-00000.safetensors", "rank-00001.safetensors",
+        "rank-00000.safetensors\n", "../rank-00000.safetensors", "train-00000.bin", "../train-00000.bin",
+        "manifest.json", "F32", "BF16", "O", "|O",
         "<u2", "<u4", "<i8", "file:/etc/passwd", "file:/dev/zero", "auto", "true", "nan", "__class__", "{0.__class__}",
         "!!python/object/apply:os.system ['true']", "c__builtin__\neval\n(S'1'\ntR.",
     ]),
