@@ -30,6 +30,7 @@ TYPED = {
     "data.sampler": ("pool", ["pool"]),
     "data.validation_fraction": (0.25, ["0.25"]),
     "data.cache": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "parallel.tp_overlap": (True, ["True"]),
     "optimizer.name": ("sgd", ["sgd"]),
     "optimizer.betas": ((0.5, 0.75), ["0.5", "0.75"]),
     "optimizer.rates": ({"embed.*": 0.5, "head.*": 2.0}, ["embed.*", "0.5", "head.*", "2"]),

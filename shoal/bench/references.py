@@ -6,6 +6,7 @@ mean loss [nats]; the ranks' shares add up to it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -78,6 +79,10 @@ def _loop(
     return step
 
 
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"  # torch renamed it
+
+
 def plain(workload: Workload, rank: int, ranks: int, *, kernel: str = "sdpa") -> Step:
     """One process, no wrapper."""
     module = model(workload, kernel)
@@ -91,7 +96,7 @@ def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_s
         compute_elsewhere(whole.layers.values(), device_seconds)
     module = DistributedDataParallel(
         whole,
-        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False,
+        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True, **{_SYNC_BUFFERS: False},
     )
     tokens = workload.tokens // ranks
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)

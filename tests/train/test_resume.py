@@ -68,7 +68,7 @@ def test_a_stop_is_clean_quick_and_saved(survivor, name):
     assert f"stopped after step {step}, which is saved; go on with: shoal train --resume {folder}" in output
     assert "Traceback" not in output
     assert "a sample of what it writes" not in output
-    assert seconds < 10
+    assert seconds < 40  # and not the ten minutes after which a collective gives up
 
 
 def test_the_end_is_that_of_a_run_without_interruptions_bit_for_bit(survivor, base_run):
