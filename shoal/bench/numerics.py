@@ -28,7 +28,7 @@ from shoal.train.engine import Engine
 from shoal.train.updates import NonFinite
 
 REFERENCE, SMOOTH = "fp32", 10
-LOST = "fp16, small gradients"
+LOST = "fp16, unscaled"
 _SMALL = 2.0**-13  # 2^9 tokens over 2^22
 
 Changes = dict[str, dict[str, Any]]

@@ -80,7 +80,7 @@ def _loop(
 
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"  # torch renamed it
+_SYNC_BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _ARGUMENTS)  # renamed
 
 
 def plain(workload: Workload, rank: int, ranks: int, *, kernel: str = "sdpa") -> Step:

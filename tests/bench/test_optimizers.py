@@ -14,7 +14,7 @@ SHAPES = {"layers.0.mlp.up.weight": (32, 512), "layers.0.mlp_norm.weight": (48,)
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_all_contenders_make_the_same_updates(rule):
     config = OptimizerConfig(name=rule, hessian_every=10**9)
-    ours, others = flat(config, SHAPES), rivals(config, SHAPES)
+    ours, others = flat(config, SHAPES), {name: make() for name, make in rivals(config, SHAPES).items()}
     assert set(others) == ({"fused", "foreach"} if rule in FUSED else {"plain loop"})
     start = ours().clone()
     for other in others.values():
