@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from pydantic import PositiveInt
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -208,20 +209,21 @@ def _check_allocator() -> None:
 
 
 def step_table(rows: list[Row]) -> Table:
-    """The result as people read it."""
-    table = Table(title="one training step: shoal beside torch")
-    for column in ("race", "contender"):
-        table.add_column(column)
-    for column in ("ms / step", "CPU ms / step", "tokens / s", "MB a rank", "ratio", "quartiles", "target"):
-        table.add_column(column, justify="right")
-    table.add_column("met")
+    """The result as people read it; 80 columns are enough."""
+    table = Table(title="one training step: shoal beside torch", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("contender", overflow="fold")
+    for column in ("ms", "CPU ms", "tokens/s", "MB", "ratio", "quartiles", "target"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("met", no_wrap=True)
     for i, row in enumerate(rows):
+        if i == 0 or rows[i - 1].race != row.race:
+            table.add_row(f"[bold]{row.race}")
         target = "" if row.target is None else f"{row.target:.2f}"
         met = {None: "", True: "[green]yes", False: "[red]no"}[row.met]
         table.add_row(
-            row.race, row.contender, f"{row.seconds * 1e3:.1f}", f"{row.cpu_seconds * 1e3:.1f}",
+            f"  {row.contender}", f"{row.seconds * 1e3:.1f}", f"{row.cpu_seconds * 1e3:.1f}",
             f"{row.tokens_per_second:,.0f}", f"{row.memory / 1e6:.0f}", f"{row.ratio:.2f}",
-            f"{row.spread[0]:.2f} to {row.spread[1]:.2f}", target, met,
+            f"{row.spread[0]:.2f}-{row.spread[1]:.2f}", target, met,
             end_section=i + 1 == len(rows) or rows[i + 1].race != row.race,
         )
     return table

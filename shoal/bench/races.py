@@ -15,7 +15,7 @@ from shoal.bench.pipelining import MICROBATCHES, SCHEDULES, pipeline
 from shoal.bench.race import Race
 from shoal.bench.workload import Workload
 
-LINK_GBS = 0.15  # with which the gradients of the default workload take about a third of its step
+LINK_GBS = 0.1  # with which the gradients of the default workload take more than a quarter of its step
 
 
 def races(workload: Workload, ranks: int = 2) -> list[Race]:
