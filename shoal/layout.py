@@ -269,6 +269,7 @@ class Layout(BaseModel):
         self._check_tensor_parallel(shape, sequence_length)
         self._check_context_parallel(shape, sequence_length)
         self._check_experts(shape)
+        self._check_depths(shape, sequence_length)
         if self.pp > shape.layers:
             raise UsageError(
                 f"parallel.pp = {self.pp}: {shape.layers} layers cannot fill {self.pp} stages, each needs at least one."
@@ -428,6 +429,35 @@ class Layout(BaseModel):
                 "replicas go their own ways.\n  Leave sync out."
             )
 
+    def _check_depths(self, shape: ModelShape, sequence_length: int) -> None:
+        if shape.depths is None:
+            return
+        taken, field = shape.depths.taken(sequence_length), f"model.depths.capacity = {shape.depths.capacity}"
+        if taken % self.token_multiple:
+            raise UsageError(
+                f"{field} takes {taken} of {sequence_length} tokens, which is not a multiple of tp {self.tp}, as "
+                "sequence parallelism needs: each rank computes taken / tp of them.\n  Nearest that are: "
+                f"{_nearest_multiples(taken, self.tp)}; set model.depths.capacity to one of them / {sequence_length}."
+            )
+        least = 2 * self.cp * self.token_multiple
+        if self.cp > 1 and taken < least:
+            raise UsageError(
+                f"{field} takes {taken} of {sequence_length} tokens, too few for cp {self.cp}: it needs {least}, two "
+                "chunks for each rank.\n  Use a larger capacity, or a smaller parallel.cp."
+            )
+        if self.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
+            raise UsageError(
+                f"parallel.schedule = {self.schedule} with model.depths: " + (
+                    "routers decide for whole sequences, of which it has slices." if self.schedule == "terapipe"
+                    else "their loss is of whole steps, in which it makes several updates."
+                ) + "\n  Choose another schedule."
+            )
+        if self.sync != "all-reduce":
+            raise UsageError(
+                f"parallel.sync = {self.sync} with model.depths: the loss of their predictors is a mean over the whole "
+                "batch, and its replicas go their own ways.\n  Leave sync out."
+            )
+
     def _nearest_tp(self, shape: ModelShape) -> str:
         fits = [
             tp
@@ -467,6 +497,7 @@ def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
     - "replicate": the same shard.
     - "holders": all parts of the same parameters.
     - "edp": other tokens, for the same experts; their shards are "edp_shard".
+    - "sequence": other tokens of the same sequences, where sequence parallelism splits them too.
     - "stage": all of one pipeline stage.
     - "world": everybody.
     """
@@ -478,6 +509,7 @@ def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
         "replicate": ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp"),
         "holders": (*shard, "tp"),
         "edp": ("edp_replicate", "edp_shard"),
+        "sequence": ("cp", "tp"),
         "stage": AXES[1:],
         "world": AXES,
     }

@@ -10,6 +10,11 @@ Gate = Literal["top-k", "switch", "gshard", "noisy-top-k", "expert-choice"]
 Score = Literal["softmax", "sigmoid"]
 
 
+def last_of_every(layer: int, first: int, every: int) -> bool:
+    """Whether a layer is, behind the first so many, the last of every so many."""
+    return layer >= first and (layer - first) % every == every - 1
+
+
 class Experts(BaseModel):
     """The experts that stand in place of some layers' feed-forward blocks."""
 
@@ -67,7 +72,7 @@ class Experts(BaseModel):
         >>> [Experts(count=8, ffn=1, first=1, every=2).sparse(layer) for layer in range(5)]
         [False, False, True, False, True]
         """
-        return layer >= self.first and (layer - self.first) % self.every == self.every - 1
+        return last_of_every(layer, self.first, self.every)
 
     def layers(self, total: int) -> list[int]:
         """The layers of so many that have experts."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from shoal.catalog.depths import Depths
 from shoal.catalog.experts import Experts
 from shoal.catalog.tables import forgets, table
 from shoal.errors import UsageError, did_you_mean
@@ -73,6 +74,9 @@ class ModelShape(BaseModel):
     experts: Experts | None = None
     """In place of the feed-forward blocks of some layers; they have no biases, in either family."""
 
+    depths: Depths | None = None
+    """Of some layers, which tokens pass through them."""
+
     latent: Latent | None = None
     """In place of the attention that heads and kv_heads describe."""
 
@@ -83,7 +87,8 @@ class ModelShape(BaseModel):
         return self._dense_parameters() + self._sparse_layers() * held
 
     def active_parameters(self) -> int:
-        """Those that one token meets: the experts that it is not given to are left out. The embedding counts whole."""
+        """Those that one token meets: the experts that it is not given to are left out. The embedding counts whole, and
+        so do layers that only some tokens pass through."""
         experts = self.experts
         met = self._block() * experts.per_token if experts else 0
         return self._dense_parameters() + self._sparse_layers() * met
@@ -94,17 +99,33 @@ class ModelShape(BaseModel):
         The definition of PaLM (Chowdhery et al. 2022, appendix B), used for every MFU that shoal prints: attention
         counted in full (not halved for causality), recomputation not counted, and neither is the embedding look-up. Of
         experts those count that a token is given to, were none dropped (Fedus et al. 2022, section 2), and the router.
+        A layer that takes k of a sequence's s tokens counts k/s, its scores (k/s)^2, and its router for all of them.
         """
-        matrices = sum(self.layer_matrices(i) for i in range(self.layers)) + self.vocab * self.hidden
-        wide = 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
-        return 6 * matrices + 6 * self.layers * self.heads * wide * sequence_length
+        s, wide = sequence_length, 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
+        of_sequence = 6 * s * self.vocab * self.hidden
+        for layer in range(self.layers):
+            n = self.taken(layer, s)
+            of_sequence += 6 * n * (self.layer_matrices(layer) + self.heads * wide * n) + 6 * s * self.router(layer)
+        return of_sequence // s
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.experts is not None and self.experts.sparse(layer)
 
+    def skips(self, layer: int) -> bool:
+        """Whether only some tokens pass through a layer."""
+        return self.depths is not None and self.depths.skips(layer)
+
+    def taken(self, layer: int, sequence_length: int) -> int:
+        """How many of a sequence's tokens pass through a layer."""
+        return self.depths.taken(sequence_length) if self.skips(layer) else sequence_length
+
+    def router(self, layer: int) -> int:
+        """Parameters that decide which tokens pass through a layer, and that foresee it."""
+        return self.hidden + self.depths.predictor * (self.hidden + 1) if self.skips(layer) else 0
+
     def layer_matrices(self, layer: int) -> int:
-        """Parameters of one layer that take part in the matrix products of one token."""
+        """Parameters of one layer that take part in the matrix products of one token that passes through it."""
         h, experts = self.hidden, self.experts
         if not self.sparse(layer):
             return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
@@ -113,10 +134,11 @@ class ModelShape(BaseModel):
         return self._attention_matrices() + met * self._block() + routers * h * experts.count
 
     def mean_layer_matrices(self) -> float:
-        """The mean of `layer_matrices` over the layers."""
-        if self.experts is None:  # all alike
+        """The mean of `layer_matrices` over the layers and the tokens that may pass through them."""
+        if self.experts is None and self.depths is None:  # all alike
             return float(self.layer_matrices(0))
-        return sum(self.layer_matrices(i) for i in range(self.layers)) / self.layers
+        parts = (self.depths.capacity if self.skips(i) else 1 for i in range(self.layers))
+        return sum(part * self.layer_matrices(i) for i, part in enumerate(parts)) / self.layers
 
     def _matrices_of_block(self) -> int:
         return 3 if self.family == "llama" else 2
@@ -153,6 +175,7 @@ class ModelShape(BaseModel):
             if gpt and shared:
                 shared += self.experts.shared * self.experts.ffn + h
             total += self._sparse_layers() * (routers * h * self.experts.count + shared - block)
+        total += sum(self.router(i) for i in range(self.layers))
         return total + self.vocab * h * (1 if self.tied else 2)
 
 

@@ -131,7 +131,8 @@ def check_model(path: Path, saved: Any, wanted: dict[str, Any] | None) -> None:
         for field in sorted(saved.keys() | wanted.keys())
         if saved.get(field) != wanted.get(field)
     ]
-    raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
+    if differ:  # not where one of them does not say what the other leaves out
+        raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 
 def _check_names(path: Path, saved: set[str], wanted: set[str], unwanted: tuple[str, ...]) -> None:

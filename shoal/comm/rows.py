@@ -6,6 +6,7 @@
     `exchange_rows`   all-to-all         all-to-all, the other way
     `gather_rows`     all-gather         reduce-scatter
     `scatter_rows`    reduce-scatter     all-gather
+    `permuted`        another order      the order before
 
 With a group of None, of one rank, each is the identity.
 """
@@ -141,3 +142,25 @@ def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor
 def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Sum the ranks' rows and keep this one's ``counts[index]`` of them."""
     return x if group is None else _ScatterRows.apply(x, counts, group)
+
+
+class _Permuted(torch.autograd.Function):
+    """Their gradients go back by the inverse, which is a copy and no sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Rows in another order: row i is x's row ``order[i]``.
+
+    Args:
+        back: the inverse.
+    """
+    return _Permuted.apply(x, order, back)

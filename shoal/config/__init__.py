@@ -6,7 +6,7 @@ with the nearest that does.
 
 from shoal.config.data import DataConfig
 from shoal.config.failover import FailoverConfig
-from shoal.config.model import ExpertsConfig, ModelConfig
+from shoal.config.model import DepthsConfig, ExpertsConfig, ModelConfig
 from shoal.config.optimizer import OptimizerConfig
 from shoal.config.precision import Float8Config, LossScaleConfig, Precision
 from shoal.config.relaxed import RelaxedConfig
@@ -18,6 +18,7 @@ __all__ = [
     "RUN_FILE",
     "CheckpointConfig",
     "DataConfig",
+    "DepthsConfig",
     "ExpertsConfig",
     "FailoverConfig",
     "Float8Config",

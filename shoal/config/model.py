@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, create_model
+from pydantic import BaseModel, Field, create_model
 
-from shoal.catalog import Experts, ModelShape, model_shape
+from shoal.catalog import Depths, Experts, ModelShape, model_shape
 from shoal.config.section import Section
 from shoal.errors import UsageError
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token to, unless it is given
 
-ExpertsConfig = create_model(
-    "ExpertsConfig",
-    __base__=Section,
-    __doc__="Override any part of `Experts`; count makes a dense model one with experts.",
-    **{
-        name: (Annotated[(field.annotation, Field(), *field.metadata)] | None, Field(None, description=about))
-        for name, field in Experts.model_fields.items()
-        for about in [field.description]
-    },
+
+def _all_optional(name: str, of: type[BaseModel], about: str) -> type[Section]:
+    """A section with the fields of a part of `ModelShape`, each of which may be left out."""
+    fields = {
+        field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, Field(None, description=info.description))
+        for field, info in of.model_fields.items()
+    }
+    return create_model(name, __base__=Section, __doc__=about, **fields)
+
+
+ExpertsConfig = _all_optional(
+    "ExpertsConfig", Experts, "Override any part of `Experts`; count makes a dense model one with experts."
+)
+DepthsConfig = _all_optional(
+    "DepthsConfig", Depths, "Override any part of `Depths`; capacity makes some layers of a model take some tokens."
 )
 
 
@@ -60,6 +66,9 @@ class ModelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     """Override: the experts in place of feed-forward blocks; docs/experts.md."""
 
+    depths: DepthsConfig = DepthsConfig()
+    """Override: layers that only some tokens pass through; docs/depths.md."""
+
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
 
@@ -70,7 +79,7 @@ class ModelConfig(Section):
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
         """
         base = model_shape(self.name)
-        changed = {k: v for k, v in self.model_dump(exclude={"name", "experts"}).items() if v is not None}
+        changed = {k: v for k, v in self.model_dump(exclude={"name", "experts", "depths"}).items() if v is not None}
         changed.setdefault("vocab", vocab)
         if "heads" in changed and "kv_heads" not in changed:
             changed["kv_heads"] = changed["heads"]
@@ -83,7 +92,7 @@ class ModelConfig(Section):
         if base.family == "gpt":
             changed["max_sequence"] = max(base.max_sequence, sequence_length)
         shape = base.model_copy(update=changed)
-        shape = shape.model_copy(update={"experts": self._experts(shape)})
+        shape = shape.model_copy(update={"experts": self._experts(shape), "depths": self._depths(shape)})
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
@@ -125,3 +134,17 @@ class ModelConfig(Section):
             raise UsageError(f"model.experts.balance_loss = {experts.balance_loss}: experts that choose get equally "
                              "many tokens.\n  Set it to 0.")
         return experts
+
+    def _depths(self, shape: ModelShape) -> Depths | None:
+        given = self.depths.model_dump(exclude_none=True)
+        if shape.depths is None and not given:
+            return None
+        if shape.depths is None and "capacity" not in given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"model.depths.{name} = {value}, but all layers of model {self.name} take all tokens.\n"
+                             "  Set model.depths.capacity, the part of the tokens that pass through a layer.")
+        depths = Depths(**(shape.depths.model_dump() if shape.depths else {}) | given)
+        if not depths.layers(shape.layers):
+            raise UsageError(f"model.depths: of {shape.layers} layers none takes some tokens with first = "
+                             f"{depths.first} and every = {depths.every}.\n  Make them smaller.")
+        return depths

@@ -18,12 +18,12 @@ DAY = 24 * 3600
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Of one token's forward through one layer.
+    """Of one token's forward through one layer; where only some tokens pass through it, the mean over all.
 
     Attributes:
         projections: of attention's q, k, v and output.
         core: q k^T and the product with v, counted in full (not halved for causality).
-        mlp: of the feed-forward block, or of the experts that a token is given to and their router.
+        mlp: of the feed-forward block, or of the experts that a token is given to; and of routers.
     """
 
     projections: int
@@ -38,9 +38,10 @@ class LayerFlops:
 
 def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> LayerFlops:
     """One layer, by its parts."""
-    width = shape.heads * shape.head_dim
+    width, s, n = shape.heads * shape.head_dim, sequence_length, shape.taken(layer, sequence_length)
     projections = 2 * shape.hidden * 2 * (width + shape.kv_heads * shape.head_dim)
-    return LayerFlops(projections, 4 * width * sequence_length, 2 * shape.layer_matrices(layer) - projections)
+    mlp = n * (2 * shape.layer_matrices(layer) - projections) + 2 * s * shape.router(layer)
+    return LayerFlops(n * projections // s, 4 * width * n * n // s, mlp // s)
 
 
 def model_flops(shape: ModelShape, sequence_length: int, tokens: float = 1) -> float:

@@ -24,8 +24,9 @@ class Slice:
         before: the slice before, computed by the same modules; None for the first.
 
     Attributes:
-        start, stop: its tokens, counted in the whole sequence (``stop`` once it is computed).
-        found: by attention module, keys and values of the tokens before, [b, k, start, d] each.
+        start, stop: its tokens, counted in the whole sequence (``stop`` once a model is given them).
+        found: by attention module, keys and values of the tokens before, [b, k, start, d] each; of fewer tokens where
+            not all pass through its layer.
     """
 
     def __init__(self, before: Slice | None = None):
@@ -35,11 +36,11 @@ class Slice:
         self._next: Slice | None = None
         if before:
             before._next = self
-            for attention, (k, v) in before._left.items():
+            for attention, (k, v) in (before.found | before._left).items():  # a layer may have had nothing to compute
                 self.found[attention] = _leaf(k), _leaf(v)
 
     def extend(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all tokens up to the slice's end, [b, k, start + s, d] each.
+        """The keys and values of all tokens up to the slice's end that passed here, [b, k, start + s, d] each.
 
         Args:
             attention: who asks.
@@ -48,10 +49,13 @@ class Slice:
         if attention in self.found:
             past_k, past_v = self.found[attention]
             k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
-        self.stop = k.shape[2]
         # A layer that is computed again, in backward, leaves nothing anew.
         self._left.setdefault(attention, (k, v))
         return k, v
+
+    def kept(self, attention: nn.Module) -> int:
+        """Of how many tokens before this slice it has keys and values."""
+        return self.found[attention][0].shape[2] if attention in self.found else 0
 
     def left(self) -> list[Tensor]:
         """What later slices found of this one, where backward starts besides the output; none for the last slice."""

@@ -22,6 +22,7 @@ from shoal.catalog import ModelShape
 from shoal.errors import UsageError
 from shoal.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
 from shoal.models.cache import Slice
+from shoal.models.depths import MixtureOfDepths
 from shoal.models.experts.layer import MoE
 from shoal.models.experts.router import RoutingContext
 from shoal.models.feedforward import MLP, SwiGLU
@@ -36,10 +37,11 @@ IGNORE = -100
 class Context(NamedTuple):
     """What every layer of one forward pass shares."""
 
-    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2]
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] where each sequence has its own places
     mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
     part: Slice | None = None  # keys and values of the tokens before, where the sequence comes in slices: t = start + s
     routing: RoutingContext = RoutingContext()
+    documents: Tensor | None = None  # [b, s], whose tokens the mask keeps apart
 
 
 class Attention(nn.Module):
@@ -87,6 +89,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape, index: int):
         super().__init__()
+        self.depth = MixtureOfDepths(shape, index) if shape.skips(index) else None
         self.attention_norm = norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = norm(shape)
@@ -97,9 +100,19 @@ class Block(nn.Module):
             self.mlp = SwiGLU(shape, shape.ffn) if shape.family == "llama" else MLP(shape, shape.ffn)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.depth is not None:
+            return self.depth(x, context, self)
         x = x + self.attention(self.attention_norm(x), context)
+        return x + self._feed_forward(x, context)
+
+    def change(self, x: Tensor, context: Context) -> Tensor:
+        """What the layer adds to the residual stream."""
+        y = self.attention(self.attention_norm(x), context)
+        return y + self._feed_forward(x + y, context)
+
+    def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.mlp_norm(x)
-        return x + (self.mlp(y, context.routing) if self.sparse else self.mlp(y))
+        return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
 
 
 class Embedding(nn.Module):
@@ -128,7 +141,7 @@ class Transformer(nn.Module):
     """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
 
     Attributes:
-        sequences, seed: of `RoutingContext`, for layers with experts.
+        sequences, seed: of `RoutingContext`, for layers with routers.
     """
 
     def __init__(self, shape: ModelShape):
@@ -173,6 +186,8 @@ class Transformer(nn.Module):
         positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
         context = self._context(positions, documents, x.dtype, part, samples)
+        if part is not None:
+            part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
             x = layer(x, context)
         if self.head is None:
@@ -190,7 +205,7 @@ class Transformer(nn.Module):
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
         mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
-        return Context(rotary, mask, part, RoutingContext(self.sequences, self.seed, samples))
+        return Context(rotary, mask, part, RoutingContext(self.sequences, self.seed, samples), documents)
 
 
 def initial(name: str, shape: ModelShape) -> Initial:

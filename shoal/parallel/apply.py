@@ -14,6 +14,7 @@ from shoal.models.transformer import Transformer, initial
 from shoal.parallel.context.apply import apply_context_parallel
 from shoal.parallel.context.order import Spread
 from shoal.parallel.data import ShardedParameters
+from shoal.parallel.depths import apply_mixture_of_depths, chosen_spread
 from shoal.parallel.expert import apply_expert_parallel
 from shoal.parallel.float8 import Float8, apply_float8
 from shoal.parallel.held import HeldParameters
@@ -92,11 +93,13 @@ def _build_stage(
     # On the meta device, so that no rank ever allocates a whole matrix.
     overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
     splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
-    splits |= apply_expert_parallel(model, shape, mesh, spread)
+    chosen = chosen_spread(shape, mesh, spread)
+    splits |= apply_expert_parallel(model, shape, mesh, spread, chosen)
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)
-    apply_context_parallel(model, mesh, spread)
+    apply_context_parallel(model, mesh, spread, chosen)
+    apply_mixture_of_depths(model, shape, mesh, spread, chosen)
     for layer in model.layers.values():
         layer.attention.core.kernel = kernel
     apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute

@@ -13,7 +13,7 @@ decide for whole sequences, so the ranks of a replica put their parts' scores to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather
-from shoal.comm.rows import exchange_rows, gather_rows, part_lengths, part_of, scatter_rows, whole_of
+from shoal.comm.rows import exchange_rows, gather_rows, part_lengths, part_of, permuted, scatter_rows, whole_of
 from shoal.models.experts.grouped import Experts
 from shoal.models.experts.layer import MoE
 from shoal.models.experts.router import RoutingContext
@@ -68,24 +68,28 @@ class ExpertParallel:
         )
 
 
-def apply_expert_parallel(model: nn.Module, shape: ModelShape, mesh: Mesh, spread: Spread) -> dict[str, Split]:
+def apply_expert_parallel(
+    model: nn.Module, shape: ModelShape, mesh: Mesh, spread: Spread, chosen: Spread | None = None
+) -> dict[str, Split]:
     """Split the experts of a model on the meta device in place, and have its tokens sent to them.
 
     Args:
         spread: of the sequences over the context-parallel ranks.
+        chosen: of those tokens that pass through layers which take some.
 
     Returns:
         How the experts' parameters and the routers' are split, by name.
     """
     if shape.experts is None:
         return {}
-    at = ExpertParallel.on(mesh, spread)
+    everywhere = ExpertParallel.on(mesh, spread)
     for axis in ("edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
     splits: dict[str, Split] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
+        at = replace(everywhere, spread=chosen) if shape.skips(module.router.layer) else everywhere
         splits |= {split.name: split for split in _split_experts(module.experts, f"{name}.experts", at)}
         for part, parameter in module.router.named_parameters(recurse=False):
             # Every rank of tp scores its own part of the sequences.
@@ -172,8 +176,8 @@ def dispatch(experts: Experts, at: ExpertParallel, rows: Tensor, counts: Tensor)
     gathered = everywhere.sum((1, 2)).tolist()
     by_source = gather_rows(exchange_rows(rows, send, receive, at.group), gathered, at.tensor)
     order = _by_expert(everywhere.flatten(0, 1))
-    y = experts(_Permuted.apply(by_source, *order), everywhere.sum((0, 1)).tolist())
-    y = scatter_rows(_Permuted.apply(y, *order[::-1]), gathered, at.tensor)
+    y = experts(permuted(by_source, *order), everywhere.sum((0, 1)).tolist())
+    y = scatter_rows(permuted(y, *order[::-1]), gathered, at.tensor)
     return exchange_rows(y, receive, send, at.group)
 
 
@@ -188,17 +192,3 @@ def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(int(sizes.sum()), device=counts.device)
     order = places + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
     return order, torch.empty_like(order).index_copy_(0, order, places)
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows in another order; their gradients go back by the inverse, which is a copy and no sum."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
-

@@ -28,6 +28,7 @@ from shoal.cost.experts import routed_rows
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import Layer, attained, layer_of, memory_rate, spread
 from shoal.cost.state import StagePart, StateBytes, bucket_bytes, state_bytes
+from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
@@ -154,9 +155,17 @@ class Estimate:
             none may stand. An outline, without actions, is enough for `stage_of`, `finish_of` and `memory_of`.
         known: states that were counted and layers that were priced, by what decides them; estimates of one model
             may share it.
+
+    Raises:
+        UsageError: only some tokens pass through layers of the model.
     """
 
     def __init__(self, run: Run, program: Program | Columns | None = None, known: dict | None = None):
+        if run.shape.depths is not None:
+            raise UsageError(
+                "model.depths: the time and memory of layers that only some tokens pass through are not estimated."
+                "\n  Leave model.depths out for those of the whole model, or measure."
+            )
         self.run = run
         layout = run.layout
         self.played = program or program_of(layout, run.microbatches)

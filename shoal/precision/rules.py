@@ -73,6 +73,8 @@ def _check_float8(config: RunConfig, shape: ModelShape, field: str) -> None:
           "each slice of a sequence would have scales of its own", "Use another schedule")
     _need(shape.experts is None, f"{field} with a model of experts",
           "products of runs of rows, with a matrix each, have no 8-bit form here", "Use bf16")
+    _need(shape.depths is None, f"{field} with model.depths",
+          "what scales are of would be another set of tokens in each layer", "Use bf16")
     _need(layout.cp == 1, f"{field} with parallel.cp = {layout.cp}",
           "the parts of a sequence would have scales of their own", "Use tp or dp instead")
     _need(float8.amax == "current" or layout.sync == "all-reduce",

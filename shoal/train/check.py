@@ -15,6 +15,7 @@ from shoal.pipeline.choose import check_schedule
 from shoal.precision.formats import FORMATS
 from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
+from shoal.train.depths import check_depths
 from shoal.train.histograms import check_histograms
 from shoal.train.relaxed.choose import check_relaxed
 from shoal.train.routing import check_experts
@@ -46,6 +47,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_relaxed(config)
     check_curvature(config)
     check_experts(config, shape)
+    check_depths(config, shape)
     check_rates(config, shape)
     return shape
 

@@ -31,6 +31,7 @@ from shoal.pipeline.runtime import Runtime
 from shoal.precision.loss_scale import LossScale
 from shoal.precision.policy import POLICIES
 from shoal.train.curvature import estimate
+from shoal.train.depths import Depths, Foreseen
 from shoal.train.routing import Routed, Routing
 from shoal.train.updates import ManyUpdates, OneUpdate
 
@@ -90,6 +91,7 @@ class Engine:
         )
         self._initialise()
         self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
+        self.depths = Depths(self.stages, mesh, shape) if shape.depths else None
         for stage in self.stages:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None
@@ -133,6 +135,8 @@ class Engine:
         kind = ManyUpdates if self.program.updates > 1 else OneUpdate
         if self.routing:
             self.routing.begin()
+        if self.depths:
+            self.depths.begin()
         updates = kind(self, step, sum(tokens), stop=stop, rate=None if dry else rate)
         loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         for stage in self.stages:  # routers begin the backward of their own losses, which are means over sequences
@@ -202,8 +206,14 @@ class Engine:
         """What the routers did in the last step; None without experts."""
         if self.routing is None:
             return None
-        batch = self.config.train.global_batch
-        return Routed.of(self.routing.totals, self.shape, batch, batch * self.config.data.sequence_length)
+        return Routed.of(self.routing.totals, self.shape, self.config.train.global_batch,
+                         self.config.data.sequence_length)
+
+    def foreseen(self) -> Foreseen | None:
+        """How well it was foreseen in the last step which tokens pass through layers; None where all do."""
+        if self.depths is None:
+            return None
+        return self.depths.foreseen(self.config.train.global_batch, self.config.data.sequence_length)
 
     def weights(self) -> dict[str, list[Piece]]:
         """The pieces of the model on this rank: parameters, and the biases of routers."""

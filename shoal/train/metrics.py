@@ -83,6 +83,17 @@ class StepMetrics:
     expert_load: list[list[float]] | None = None
     """For each layer with experts, the part of its tokens that each expert got."""
 
+    depth_accuracy: float | None = None
+    """Part of the tokens of which it was foreseen rightly whether they pass through a layer, of all layers that take
+    some; the part of the chosen ones that was expected is depth_recall, and that of all tokens depth_expected."""
+
+    depth_recall: float | None = None
+
+    depth_expected: float | None = None
+
+    depth_loss: float | None = None
+    """Cross-entropy of what foresees it, nats per token."""
+
     def values(self) -> dict[str, float]:
         """All numbers that are known, by name, without the step."""
         return {name: value for name, value in asdict(self).items()

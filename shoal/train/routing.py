@@ -69,16 +69,17 @@ class Routed:
         }
 
     @staticmethod
-    def of(totals: Tensor, shape: ModelShape, sequences: int, tokens: int) -> Routed:
+    def of(totals: Tensor, shape: ModelShape, sequences: int, length: int) -> Routed:
         """From the sums of all routers.
 
         Args:
             totals: [layers, `SUMS` + E] as of `Router.tally`.
-            sequences, tokens: of the batch.
+            sequences, length: of the batch.
         """
         sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
         given = loads.sum(1, keepdim=True).clamp(min=1)
-        wanted = tokens * len(totals) if shape.experts.gate == "expert-choice" else float(loads.sum() + sums[0])
+        tokens = sequences * sum(shape.taken(layer, length) for layer in shape.experts.layers(shape.layers))
+        wanted = tokens if shape.experts.gate == "expert-choice" else float(loads.sum() + sums[0])
         busiest = (loads / given).max() * shape.experts.count
         mean = sums[1:] / (sequences * len(totals))
         return Routed(

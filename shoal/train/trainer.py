@@ -229,7 +229,7 @@ class Trainer:
             return
         length = self.config.data.sequence_length
         rate = steps * self.config.train.global_batch * length / seconds
-        routed = self.engine.routed()
+        routed, foreseen = self.engine.routed(), self.engine.foreseen()
         metrics = StepMetrics(
             step=self.step,
             steps=self.config.train.steps,
@@ -246,6 +246,7 @@ class Trainer:
             mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
             validation_loss=self.validation_loss,
             **(routed.metrics() if routed else {}),
+            **(foreseen.metrics() if foreseen else {}),
         )
         self.writer.write(metrics)
         self.display.step(metrics)

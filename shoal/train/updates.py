@@ -79,6 +79,8 @@ class OneUpdate:
         self.update()
         if engine.routing:
             engine.routing.update()
+        if engine.depths:
+            engine.depths.update()
         if scale:
             scale.made()
 

@@ -15,6 +15,7 @@ from shoal.pipeline.choose import check_schedule
 from shoal.precision.formats import verified_as
 from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
+from shoal.train.depths import check_depths
 from shoal.train.routing import check_experts
 from shoal.verify.judge import Finding, Verdict, judge
 from shoal.verify.rank import Job, RankReport, compare, synthetic
@@ -65,6 +66,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     )
     check_curvature(config)
     check_experts(config, shape)
+    check_depths(config, shape)
     check_precision(config, shape)
     changed: dict = {"device": "cpu", "compile": False}
     if train.compile:

@@ -157,16 +157,21 @@ def _check_fault(name: str, case: Case) -> None:
         table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
         raise UsageError(f"--plant {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
     layout = case.config.parallel
-    if FAULTS[name].experts and case.shape.experts is None:
-        raise UsageError(f"--plant {name} does nothing in a model without experts.\n  {_needs(FAULTS[name])}")
+    if (needed := FAULTS[name].model) and getattr(case.shape, needed) is None:
+        raise UsageError(f"--plant {name} does nothing in a model without {needed}.\n  {_needs(FAULTS[name])}")
     for key, value in FAULTS[name].needs.items():
         given = getattr(layout, key)
         if given != value if key in ("zero", "sequence_parallel", "tp_overlap", "schedule") else given < value:
             raise UsageError(f"--plant {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
 
 
+_MODELS = {
+    "experts": " --model.experts.count 4 --model.experts.capacity-factor 0.75",
+    "depths": " --model.depths.capacity 0.5",
+}
+
+
 def _needs(fault: Fault) -> str:
     options = " ".join(f"--parallel.{key.replace('_', '-')} {value}" for key, value in fault.needs.items())
-    if fault.experts:
-        options += " --model.experts.count 4 --model.experts.capacity-factor 0.75"
+    options += _MODELS.get(fault.model, "")
     return f"It shows on a layout with {options}." if options else "It shows on any layout."

@@ -11,10 +11,10 @@ from shoal.train.curvature import PRECISIONS
 
 Choose = Callable[[Sequence[Any]], Any]
 
-NO_EXPERTS = ("terapipe", "pipedream", "pipedream-2bw")
+NO_ROUTERS = ("terapipe", "pipedream", "pipedream-2bw")
 
 
-def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> RunConfig:
+def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
     """A run that `Layout.check` accepts.
 
     Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
@@ -23,7 +23,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> Run
     Args:
         choose: picks one of some options, the plainest first: ``random.Random(seed).choice``, or a draw of hypothesis.
         max_ranks: the most ranks of the layout.
-        experts: whether some layers may have experts.
+        routers: whether some layers may have experts, and some may take some tokens alone.
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
     tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
@@ -59,7 +59,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> Run
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    may = experts and schedule not in NO_EXPERTS
+    may = routers and schedule not in NO_ROUTERS
     sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
@@ -104,12 +104,14 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, experts: bool = True) -> Run
         more = model["layers"] - depth
         uneven = [(1 + more, *[1] * (depth - 1)), (*[1] * (depth - 1), 1 + more)]
         parallel["stage_layers"] = choose((None, *uneven))
+    if may:
+        model["depths"] = _draw_depths(choose, length, model["layers"], cp, tp if sequence_parallel else 1)
     return build({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
-    run = draw_run(choose, max_ranks, experts=optimizer not in PRECISIONS)
+    run = draw_run(choose, max_ranks, routers=optimizer not in PRECISIONS)
     # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
     settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
     model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
@@ -158,3 +160,20 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
             "bias_update": choose((0.0, 0.01)),
         }
     return experts
+
+
+def _draw_depths(choose: Choose, length: int, layers: int, cp: int, multiple: int) -> dict[str, Any]:
+    """Layers that take some tokens of a sequence, or none.
+
+    Args:
+        multiple: of the tokens that a rank computes.
+    """
+    least = 2 * cp * multiple if cp > 1 else 1
+    fit = [n / length for n in range(least, length + 1) if n % multiple == 0]
+    if not choose((False, False, True)):
+        return {}
+    first, every = choose([(first, every) for first in (0, 1) for every in (2, 1) if first + every <= layers])
+    return {
+        "capacity": choose(fit), "first": first, "every": every,
+        "weight": choose(("score", "sigmoid")), "predictor": choose((3, 5)),
+    }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.parallel import apply, data, expert, overlap, tensor
+from shoal.parallel import apply, data, depths, expert, overlap, tensor
 from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
 from shoal.parallel.context.order import count
@@ -39,7 +39,7 @@ class Fault:
         owner, name: the function that it replaces.
         wrong: the replacement, given the right function.
         needs: values of the layout without which it does nothing: those on which it shows.
-        experts: whether it is in layers with experts.
+        model: the section of the model's settings without which it does nothing: "experts", "depths", or "".
     """
 
     what: str
@@ -47,7 +47,7 @@ class Fault:
     name: str
     wrong: Callable[[Callable], Callable]
     needs: dict[str, Any]
-    experts: bool = False
+    model: str = ""
 
     @contextmanager
     def plant(self) -> Iterator[None]:
@@ -255,6 +255,10 @@ def _own_scores(right: Callable) -> Callable:
     return lambda x, group, dim, lengths: torch.cat([x] * len(lengths), dim)
 
 
+def _in_order(right: Callable) -> Callable:
+    return lambda places, taken: places.context.expand(len(taken), -1)
+
+
 def _not_back(right: Callable) -> Callable:
     def by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
         order, _ = right(counts)
@@ -365,19 +369,28 @@ FAULTS: dict[str, Fault] = {
     ),
     "expert-gradients": Fault(
         "gradients of experts that several ranks hold are not summed",
-        data.Replicas, "along", _alone, {"dp": 4, "ep": 2}, experts=True,
+        data.Replicas, "along", _alone, {"dp": 4, "ep": 2}, model="experts",
     ),
     "expert-norm": Fault(
         "the gradient norm takes experts to be held as often as the rest",
-        data.ShardedParameters, "square_norm", _dense_copies, {"dp": 2, "ep": 2}, experts=True,
+        data.ShardedParameters, "square_norm", _dense_copies, {"dp": 2, "ep": 2}, model="experts",
     ),
     "capacity-per-rank": Fault(
         "each rank of a split sequence decides who finds room by its own part",
-        expert, "whole_of", _own_scores, {"tp": 2, "sequence_parallel": True}, experts=True,
+        expert, "whole_of", _own_scores, {"tp": 2, "sequence_parallel": True}, model="experts",
     ),
     "rows-astray": Fault(
         "what experts computed is sent back in the order of the experts, to other tokens",
-        expert, "_by_expert", _not_back, {"dp": 2, "ep": 2}, experts=True,
+        expert, "_by_expert", _not_back, {"dp": 2, "ep": 2}, model="experts",
+    ),
+    "chosen-order": Fault(
+        "tokens that pass through a layer are computed in the order in which they come from other ranks",
+        depths, "permuted", lambda right: lambda x, order, back: x,
+        {"tp": 2, "sequence_parallel": True}, model="depths",
+    ),
+    "places-of-chosen": Fault(
+        "tokens that pass through a layer are rotated by their places among each other, not in the sequence",
+        depths.SharedPlaces, "attending", _in_order, {"cp": 2}, model="depths",
     ),
     "clip-per-rank": Fault(
         "each rank clips by the norm of its own shard",

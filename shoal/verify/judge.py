@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.layout import Layout
+from shoal.models.depths import COUNTS
 from shoal.models.experts.router import SUMS
 from shoal.precision.formats import FORMATS, FP64
 from shoal.verify.rank import RankReport
@@ -67,6 +68,18 @@ PHASES = (
     "weight",
     "in use",
 )
+
+# What routers have counted, by attribute of `StepFacts`: (in words, columns, whether it is a number of tokens).
+_COUNTED = {
+    "routing": (
+        ("tokens dropped", slice(0, 1), True), ("balance and z loss", slice(1, SUMS), False),
+        ("tokens of each expert", slice(SUMS, None), True),
+    ),
+    "depths": (
+        ("tokens foreseen to pass through layers", slice(0, COUNTS), True),
+        ("loss of what foresees it", slice(COUNTS, None), False),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -238,23 +251,23 @@ class _Step:
                     break
 
     def routing(self) -> None:
-        """Each expert got as many tokens as on one device, as many found no room, and the losses are the same.
+        """Each expert got as many tokens as on one device, as many found no room, and the losses are the same; and so
+        with the tokens that pass through layers.
 
         In fp64, where rounding moves no score past another.
         """
-        if self.precision != "fp64" or not len(self.fact.routing):
+        if self.precision != "fp64":
             return
-        expected = self.fact.routing
-        for what, part in (("tokens dropped", slice(0, 1)), ("balance and z loss", slice(1, SUMS)),
-                           ("tokens of each expert", slice(SUMS, None))):
-            exact = part.start != 1
-            errors = {
-                where: _relative(float((found.routing[:, part] - expected[:, part]).abs().max()),
-                                 float(expected[:, part].abs().max()))
-                for where, found in self.ranks
-            }
-            allowed = 0 if exact else self.tolerance.gradient
-            self._find("routing", "", errors, f"routing: {what}", allowed)
+        for attribute, parts in _COUNTED.items():
+            expected = getattr(self.fact, attribute)
+            for what, part, exact in parts if len(expected) else ():
+                seen = expected[:, part]
+                errors = {
+                    where: _relative(float((getattr(found, attribute)[:, part] - seen).abs().max()),
+                                     float(seen.abs().max()))
+                    for where, found in self.ranks
+                }
+                self._find("routing", "", errors, f"routing: {what}", 0 if exact else self.tolerance.gradient)
 
     def loss(self) -> None:
         """The loss and the gradient norm that the run reports."""

@@ -56,6 +56,7 @@ class RankStep:
         loss, gradient_norm: as reported by the engine.
         samples: for each micro-batch, the places of its samples in the global batch, where they are of this step.
         routing: what all routers counted, as of `StepFacts`; None without experts.
+        depths: the same of all layers that take some tokens.
         differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference.
         trace: as of `trace_errors`.
     """
@@ -64,6 +65,7 @@ class RankStep:
     gradient_norm: float
     samples: list[list[int]]
     routing: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
     differences: dict[str, float] = field(default_factory=dict)
     trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
@@ -131,7 +133,8 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
     n = engine.config.train.global_batch  # those of the next step may have been asked for too
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
     routing = engine.routing.totals if engine.routing else None
-    found = RankStep(result.loss, result.gradient_norm, places, routing)
+    depths = engine.depths.totals if engine.depths else None
+    found = RankStep(result.loss, result.gradient_norm, places, routing, depths)
     with safe_open(step_file(job.folder, rule, step), "pt") as file:
         parameters = engine.parameters
         for key, held in (("gradient", parameters.reduced_gradients()), ("weight", engine.weights())):

@@ -18,6 +18,8 @@ from torch import Tensor
 from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.batches import Batch, Dataset
+from shoal.models.depths import COUNTS, depths_of
+from shoal.models.depths import begin as begin_depths
 from shoal.models.experts.balance import begin, rebalance, routers_of
 from shoal.models.experts.router import SUMS
 from shoal.models.transformer import Transformer, initialise
@@ -43,6 +45,7 @@ class StepFacts:
         gradient_norm: before clipping.
         tokens: unmasked targets of each sample of the global batch.
         routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`].
+        depths: what each layer that takes some tokens has, [layers, numbers of a `MixtureOfDepths.tally`].
         gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped).
         weights: the largest absolute value of each updated parameter.
     """
@@ -51,6 +54,7 @@ class StepFacts:
     gradient_norm: float
     tokens: tuple[int, ...]
     routing: Tensor
+    depths: Tensor
     gradients: dict[str, float]
     weights: dict[str, float]
 
@@ -171,6 +175,9 @@ def _step(
     routers = list(routers_of(model))
     for router in routers:
         begin(router)
+    depths = list(depths_of(model))
+    for depth in depths:
+        begin_depths(depth)
     program = program_of(config.parallel, config.parallel.microbatches(n))
     if program.updates > 1:
         gradients: dict[str, Tensor] = {}
@@ -189,13 +196,14 @@ def _step(
     for router in routers:
         rebalance(router, router.tally[SUMS:])
     routing = torch.stack([router.tally for router in routers]) if routers else torch.zeros(0, SUMS)
+    chosen = torch.stack([depth.tally for depth in depths]) if depths else torch.zeros(0, COUNTS + 1)
     weights = {name: p.detach() for name, p in parameters.items()} | dict(model.named_buffers())
     save_file(
         {f"gradient/{name}": t for name, t in gradients.items()} | {f"weight/{name}": t for name, t in weights.items()},
         file,
     )
     return StepFacts(
-        total / max(1, sum(counts)), norm, counts, routing, _largest(gradients), _largest(weights)
+        total / max(1, sum(counts)), norm, counts, routing, chosen, _largest(gradients), _largest(weights)
     )
 
 

@@ -21,6 +21,7 @@ _ROWS = (
     *(f"mlp {part}" for part in ("gate", "up", "down")),
     *(f"mlp router{part}" for part in ("", " noise")),
     *(f"mlp {kind} {part}" for kind in ("experts", "shared") for part in ("gate", "up", "down")),
+    *(f"depth {part}" for part in ("router", "predictor_up", "predictor_down")),
     "norms",
     "head",
 )

@@ -38,8 +38,10 @@ class Tracer:
         self._microbatch = -1
         self._hooks = [model.register_forward_pre_hook(self._next)]
         modules = dict(model.named_modules())
+        some = tuple(f"layers.{i}." for i, layer in model.layers.items() if layer.depth is not None)
         for name in traced_modules(model.shape.layers):
-            if modules.get(name) is not None:
+            # Inside a layer that takes some tokens, a rank's are no part of a sequence that `part` could name.
+            if modules.get(name) is not None and not name.startswith(some):
                 self._hooks.append(modules[name].register_forward_hook(self._watch(name)))
 
     def _next(self, *_: object) -> None:

@@ -95,6 +95,7 @@ class Counts(torch.nn.Module):
 
     def forward(self, tokens, part):
         kept = torch.zeros(1, 1, part.start + tokens.shape[1], 1)
+        part.stop = part.start + tokens.shape[1]
         part.extend(self, kept[:, :, part.start :], kept[:, :, part.start :])
         self.longest = max(self.longest, part.stop)
         self.computed += tokens.shape[1]

@@ -40,14 +40,16 @@ EXPECTED = {
     "expert-norm": ("gradient norm", ""),
     "capacity-per-rank": ("forward", "layers.0.mlp"),
     "rows-astray": ("forward", "layers.0.mlp"),
+    "chosen-order": ("forward", "layers.1"),
+    "places-of-chosen": ("forward", "layers.1"),
 }
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "balance_loss": 1.0}
 
 
 def first_difference(pool: Pool, name: str, plant: str) -> Finding | None:
     model = {"tied": True} if name == "tied-ends" else {}
-    if FAULTS[name].experts:
-        model["experts"] = EXPERTS
+    if FAULTS[name].model:
+        model[FAULTS[name].model] = {"experts": EXPERTS, "depths": {"capacity": 0.5}}[FAULTS[name].model]
     run = small_run(FAULTS[name].needs, model)
     if run.parallel.schedule in ASYNCHRONOUS:
         run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip_norm": 0.0})})

@@ -89,6 +89,11 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
             run.parallel.expert_tensor != run.parallel.tp and run.parallel.ep > 1 for run in sparse
         ),
         "experts under every ZeRO stage": {run.parallel.zero for run in sparse if run.parallel.ep > 1} == {0, 1, 2, 3},
+        "layers that take some tokens, beside every other axis": all(
+            any(run.model.depths.capacity and getattr(run.parallel, axis) > 1 for run in drawn)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
+        ),
+        "such layers with experts": any(run.model.depths.capacity for run in sparse),
         "tied over a pipeline": any(run.model.tied and run.parallel.pp > 1 for run in drawn),
     }
     assert all(corners.values()), [name for name, reached in corners.items() if not reached]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,12 @@ class RoutingContext(NamedTuple):
     sequences: int = 1
     seed: int = 0
     samples: Tensor | None = None
+
+
+class Tallied(Protocol):
+    """What decides where tokens go, and has counted it."""
+
+    tally: Tensor | None
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -82,7 +88,7 @@ class Router(nn.Module):
         balance, z = choice.balance.sum(), z.sum()
         loss = (self.experts.balance_loss * balance + self.experts.z_loss * z) / context.sequences
         counted = self._counted(chosen, dropped, balance, z) if torch.is_grad_enabled() else None
-        return self.own(_WithLoss.apply(choice.weights, loss, counted, self)), chosen
+        return self.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
 
     def _choose(self, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:
         experts, kind = self.experts, self.experts.gate
@@ -112,12 +118,12 @@ class Router(nn.Module):
         return torch.cat((sums, chosen.sum((0, 1)).double()))
 
 
-class _WithLoss(torch.autograd.Function):
-    """The weights as they are; backward gives the loss a gradient of 1, and counts what was routed. A forward that is
-    computed again, by recomputation, is so counted once."""
+class WithLoss(torch.autograd.Function):
+    """The weights as they are; backward gives the loss a gradient of 1, and adds what was counted to the tally of what
+    routes. A forward that is computed again, by recomputation, is so counted once."""
 
     @staticmethod
-    def forward(ctx, weights: Tensor, loss: Tensor, counted: Tensor | None, router: Router) -> Tensor:
+    def forward(ctx, weights: Tensor, loss: Tensor, counted: Tensor | None, router: Tallied) -> Tensor:
         ctx.counted, ctx.router = counted, router
         ctx.save_for_backward(torch.ones_like(loss))
         return weights.view_as(weights)

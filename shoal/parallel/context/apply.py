@@ -12,7 +12,7 @@ Both together are the "unified sequence parallelism" of Fang & Zhao 2024.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -72,12 +72,13 @@ class ContextParallel:
         return self.ulysses.tokens_for_heads(out, queries)
 
 
-def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread) -> None:
+def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chosen: Spread | None = None) -> None:
     """Have a model, in place, take a part of each sequence over the mesh's cp axis.
 
     Args:
         model: a `Transformer`, or the part of one that a pipeline stage keeps.
         spread: of the sequences.
+        chosen: of those tokens that pass through layers which take some.
     """
     if mesh.size("cp") == 1:
         return
@@ -85,4 +86,7 @@ def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread) -> No
     model.positions.forward = at.positions
     model.mask.forward = at.sight
     for layer in model.layers.values():
-        layer.attention.core.forward = partial(at.attend, layer.attention.core)
+        here = at if layer.depth is None else replace(at, spread=chosen)
+        layer.attention.core.forward = partial(here.attend, layer.attention.core)
+        if layer.depth is not None:
+            layer.depth.mask.forward = here.sight

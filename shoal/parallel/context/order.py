@@ -132,6 +132,11 @@ class Spread:
         """How many tokens of each slice a rank has."""
         return [count(ranks[rank]) for ranks in self.held]
 
+    @property
+    def tokens(self) -> int:
+        """Of a whole sequence."""
+        return sum(count(chunks) for ranks in self.held for chunks in ranks)
+
     @cached_property
     def fullest(self) -> int:
         """The most tokens that a rank has."""
