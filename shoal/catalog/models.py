@@ -102,11 +102,13 @@ class ModelShape(BaseModel):
         A layer that takes k of a sequence's s tokens counts k/s, its scores (k/s)^2, and its router for all of them.
         """
         s, wide = sequence_length, 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
-        of_sequence = 6 * s * self.vocab * self.hidden
+        of_token, of_some = 6 * self.vocab * self.hidden, 0  # each, and those that pass through layers, of a sequence
         for layer in range(self.layers):
             n = self.taken(layer, s)
-            of_sequence += 6 * n * (self.layer_matrices(layer) + self.heads * wide * n) + 6 * s * self.router(layer)
-        return of_sequence // s
+            done = 6 * (self.layer_matrices(layer) + self.heads * wide * n)
+            of_token += 6 * self.router(layer) if self.skips(layer) else done
+            of_some += n * done if self.skips(layer) else 0
+        return of_token + of_some // max(1, s)
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -40,8 +40,11 @@ def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> Laye
     """One layer, by its parts."""
     width, s, n = shape.heads * shape.head_dim, sequence_length, shape.taken(layer, sequence_length)
     projections = 2 * shape.hidden * 2 * (width + shape.kv_heads * shape.head_dim)
-    mlp = n * (2 * shape.layer_matrices(layer) - projections) + 2 * s * shape.router(layer)
-    return LayerFlops(n * projections // s, 4 * width * n * n // s, mlp // s)
+    found = LayerFlops(projections, 4 * width * n, 2 * shape.layer_matrices(layer) - projections)
+    if not shape.skips(layer):
+        return found
+    mlp = n * found.mlp // s + 2 * shape.router(layer)
+    return LayerFlops(n * found.projections // s, n * found.core // s, mlp)
 
 
 def model_flops(shape: ModelShape, sequence_length: int, tokens: float = 1) -> float:

@@ -164,6 +164,11 @@ def units_of(
             yield whole(f"{name}.bias", h)
 
     def layer(i: int) -> Iterator[Held]:
+        if shape.skips(i):
+            width = shape.depths.predictor
+            yield whole(f"layers.{i}.depth.router", h)
+            yield whole(f"layers.{i}.depth.predictor_up", width, h)
+            yield whole(f"layers.{i}.depth.predictor_down", width)
         yield from norm(f"layers.{i}.attention_norm")
         yield from into(f"layers.{i}.attention.q", q)
         yield from into(f"layers.{i}.attention.k", kv, group)
