@@ -9,7 +9,7 @@ from shoal.optim.build import RULES
 from shoal.verify.case import prepare, run_case
 from shoal.verify.draw import draw_run_of
 
-LAYOUTS = 3  # of each rule
+LAYOUTS = 2  # of each rule
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"adamw", "sgd"}))  # which every other test of layouts uses
