@@ -209,7 +209,7 @@ def bound(estimate: Estimate) -> str:
     """What holds the run back, in a sentence."""
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
-        return f"It does not fit; {what} take most. What would change that:"
+        return f"It does not fit; the largest part is '{what}'. What would change that:"
     others = {name: s for name, s in estimate.breakdown.items() if name != "matrix products"}
     name = max(others, key=others.get)
     if others[name] < estimate.breakdown["matrix products"] / 10:
