@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal.errors import UsageError
 
+COLLECTIVE_SECONDS = 600.0  # for which a rank waits for others before it gives up
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries what lives in host memory
 
 
@@ -27,7 +28,7 @@ def init_world(
     world_size: int,
     store: dist.Store | None = None,
     device: torch.device | str = "cpu",
-    timeout: timedelta | float = 600.0,
+    timeout: timedelta | float = COLLECTIVE_SECONDS,
 ) -> None:
     """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
 

@@ -86,7 +86,7 @@ class Runtime:
             )
             for stage in stages if program.updates > 1
         }
-        self.recorder: Recorder | None = None
+        self.recorders: list[Recorder] = []
         # A group for each way along the pipeline: what is sent one way never waits for what goes another.
         self.groups: dict[Channel, Group] = {}
         self._connect()
@@ -149,15 +149,15 @@ class Runtime:
             stash.begin()
         for i, action in enumerate(self.actions):
             stash = self.stashes.get(action.stage)
-            if self.recorder:
-                self.recorder.begin(action)
+            for recorder in self.recorders:
+                recorder.begin(action)
             if stash:
                 stash.before(i, action)
             self._do(action, batches, scale, update)
             if stash:
                 stash.after(i, action)
-            if self.recorder:
-                self.recorder.end(action)
+            for recorder in self.recorders:
+                recorder.end(action)
         self._drain()
         return self._loss
 
@@ -271,8 +271,8 @@ class Runtime:
         work = self._receiving.pop((op, action[1:4]), None)
         if work is not None:
             work.wait()
-        if self.recorder:
-            self.recorder.arrived(action)
+        for recorder in self.recorders:
+            recorder.arrived(action)
 
     def _drain(self) -> None:
         for work, _ in self._sending:

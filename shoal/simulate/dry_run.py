@@ -154,11 +154,12 @@ def count(engine: Engine, tracker: Tracker, steps: int) -> Counted:
 
 
 def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
-    recorder = engine.runtime.recorder = Recorder(tracker)
+    recorder = Recorder(tracker)
+    engine.runtime.recorders.append(recorder)
     tracker.flops.clear()
     sent, calls = engine.mesh.sent(), engine.mesh.calls()
     engine.step(step)
-    engine.runtime.recorder = None
+    engine.runtime.recorders.remove(recorder)
     peak = max(moment.peak for moment in recorder.moments)
     return CountedStep(
         dict(tracker.flops), dict(engine.mesh.sent() - sent), dict(engine.mesh.calls() - calls), recorder.moments, peak

@@ -10,9 +10,10 @@ from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
+from shoal.failover.supervisor import Supervisor
 from shoal.train.check import check
 from shoal.train.fits import check_disk, check_memory
-from shoal.train.launch import Membership, joined, launch
+from shoal.train.membership import Membership, joined
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
 from shoal.train.run_folder import RUNS, check_resume, new_run
@@ -67,11 +68,8 @@ def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume
     if resume is None:
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True
-    logs = Path(payload["folder"]) / "logs"
-    return launch(
-        "shoal.train.worker", payload, config.parallel.world_size, logs, device=device.type,
-        survivable=goes_on_without(config),
-    )
+    folder = Path(payload["folder"])
+    return Supervisor(config, payload, folder, device.type, survivable=goes_on_without(config)).run()
 
 
 def _ranks_here(config: RunConfig, member: Membership | None) -> range:

@@ -175,8 +175,8 @@ def _gradients(engine: Engine) -> list[Tensor]:
 @contextmanager
 def _unrecorded(engine: Engine):
     """A profile is of the step's own passes."""
-    recorder, engine.runtime.recorder = engine.runtime.recorder, None
+    recorders, engine.runtime.recorders = engine.runtime.recorders, []
     try:
         yield
     finally:
-        engine.runtime.recorder = recorder
+        engine.runtime.recorders = recorders

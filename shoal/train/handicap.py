@@ -31,8 +31,8 @@ class Handicaps:
     pace: float
 
     @staticmethod
-    def of(train: TrainConfig, ranks: int) -> Handicaps:
-        """Read ``train.straggler``, ``train.dead`` and ``train.pace``.
+    def of(train: TrainConfig, ranks: int, *, restarted: bool = False) -> Handicaps:
+        """Read ``train.straggler``, ``train.dead`` and ``train.pace``. After a restart nobody dies once more.
 
         Raises:
             UsageError: one is not written as it should be, or names a rank that there is not.
@@ -42,9 +42,8 @@ class Handicaps:
         for rank, factor in factors.items():
             if float(factor) < 1:
                 raise UsageError(f"train.straggler = '{rank}={factor}': a factor of 1 or more.")
-        return Handicaps(
-            {rank: float(f) for rank, f in factors.items()}, {rank: int(s) for rank, s in deaths.items()}, train.pace
-        )
+        dying = {} if restarted else {rank: int(step) for rank, step in deaths.items()}
+        return Handicaps({rank: float(factor) for rank, factor in factors.items()}, dying, train.pace)
 
     @property
     def any(self) -> bool:
@@ -93,7 +92,7 @@ class Watch:
         self.pace, self.times = handicaps.pace, Times()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
         self._step, engine.step = engine.step, self.step
-        engine.runtime.recorder = self
+        engine.runtime.recorders.append(self)
 
     def step(self, number: int, **options: bool) -> object:
         """The engine's step, unless this rank dies first."""

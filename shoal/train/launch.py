@@ -1,39 +1,39 @@
-"""Starting the ranks of a run on this machine, or joining those that torchrun or SLURM started.
+"""Starting the ranks of a run on this machine, watching them, and finding which one was the cause of an end.
 
-Started plainly, the parent does no training: it starts one fresh interpreter per rank, watches them and forwards a
+The parent does no training: it has one process per rank started (`shoal.failover.nursery`), watches them and forwards a
 request to stop. The ranks meet in a file, so nothing listens but gloo or NCCL themselves, on the loopback interface.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from shoal.comm.world import loopback
+from shoal.config import FailoverConfig
+from shoal.failover import beat, watchdog
+from shoal.failover.beat import Phase, Record
+from shoal.failover.nursery import Child, Nursery, NurseryEnded
+from shoal.train.allocator import allocator_environment
+from shoal.train.membership import record_path, share_of_cores, stack_path
 
-from shoal.comm.world import die_with_parent, init_world, loopback, pick_device, usable_cores
-from shoal.errors import UsageError
-from shoal.train.allocator import allocator_environment, tune_allocator
-
-GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died
+GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died, where the cause may yet show
 POLL_SECONDS = 0.05
+LOOK_SECONDS = 0.1  # between looks at the signs of life
 TAIL_LINES = 30
-
-
-# ---- the parent ------------------------------------------------------------------------------------------------
+PREEMPTED = 75
+"""The exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of <sysexits.h>."""
 
 
 def launch(
@@ -45,7 +45,7 @@ def launch(
     device: str = "cpu",
     survivable: bool = False,
 ) -> int:
-    """Run ``python -m module`` as ``ranks`` processes on this machine, and wait for them.
+    """Run ``python -m module`` as ``ranks`` processes on this machine, once, and wait for them.
 
     Rank 0 writes its output to this terminal; what it writes to stderr, and all that the others write, goes to
     ``log_folder/rank-N.log``. When a rank dies the others are stopped, and the cause, one only, is shown on stderr.
@@ -65,37 +65,84 @@ def launch(
         128 + the signal that ended it.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-launch-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-launch-") as scratch,
+        StopRequests() as stop,
+        start_nursery(ranks, log_folder, device) as nursery,
+    ):
         Path(scratch, "payload.json").write_text(json.dumps(payload))
-        return _Crew(log_folder, Path(scratch), device, survivable).run(module, ranks, environment or {})
+        crew = Crew(log_folder, Path(scratch), device, stop, nursery, FailoverConfig(), survivable=survivable)
+        ending = crew.run(module, ranks, environment or {})
+        crew.tell(ending)
+        return ending.code
 
 
-def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
-    """The variables of one local rank: its place, where the ranks meet, threads and, on the CPU, the allocator."""
+def start_nursery(ranks: int, log_folder: Path, device: str) -> AbstractContextManager[Nursery | None]:
+    """The process that will fork so many ranks; none where the system's libraries do not stand a fork (macOS)."""
+    if not sys.platform.startswith("linux"):
+        return nullcontext()
+    return Nursery(common_environment(ranks, device), log_folder / "nursery.log")
+
+
+def common_environment(ranks: int, device: str) -> dict[str, str]:
+    """The variables of every local rank: the network, threads and, on the CPU, the allocator."""
     return {
-        "OMP_NUM_THREADS": str(_share_of_cores(ranks)),
+        "OMP_NUM_THREADS": str(share_of_cores(ranks)),
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": loopback(),
         **(allocator_environment() if device == "cpu" else {}),
         **os.environ,
+    }
+
+
+def rank_environment(rank: int, ranks: int, scratch: Path, device: str, parent: int) -> dict[str, str]:
+    """The variables of one local rank: those of all, its place, where the ranks meet and who started it."""
+    return {
+        **common_environment(ranks, device),
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
         "SHOAL_SCRATCH": str(scratch),
-        "SHOAL_PARENT": str(os.getpid()),
+        "SHOAL_PARENT": str(parent),
+        "SHOAL_OWNER": str(os.getpid()),
     }
 
 
+class StopRequests:
+    """Counts the signals that ask this process to stop. A context: before and after, signals do what they did."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self):
+        self.count = 0
+        self.preempted = False  # by another signal than Ctrl-C's: somebody will start the run again
+
+    def __enter__(self) -> StopRequests:
+        self._former = {signum: signal.signal(signum, self._on_signal) for signum in self.SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for signum, handler in self._former.items():
+            signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.preempted |= signum != signal.SIGINT
+
+
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """How one rank ended: the cause of all, or what followed from it."""
 
     rank: int
     code: int  # as subprocess gives it: negative for a signal
     when: float  # monotonic clock of the machine, where the rank recorded it
-    report: str  # the traceback that the rank recorded, or ""
+    report: str  # the traceback that the rank recorded, or the stack that was got from it, or ""
+    trouble: str = ""  # why it was ended, where it did not end by itself
+    since: float = float("inf")  # when it was last well, by the same clock, where it was ended
+    record: Record | None = None  # its last sign of life
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -104,118 +151,253 @@ class _Failure:
         A rank that only lost a peer fails by an exception, which it records, or by the abort of a communication
         library. Any other end is a cause, even if a peer was faster to record what followed from it.
         """
-        return (bool(self.report) or self.code == -signal.SIGABRT, self.when)
+        return (not self.sure, self.when)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it cannot be what followed from another's end."""
+        return bool(self.trouble) or not (self.report or self.code == -signal.SIGABRT)
 
     @property
     def how(self) -> str:
-        return f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
+        """What it did: ``was killed by SIGKILL``."""
+        if self.trouble:
+            return self.trouble
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"exited with code {self.code}" + (", though it was not done" if self.code == 0 else "")
+
+    @property
+    def where(self) -> str:
+        """What it was at, as far as it is known."""
+        return "" if self.record is None else f" {self.record.where} (on {watchdog.host()})"
 
 
-class _Crew:
-    """The local ranks of one launch, as their parent sees them."""
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended.
 
-    def __init__(self, log_folder: Path, scratch: Path, device: str, survivable: bool = False):
+    Attributes:
+        code: an exit code of this process.
+        cause: the rank that failed first; None where none failed.
+        furthest: steps that some rank had done; -1 where none had begun.
+    """
+
+    code: int
+    cause: Failure | None
+    furthest: int
+
+    @property
+    def usage(self) -> bool:
+        """Whether what was asked for cannot be."""
+        return self.cause is not None and self.cause.code == 2 and bool(self.cause.report)
+
+
+class Crew:
+    """The ranks of one attempt, as their parent sees them.
+
+    Args:
+        scratch: new; where the ranks meet, and keep their records and ``payload.json``.
+        stop: passed on to the ranks.
+        nursery: starts them; None where processes cannot be forked, so that each is an interpreter of its own.
+        limits: how long a rank may be silent.
+        survivable: as of `launch`.
+        notice: called with the records of all ranks, every now and then.
+        started: called once all are started.
+    """
+
+    def __init__(
+        self,
+        log_folder: Path,
+        scratch: Path,
+        device: str,
+        stop: StopRequests,
+        nursery: Nursery | None,
+        limits: FailoverConfig,
+        *,
+        survivable: bool = False,
+        notice: Callable[[list[Record | None]], None] = lambda records: None,
+        started: Callable[[], None] = lambda: None,
+    ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
+        self.stop, self.nursery, self.limits, self.notice, self.started = stop, nursery, limits, notice, started
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
-        self.processes: list[subprocess.Popen] = []
-        self.stops = 0  # requests to stop so far
+        self.processes: list[subprocess.Popen | Child] = []
+        self.lost: dict[int, Failure] = {}  # those that were ended, by rank
+        self._passed = 0  # requests to stop that the ranks know of
+        self._looked = 0.0
 
-    def run(self, module: str, ranks: int, environment: dict[str, str]) -> int:
-        former = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    def run(self, module: str, ranks: int, environment: Mapping[str, str]) -> Ending:
+        """Start so many ranks and wait for their end."""
+        self.watchdog = watchdog.Watchdog(self.limits, ranks)
         try:
             for rank in range(ranks):
-                if self.stops:
+                if self.stop.count:
                     break
                 self._start(module, rank, ranks, environment)
+            self.started()
             return self._watch()
+        except (NurseryEnded, OSError) as error:
+            cause = Failure(len(self.processes), 1, time.monotonic(), str(error), "could not be started")
+            return Ending(1, cause, -1)
         finally:
             self._send(signal.SIGKILL)
             for process in self.processes:
                 process.wait()
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # rank 0's progress bar hid the cursor, if it was killed
-            for signum, handler in former.items():
-                signal.signal(signum, handler)
 
-    def _start(self, module: str, rank: int, ranks: int, environment: dict[str, str]) -> None:
+    def _start(self, module: str, rank: int, ranks: int, environment: Mapping[str, str]) -> None:
+        parent = self.nursery.pid if self.nursery else os.getpid()
+        variables = {**rank_environment(rank, ranks, self.scratch, self.device, parent), **environment}
         with open(self._log(rank), "a") as log:  # what an earlier launch said before it died stays
             log.write(self.header)
             log.flush()
-            process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                env={**rank_environment(rank, ranks, self.scratch, self.device), **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
-            )
+            if self.nursery:
+                process = self.nursery.fork(module, variables, self._log(rank), heard=rank == 0)
+            else:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
+                )
         self.processes.append(process)
-        if self.stops:  # the request came while this rank was being started
-            process.terminate()
 
-    def _watch(self) -> int:
+    def _watch(self) -> Ending:
         ended = self._ended()
         while len(ended) < len(self.processes) and not self._failed():
+            self._pass_on()
+            self._look()
             time.sleep(POLL_SECONDS)
             ended |= self._ended()
+        self._look(at_once=True)
+        furthest = max((record.steps for record in self._records() if record and record.begun >= 0), default=-1)
         if not self._failed():
             for rank, process in enumerate(self.processes):
-                if process.returncode:
+                if process.returncode and process.returncode != PREEMPTED:
                     print(f"rank {rank} {self._failure(rank).how}; the others went on without it", file=sys.stderr)
-            return 0
+            return Ending(self._code(), None, furthest)
         ended |= self._ended()  # once more: the cause ended first, but was perhaps looked at just before
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+        while len(self._ended()) < len(self.processes) and time.monotonic() < deadline:
+            # A rank that is killed closes its connections before it counts as ended, so that its peers may end first.
+            ended |= self._fallen()
+            if any(self._failure(rank).sure for rank in ended & self._bad()):
+                break
             time.sleep(POLL_SECONDS)
-        # A rank that is killed closes its connections before it counts as ended, so that its peers may end first. What
-        # ended since by another signal than ours was no doing of ours.
-        codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
-        ended |= {rank for rank, code in codes.items() if code and code < 0 and code != -signal.SIGTERM}
+        ended |= self._fallen()
         self._send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        failures = [self._failure(rank) for rank, process in enumerate(self.processes) if process.returncode]
         # Those that ended after our signals count only if they had recorded an exception of their own.
-        return self._verdict(min((f for f in failures if f.rank in ended or f.report), key=lambda f: f.order))
+        failures = [self._failure(rank) for rank in range(len(self.processes))]
+        bad = self._bad()
+        cause = min((f for f in failures if f.rank in bad and (f.rank in ended or f.report)), key=lambda f: f.order)
+        return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
+
+    def _code(self) -> int:
+        """Of an attempt that did not fail."""
+        if all(process.returncode == 0 for process in self.processes) and self.processes:
+            return 0
+        stopped = any(process.returncode == PREEMPTED for process in self.processes) or not self.processes
+        if not stopped or (self.stop.count and not self.stop.preempted):
+            return 0
+        return PREEMPTED
+
+    # ---- how ranks end -----------------------------------------------------------------------------------------
+
+    def _bad(self) -> set[int]:
+        """The ranks that ended otherwise than they should."""
+        return {rank for rank, process in enumerate(self.processes) if process.returncode is not None and (
+            process.returncode not in (0, PREEMPTED) or self._early(rank)
+        )}
+
+    def _early(self, rank: int) -> bool:
+        """Whether a rank went as if it were done, and is not. One without a record makes no promises."""
+        record = beat.read(beat.record_path(self.scratch, rank))
+        return record is not None and record.phase is not Phase.DONE
 
     def _failed(self) -> bool:
         """Whether a rank has ended in a way that ends the run."""
-        return any(
-            process.returncode and not (self.survivable and rank and process.returncode < 0 and not self.stops)
-            for rank, process in enumerate(self.processes)
-        )
+        survived = self.survivable and not self.stop.count
+        return any(not (survived and rank and self.processes[rank].returncode < 0) for rank in self._bad())
 
     def _ended(self) -> set[int]:
         return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
 
-    def _failure(self, rank: int) -> _Failure:
-        code = self.processes[rank].returncode
-        record = _record_path(self.scratch, rank)
-        if not record.exists():
-            return _Failure(rank, code, float("inf"), "")
-        recorded = json.loads(record.read_text())
-        return _Failure(rank, code, recorded["when"], recorded["report"])
+    def _fallen(self) -> set[int]:
+        """Those that ended by another signal than ours."""
+        codes = {rank: self.processes[rank].returncode for rank in self._ended()}
+        return {rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
 
-    def _verdict(self, cause: _Failure) -> int:
-        code = cause.code if cause.code > 0 else 128 - cause.code
-        if self.stops and cause.code in (-signal.SIGTERM, -signal.SIGKILL):
-            return code  # as was asked
-        if cause.code == 2 and cause.report:  # a UsageError: its message is all there is to say
-            print(cause.report.rstrip(), file=sys.stderr)
-            return code
+    def _failure(self, rank: int) -> Failure:
+        code, record = self.processes[rank].returncode, beat.read(beat.record_path(self.scratch, rank))
+        if rank in self.lost:
+            return replace(self.lost[rank], code=code)
+        path = record_path(self.scratch, rank)
+        if not path.exists():
+            return Failure(rank, code, float("inf"), "", record=record)
+        recorded = json.loads(path.read_text())
+        return Failure(rank, code, recorded["when"], recorded["report"], record=record)
+
+    def tell(self, ending: Ending) -> None:
+        """Show the cause of a failure on stderr, unless it was asked for."""
+        cause = ending.cause
+        if cause is None or (self.stop.count and cause.code in (-signal.SIGTERM, -signal.SIGKILL)):
+            return
+        if ending.usage:  # its message is all there is to say
+            print(f"shoal: error: {cause.report.rstrip()}", file=sys.stderr)
+            return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         log = self._log(cause.rank)
         said = log.read_text(errors="replace").rpartition(self.header)[2]
         report = cause.report or "\n".join(said.splitlines()[-TAIL_LINES:])
-        print(f"rank {cause.rank} {cause.how}{others}. Its log: {log}", file=sys.stderr)
+        print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             print(report.rstrip(), file=sys.stderr)
-        return code
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.stops += 1
-        self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
+    # ---- signs of life -----------------------------------------------------------------------------------------
+
+    def _records(self) -> list[Record | None]:
+        return [beat.read(beat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Every now and then: tell who wants to know, and end a rank that is lost."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS and not at_once:
+            return
+        self._looked = now
+        records = self._records()
+        self.notice(records)
+        living = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        signs = [
+            watchdog.Sign(record if rank in living else None, *watchdog.process_state(self.processes[rank].pid))
+            for rank, record in enumerate(records)
+        ]
+        if not at_once and (trouble := self.watchdog.look(signs, now)):
+            self._end_lost(trouble, {rank: records[rank] for rank in living if records[rank] is not None})
+
+    def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, Record]) -> None:
+        """Get a lost rank's stack and end it; the rest follows as if it had died."""
+        asked = [trouble.rank] if trouble.rank >= 0 else list(records)
+        pids = {rank: self.processes[rank].pid for rank in asked}
+        found = watchdog.stacks(pids, {rank: stack_path(self.scratch, rank) for rank in asked}, wake=trouble.rank >= 0)
+        rank = trouble.rank if trouble.rank >= 0 else watchdog.who_is_stuck(found, records)
+        why = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
+        self.lost[rank] = Failure(rank, 0, trouble.since, found[rank], why, trouble.since, records[rank])
+        self.processes[rank].send_signal(signal.SIGKILL)
+
+    # ---- signals -----------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Requests to stop: the first one asks, the second one ends."""
+        if self.stop.count > self._passed:
+            self._passed = self.stop.count
+            self._send(signal.SIGTERM if self._passed == 1 else signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
         for process in self.processes:
@@ -223,152 +405,3 @@ class _Crew:
 
     def _log(self, rank: int) -> Path:
         return self.log_folder / f"rank-{rank}.log"
-
-
-def _record_path(scratch: Path, rank: int) -> Path:
-    return scratch / f"failure-{rank}.json"
-
-
-def _share_of_cores(local_ranks: int) -> int:
-    return max(1, usable_cores() // local_ranks)
-
-
-# ---- the rank --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Membership:
-    """This process's place among the ranks of a run."""
-
-    rank: int
-    world_size: int
-    local_rank: int  # among the ranks of this machine
-    local_world_size: int
-    how: Literal["local", "torchrun", "slurm"]
-    """Who started it: `launch`, torchrun (or whatever sets the same variables), or SLURM's srun."""
-
-    master: tuple[str, int] | None = None
-    """Address and port where the ranks meet; None where they meet in a file."""
-
-    def device(self, choice: str) -> torch.device:
-        """`pick_device` for this rank."""
-        return pick_device(choice, self.local_rank, bound=self.how == "slurm")
-
-
-def joined() -> Membership | None:
-    """Whether this process was started as one rank of a run, and as which; None where it is to start ranks itself.
-
-    Reads the environment alone. One lone SLURM task counts as started plainly.
-
-    Raises:
-        UsageError: the variables of torchrun are there in part, or are not numbers.
-    """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _from_torchrun()
-    # An sbatch script itself also has SLURM_PROCID; only what srun starts has the list of the step's nodes.
-    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-    if all(name in os.environ for name in slurm) and _number("SLURM_NTASKS") > 1:
-        return _from_slurm()
-    return None
-
-
-def _from_torchrun() -> Membership:
-    local = "SHOAL_SCRATCH" in os.environ
-    needed = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])
-    if missing := [name for name in needed if name not in os.environ]:
-        raise UsageError(
-            f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} are not."
-            "\n  Set them too, or unset RANK and WORLD_SIZE to start the ranks on this machine."
-        )
-    place = [_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if local:
-        return Membership(*place, how="local")
-    return Membership(*place, how="torchrun", master=(os.environ["MASTER_ADDR"], _number("MASTER_PORT")))
-
-
-def _from_slurm() -> Membership:
-    tasks_per_node = _expand_counts(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Two steps of one job may run at once; the range is below that of the kernel's own choices.
-    port = 20000 + (_number("SLURM_JOB_ID") * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))) % 10000
-    return Membership(
-        rank=_number("SLURM_PROCID"),
-        world_size=_number("SLURM_NTASKS"),
-        local_rank=_number("SLURM_LOCALID"),
-        local_world_size=tasks_per_node[int(os.environ.get("SLURM_NODEID", "0"))],
-        how="slurm",
-        master=(_first_host(os.environ["SLURM_STEP_NODELIST"]), port),
-    )
-
-
-def _first_host(nodes: str) -> str:
-    """The first name in SLURM's notation: ``gpu[007-009,12],login`` gives ``gpu007``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
-
-
-def _expand_counts(counts: str) -> list[int]:
-    """SLURM's notation of tasks per node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise UsageError(f"the environment variable {name} = {os.environ[name]!r} is not a number.") from None
-
-
-def read_payload() -> dict[str, Any]:
-    """What the parent gave to `launch`."""
-    return json.loads(Path(os.environ["SHOAL_SCRATCH"], "payload.json").read_text())
-
-
-def become_rank(device: str = "auto", threads: int = 0, timeout: float = 600.0) -> Membership:
-    """Make this process one rank of the world, as `joined` describes it: call it first, and once.
-
-    An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
-    waiting for background threads: so leave the process group only on success, that peers fail after the cause.
-
-    Args:
-        device: ``auto``, ``cpu`` or ``cuda``.
-        threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
-        timeout: of every collective, in seconds.
-
-    Raises:
-        UsageError: not started as a rank, or no such device.
-    """
-    membership = joined()
-    if membership is None:
-        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    sys.excepthook = _record_and_exit
-    faulthandler.enable()
-    if membership.how != "slurm":  # which ends the tasks of a step itself
-        die_with_parent(int(os.environ.get("SHOAL_PARENT", os.getppid())))
-    if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or _share_of_cores(membership.local_world_size))
-    picked = membership.device(device)
-    if picked.type == "cpu":
-        tune_allocator()
-    store = None
-    if membership.how == "local":
-        store = dist.FileStore(str(Path(os.environ["SHOAL_SCRATCH"], "store")), membership.world_size)
-    elif membership.how == "slurm":
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = membership.master[0], str(membership.master[1])
-    init_world(membership.rank, membership.world_size, store, picked, timeout)
-    return membership
-
-
-def _record_and_exit(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """The rank's last act, as ``sys.excepthook``: tell the parent, which shows the earliest record alone."""
-    usage = isinstance(error, UsageError)
-    report = str(error) if usage else "".join(traceback.format_exception(kind, error, where))
-    if "SHOAL_SCRATCH" in os.environ:
-        record = _record_path(Path(os.environ["SHOAL_SCRATCH"]), int(os.environ["RANK"]))
-        partial = record.with_suffix(".partial")
-        partial.write_text(json.dumps({"when": time.monotonic(), "report": report}))
-        partial.rename(record)  # whole or not at all, should a signal end this process meanwhile
-    # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
-    print(report, file=sys.__stderr__, flush=True)
-    sys.stdout.flush()
-    os._exit(2 if usage else 1)

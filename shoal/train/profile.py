@@ -75,13 +75,13 @@ class Profiler:
         if step in self.steps:
             self._begins, self._arrivals, self._ends = [], [], []
             self._watch.start()
-            self.runtime.recorder = self
+            self.runtime.recorders.append(self)
 
     def after_step(self, step: int) -> None:
         """Keep what was heard; after the last step write it."""
         if step not in self.steps:
             return
-        self.runtime.recorder = None
+        self.runtime.recorders.remove(self)
         marks = {"begin": self._begins, "arrived": self._arrivals, "end": self._ends}
         seconds = {
             name: [round(time + self._offset, 7) for time in self._watch.seconds(moments)]

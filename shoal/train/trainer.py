@@ -21,6 +21,7 @@ from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
 from shoal.errors import UsageError
+from shoal.failover.beat import Beat, Phase
 from shoal.failover.host import home
 from shoal.failover.memory import Memory
 from shoal.failover.restore import Restored, restore
@@ -48,6 +49,8 @@ class Trainer:
         folder: of the run, which is there.
         resume: continue from its newest good checkpoint.
         local_ranks: ranks on this machine.
+        restarted: after a failure: begin with the first step where there is no checkpoint yet.
+        beat: where this rank tells what it is at; None tells nobody.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class Trainer:
         *,
         resume: bool,
         local_ranks: int,
+        restarted: bool = False,
+        beat: Beat | None = None,
     ):
         self.config, self.shape, self.mesh, self.samples, self.folder = config, shape, mesh, samples, folder
-        self.local_ranks = local_ranks
+        self.local_ranks, self.restarted, self.beat = local_ranks, restarted, beat or Beat()
         self.first = mesh.rank == 0
         self.display = Display(None if self.first else Console(quiet=True))
         self.begin = time.monotonic()
@@ -71,7 +76,8 @@ class Trainer:
             self.config, self.mesh = config, mesh.with_layout(config.parallel)
             self.display.note(found)
         self.engine = self._engine()
-        handicaps = Handicaps.of(config.train, mesh.layout.world_size)
+        self.engine.runtime.recorders.append(self.beat)
+        handicaps = Handicaps.of(config.train, mesh.layout.world_size, restarted=restarted)
         relaxed = config.parallel.sync != "all-reduce"
         self.watch = Watch(self.engine, handicaps) if handicaps.any or relaxed else None
         # A group of its own: saving goes on in the background of the training's collectives.
@@ -90,6 +96,7 @@ class Trainer:
         self.saved = self.step if restored and restored.save is None else -1  # on disk
         self.memory = self._memory(restored) if config.failover.memory_every else None
         self.stalled = 0.0  # seconds that saving held up training, since the last record
+        self.beat.begun(self.step)
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)
         self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.group) if profiled else None
         every = config.metrics.histograms
@@ -102,7 +109,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, or until a stop is asked for; the state is then saved."""
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, self._ask_to_stop)
         self._banner()
         peak = self._peak()
@@ -110,6 +117,7 @@ class Trainer:
         timer = _Timer(self.mesh.device)
         with self.display:
             while self.step < steps and not stopped:
+                self.beat.phase(Phase.STEP)
                 timer.start()
                 if self.profiler:
                     self.profiler.before_step(self.step)
@@ -124,8 +132,10 @@ class Trainer:
                 if self.profiler:
                     self.profiler.after_step(self.step)
                 self.step += 1
+                self.beat.stepped(self.step, timer.all)
                 stopped = result.stop and self.step < steps
                 self._after_step(result, timer, peak, last=stopped or self.step == steps)
+            self.beat.phase(Phase.END)
             self._save(block=True)
             self._close()
             if self.watch:
@@ -204,6 +214,7 @@ class Trainer:
                 f"now {self.engine.loss_scale.value:g}"
             )
         if (every and self.step % every == 0) or self.step == self.config.train.steps:
+            self.beat.phase(Phase.VALIDATE)
             self.validation_loss = self.engine.evaluate(self.samples["validation"])
             self.display.validation(self.validation_loss, self.step)
         if self.step % self.config.metrics.log_every == 0 or last or self.step == 1:
@@ -211,6 +222,7 @@ class Trainer:
         self.display.progress(self.step, self.config.train.steps)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not last:
+            self.beat.phase(Phase.SAVE)
             self._save(block=False)
         if self.memory and self.step % self.config.failover.memory_every == 0 and not last:
             self.stalled += self.memory.save(self.step, self.engine.state(), self._extra())
@@ -300,8 +312,8 @@ class Trainer:
         memory.check_room(self.engine.state())
         return memory
 
-    def _resume(self) -> Restored:
-        """Fill the engine from the newest good state, in memory or on disk.
+    def _resume(self) -> Restored | None:
+        """Fill the engine from the newest good state, in memory or on disk; None where a restart finds none.
 
         Raises:
             UsageError: there is none, or it has all the steps already.
@@ -315,6 +327,8 @@ class Trainer:
         )
         for line in refused:
             self.display.note(line)
+        if found is None and self.restarted:
+            return None
         if found is None:
             raise CheckpointError(
                 "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
@@ -338,14 +352,16 @@ class _Timer:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.steps, self.seconds, self.begin = 0, 0.0, 0.0
+        self.steps, self.seconds, self.all, self.begin = 0, 0.0, 0.0, 0.0
 
     def start(self) -> None:
         self.begin = time.perf_counter()
 
     def stop(self) -> None:
         synchronize(self.device)
-        self.seconds += time.perf_counter() - self.begin
+        spent = time.perf_counter() - self.begin
+        self.seconds += spent
+        self.all += spent
         self.steps += 1
 
     def lap(self) -> tuple[int, float]:

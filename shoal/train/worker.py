@@ -14,8 +14,10 @@ from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError
+from shoal.failover.beat import Beat, Phase
 from shoal.train.check import check
-from shoal.train.launch import become_rank, read_payload
+from shoal.train.launch import PREEMPTED
+from shoal.train.membership import become_rank, read_payload
 from shoal.train.relaxed.choose import trainer_of
 from shoal.train.run_folder import new_run
 
@@ -25,8 +27,10 @@ def run(payload: dict[str, Any]) -> int:
 
     Args:
         payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
-            it; "made", whether the folder is there already.
+            it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
+            begins anew where nothing was saved yet.
     """
+    beat = Beat.of_this_rank()
     config = build(payload["config"])
     member = become_rank(config.train.device, config.train.threads)
     device, link = member.device(config.train.device), Link(1e9 * gbs) if (gbs := config.train.link_gbs) else None
@@ -46,13 +50,16 @@ def run(payload: dict[str, Any]) -> int:
         samples,
         Path(folder),
         resume=payload["resume"],
+        restarted=payload.get("restarted", False),
+        beat=beat,
         local_ranks=member.local_world_size,
     )
     trainer.run()
     trainer.leave()
+    beat.phase(Phase.DONE)
     destroy_world()
     trainer.conclude()  # when no rank waits for this one any more
-    return 0
+    return 0 if trainer.step == config.train.steps else PREEMPTED
 
 
 def _agree_on_data(samples: dict[str, Dataset]) -> None:

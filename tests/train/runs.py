@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig, build, plain
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
+from shoal.failover.supervisor import PROCESSES_FILE
 from shoal.train.check import check
 from shoal.train.metrics import StepMetrics, read_metrics
 from shoal.train.run_folder import new_run
@@ -34,7 +36,7 @@ DEADLINE = 120.0  # seconds for one run, on a machine that is busy
 
 
 def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
-    """Two layers of width 32 and 256 tokens a step, every step logged; ``sections`` override."""
+    """Two layers of width 32 and 256 tokens a step, every step logged, no restart; ``sections`` override."""
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", "layers": 2, "hidden": 32, "heads": 2, "ffn": 64},
         "parallel": {"micro_batch": 2} if parallel is None else parallel,
@@ -44,6 +46,7 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
         "checkpoint": {"every": 4, "keep": 100},
         "metrics": {"log_every": 1},
+        "failover": {"restarts": 0},
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
@@ -81,7 +84,7 @@ def interrupt(
     wait_for(lambda: process.poll() is not None or logged(folder) >= step)
     assert process.poll() is None, process.communicate()[0]
     parent = psutil.Process(process.pid)
-    ranks = sorted(parent.children(), key=lambda rank: int(rank.environ()["RANK"]))
+    ranks = [psutil.Process(pid) for pid in json.loads((folder / PROCESSES_FILE).read_text())["ranks"]]
     act([parent, *ranks])
     begin = time.monotonic()
     output = process.communicate(timeout=DEADLINE)[0]

@@ -17,9 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.config import FailoverConfig
 from shoal.errors import UsageError
+from shoal.failover.watchdog import Watchdog
 from shoal.train.allocator import allocator_environment
-from shoal.train.launch import Membership, _Crew, _expand_counts, _first_host, joined, launch, rank_environment
+from shoal.train.launch import Crew, StopRequests, launch, rank_environment
+from shoal.train.membership import Membership, _expand_counts, _first_host, joined
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 from shoal.comm.world import destroy_world
 from shoal.errors import UsageError
-from shoal.train.launch import become_rank, read_payload
+from shoal.train.membership import become_rank, read_payload
 
 payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
 member = become_rank("cpu", timeout=60)
@@ -137,13 +140,15 @@ def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, sa
 def test_the_cause_is_found_among_its_consequences(codes, random):
     """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
     with tempfile.TemporaryDirectory() as folder:
-        crew = _Crew(Path(folder), Path(folder), "cpu")
+        crew = Crew(Path(folder), Path(folder), "cpu", StopRequests(), None, FailoverConfig())
+        crew.watchdog = Watchdog(FailoverConfig(), 4)
         for rank, code in enumerate(codes):
-            crew.processes.append(Mock(returncode=code, poll=lambda code=code: code))
+            crew.processes.append(Mock(returncode=code, poll=lambda code=code: code, pid=0))
             Path(folder, f"rank-{rank}.log").touch()
             if code == 1:
                 Path(folder, f"failure-{rank}.json").write_text(json.dumps({"when": random.random(), "report": "lost"}))
-        assert crew._watch() == 128 + signal.SIGKILL
+        ending = crew._watch()
+        assert ending.code == 128 + signal.SIGKILL and codes[ending.cause.rank] == -signal.SIGKILL
 
 
 def test_a_log_goes_on_where_the_last_launch_died(folder, capfd):
@@ -158,7 +163,7 @@ def test_a_log_goes_on_where_the_last_launch_died(folder, capfd):
 
 def test_a_usage_error_passes_through_without_traceback(folder, capfd):
     assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
-    assert capfd.readouterr().err == "steps = -1; allowed: 1 or more\n"
+    assert capfd.readouterr().err == "shoal: error: steps = -1; allowed: 1 or more\n"
 
 
 def test_a_killed_parent_leaves_no_orphan(folder):
@@ -297,5 +302,5 @@ def test_the_allocator_reuses_pages():
 def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
     for name in allocator_environment():
         monkeypatch.delenv(name, raising=False)
-    found = rank_environment(0, 1, Path("scratch"), device).keys() & allocator_environment().keys()
+    found = rank_environment(0, 1, Path("scratch"), device, parent=1).keys() & allocator_environment().keys()
     assert found == (allocator_environment().keys() if device == "cpu" else set())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shoal.comm.group import Group
 from shoal.comm.world import peak_memory
+from shoal.failover.beat import Phase
 from shoal.train.engine import Engine, StepResult
 from shoal.train.handicap import Times, who_waits
 from shoal.train.metrics import StepMetrics
@@ -53,7 +54,7 @@ class FreeTrainer(Trainer):
 
     def run(self) -> None:
         """As `Trainer.run`."""
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, self._ask_to_stop)
         self._banner()
         self.peak = self._peak()
@@ -70,6 +71,7 @@ class FreeTrainer(Trainer):
                 if stopped:
                     break
                 self._begin_from(self.step)
+            self.beat.phase(Phase.END)
             self._close()
             self._tell_times()
 
@@ -97,7 +99,9 @@ class FreeTrainer(Trainer):
                 queue.stop()
             if queue.common:
                 engine.sampler = engine.sampler_of(ticket.slot)
+            self.beat.phase(Phase.STEP)
             result = engine.step(ticket.step)
+            self.beat.stepped(ticket.step + 1, self.watch.times.total)
             self._tell(result)
             if self.first:
                 self._show(result)
@@ -170,6 +174,7 @@ class FreeTrainer(Trainer):
 
     def _meeting(self) -> int:
         """Settle, validate, log and save; returns the step at which that was."""
+        self.beat.phase(Phase.SAVE)
         living = self._meet()
         self._regroup(living)
         self.step = self.engine.queue.limit
