@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import COMMANDS, TrainOptions, main, parse
-from shoal.config import RUN_FILE, ExpertsConfig, RunConfig, plain, save
+from shoal.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, plain, save
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -42,6 +42,7 @@ TYPED = {
     "float8.amax": ("delayed", ["delayed"]),
     "float8.gradient": ("e4m3", ["e4m3"]),
     "float8.keep": (("layers.0.*", "*.mlp.down"), ["layers.0.*", "*.mlp.down"]),
+    "failover.memory_folder": (Path("/tmp/x y"), ["/tmp/x y"]),
     "train.precision": ("bf16", ["bf16"]),
     "train.attention": ("explicit", ["explicit"]),
     "train.device": ("cpu", ["cpu"]),
@@ -66,7 +67,7 @@ def typed(name, default):
 
 FIELDS = [
     f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields
-    if f"{name}.{key}" != "model.experts"
+    if f"{name}.{key}" not in ("model.experts", "model.depths")
 ]
 
 
@@ -83,16 +84,19 @@ def test_every_field_can_be_typed(name, dashed):
     assert getattr(config, section) == getattr(RunConfig(), section).model_copy(update={key: value})
 
 
+PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig}
+
+
 @pytest.mark.parametrize("dashed", [False, True])
-@pytest.mark.parametrize("key", ExpertsConfig.model_fields)
-def test_every_field_of_experts_can_be_typed(key, dashed):
-    """They are a section inside the model's."""
+@pytest.mark.parametrize(("part", "key"), [(part, key) for part in PARTS for key in PARTS[part].model_fields])
+def test_every_field_of_a_part_of_the_model_can_be_typed(part, key, dashed):
+    """They are sections inside the model's."""
     others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
-              "bias_update": (0.125, "0.125")}
+              "bias_update": (0.125, "0.125"), "capacity": (0.25, "0.25"), "weight": ("sigmoid", "sigmoid")}
     value, word = others.get(key, (7, "7"))
-    name = f"model.experts.{key.replace('_', '-') if dashed else key}"
+    name = f"model.{part}.{key.replace('_', '-') if dashed else key}"
     _, config = parse("train", TrainOptions, [f"--{name}", word], SECTIONS)
-    assert config.model.experts == ExpertsConfig(**{key: value})
+    assert getattr(config.model, part) == PARTS[part](**{key: value})
     assert config.model_copy(update={"model": RunConfig().model}) == RunConfig()
 
 
