@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from shoal.cost.activations import Pass, blocks
-from shoal.cost.state import StagePart
+from shoal.cost.parameters import StagePart
 
 
 def layer_forward(run: Pass, slices: Sequence[int] = ()) -> tuple[int, int, int]:

@@ -71,49 +71,65 @@ class Chain:
         far[:: self.program.depth] = 0
         return np.cumsum(far.reshape(self.program.copies, -1), axis=1).ravel()
 
+    @cached_property
+    def first_holders(self) -> np.ndarray:
+        """Pipeline ranks that hold a first stage."""
+        return self.holder[:: self.program.depth]
+
+    @cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Stages in the order of their ranks, and where each rank's begin."""
+        order = np.argsort(self.holder, kind="stable")
+        return order, np.searchsorted(self.holder[order], np.arange(self.ranks))
+
     def by_rank(self, values: np.ndarray) -> np.ndarray:
-        """[ranks] the sum over each one's stages."""
-        return np.bincount(self.holder, values, self.ranks)
+        """[..., ranks] the sum over each one's [..., stages]."""
+        order, starts = self._sorted
+        return np.add.reduceat(values[..., order], starts, axis=-1)
+
+    def least_by_rank(self, values: np.ndarray) -> np.ndarray:
+        """[..., ranks] the least of each one's [..., stages]."""
+        order, starts = self._sorted
+        return np.minimum.reduceat(values[..., order], starts, axis=-1)
 
     def ends(
-        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: float
-    ) -> tuple[np.ndarray, float]:
-        """Before when no rank, and no first stage, can have done its last computation.
+        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Before when no rank, and no first stage, can have done its last computation, of any number of layouts.
 
         Args:
-            forward, inputs, weights: [stages] seconds of a forward and of the halves of a backward.
-            hop: seconds from the end of a computation until its result is on the next rank.
+            forward, inputs, weights: [layouts, stages] seconds of a forward and of the halves of a backward.
+            hop: [layouts] seconds from the end of a computation until its result is on the next rank.
 
         Returns:
-            [ranks] for each rank; and for the first to hold a first stage.
+            [layouts, ranks] for each rank; and [layouts] for the first to hold a first stage.
         """
         whole = self.schedule in WHOLE
         upward = inputs + weights if whole else inputs  # what the stage before waits for
-        down, up = self._before(forward) + hop * self.hops, self._before(upward) + hop * self.hops
-        begins, left = np.full(self.ranks, np.inf), np.full(self.ranks, np.inf)
-        np.minimum.at(begins, self.holder, down)
-        np.minimum.at(left, self.holder, up)
+        between = hop[:, None] * self.hops
+        begins = self.least_by_rank(self._before(forward) + between)
+        left = self.least_by_rank(self._before(upward) + between)
         busy = begins + self.by_rank(self.counts * (forward + inputs + weights))
         # After a rank's last gradient, it goes through all stages before; the first still makes its weights' gradients.
         waited = self.by_rank(self.counts * (forward + upward))
-        firsts = np.arange(0, self.program.stages, self.program.depth)
-        drained = float((begins + waited + left).max()) + (0.0 if whole else float(weights[firsts].min()))
+        drained = (begins + waited + left).max(axis=1)
+        if not whole:
+            drained = drained + weights[:, :: self.program.depth].min(axis=1)
         if self.schedule == "1f1b":
-            drained = max(drained, self._in_flight(forward, upward, hop, begins, left))
-        return busy, max(drained, float(busy[self.holder[firsts]].min()))
+            drained = np.maximum(drained, self._in_flight(forward, upward, hop, begins, left))
+        return busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
-        """[stages] the sum over the stages before, of the same copy."""
-        table = values.reshape(self.program.copies, -1)
-        return (np.cumsum(table, axis=1) - table).ravel()
+        """[layouts, stages] the sum over the stages before, of the same copy."""
+        table = values.reshape(len(values), self.program.copies, -1)
+        return (np.cumsum(table, axis=2) - table).reshape(values.shape)
 
     def _in_flight(
-        self, forward: np.ndarray, backward: np.ndarray, hop: float, begins: np.ndarray, left: np.ndarray
-    ) -> float:
+        self, forward: np.ndarray, backward: np.ndarray, hop: np.ndarray, begins: np.ndarray, left: np.ndarray
+    ) -> np.ndarray:
         """1F1B keeps p - r micro-batches in flight on rank r: as many go through in each of their round trips."""
         most = np.arange(self.ranks, 0, -1)
-        both = forward + backward
-        trip = np.cumsum(both[::-1])[::-1] + 2 * hop * (most - 1)
+        trip = np.cumsum((forward + backward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop[:, None] * (most - 1)
         trips = (self.program.microbatches - 1) // most
         rest = self.program.microbatches - 1 - trips * most
-        return float((begins + (trips + 1) * trip + rest * backward + left).max())
+        return (begins + (trips + 1) * trip + rest * backward + left).max(axis=1)

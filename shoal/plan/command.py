@@ -18,8 +18,9 @@ from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
-from shoal.plan.estimate import Estimate, Run
+from shoal.plan.estimate import Estimate
 from shoal.plan.page import write_page
+from shoal.plan.run import Run
 from shoal.precision.formats import FORMATS
 
 TOKENS_PER_STEP = 4 * 2**20

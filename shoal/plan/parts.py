@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from shoal.catalog import ModelShape
-from shoal.cost.state import StagePart
+from shoal.cost.parameters import StagePart
 from shoal.pipeline.program import Program
 from shoal.pipeline.split import layers_of
 
 
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     """Of every stage, in order."""
-    layers = layers_of(shape, program)
-    shared = shape.tied and program.depth > 1
-    return [
-        StagePart(layers[stage % program.depth], program.is_first(stage), program.is_last(stage), shared)
-        for stage in range(program.stages)
-    ]
+    layers, depth = layers_of(shape, program), program.depth
+    shared = shape.tied and depth > 1
+    of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
+    return of_copy * program.copies
 
 
 def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:

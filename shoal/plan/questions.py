@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.links import Link
 from shoal.errors import UsageError, divisors
-from shoal.plan.estimate import Run
+from shoal.plan.run import Run
 from shoal.plan.search import Found, Progressing, search
 from shoal.plan.space import Space
 

@@ -1,9 +1,10 @@
 """The best layouts of a cluster: branch and bound over `shoal.plan.space`, with the estimate's own times and bytes.
 
-Level by level, what cannot be among the best is left out: a work (micro-batch and what is recomputed) by the time that
-its FLOPs take without any bubble; a pipeline by `shoal.plan.bounds` and by the micro-batches that it must keep; a
-layout by its reductions besides, and by its memory. What is left is played (`shoal.simulate`), all layouts of a program
-at once. No bound is above the estimate, so the answer is that of pricing every layout.
+Best first: each work by each pipeline (`shoal.plan.branches`) has a least time. In rising order each is looked at more
+closely, with the memory of its first rank and what ZeRO adds to its time, and gets a higher least time, by which it
+takes its turn again; then its layouts are played (`shoal.simulate`), with others of the same program, until all that
+is left takes longer than the last of the list. No bound is above the estimate, so the answer is that of pricing every
+layout.
 """
 
 from __future__ import annotations
@@ -11,25 +12,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import groupby
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
-from shoal.cost.state import ALIGN, StagePart
+from shoal.cost.parameters import StagePart
 from shoal.layout import Layout
-from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.plan.bounds import Chain, first_rank
-from shoal.plan.estimate import Estimate, Memory, Run
-from shoal.plan.parts import stage_parts
-from shoal.plan.space import LEVELS, Fields, Space, depth_of, layout_of, meshes, pipelines, shardings, splits, works
+from shoal.plan.bounds import first_rank
+from shoal.plan.branches import SLACK, Branch, Work, branches
+from shoal.plan.outline import Outline
+from shoal.plan.replicas import Replicas
+from shoal.plan.run import Run
+from shoal.plan.space import LEVELS, Fields, Space, layout_of, meshes, shardings, works
+from shoal.plan.stage import Memory, Stages
 from shoal.simulate.columns import BACKWARD, FORWARD, WEIGHT, Columns, of_schedule
 from shoal.simulate.many import Replay
 
-SLACK = 1e-9  # relative: a bound and a time may differ by as much in rounding
-PADDING = 32 * ALIGN  # bytes, at most, by which each bucket of a rank is rounded up, for each of its shards
 TOLD_APART = (
     "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "schedule", "virtual_stages", "micro_batch", "recompute",
 )  # fmt: skip
@@ -58,7 +58,7 @@ class Plan:
         run: what it was for; its layout says nothing.
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
         programs, played: programs that were written down, and layouts that were played.
-        works, pruned: degrees with a micro-batch, and how many of them were left out unseen.
+        branches, pruned: works by pipelines, and how many of them were left out by their time.
         seconds: that the search took.
     """
 
@@ -66,7 +66,7 @@ class Plan:
     best: list[Found] = field(default_factory=list)
     programs: int = 0
     played: int = 0
-    works: int = 0
+    branches: int = 0
     pruned: int = 0
     seconds: float = 0.0
 
@@ -82,7 +82,7 @@ def search(run: Run, space: Space | None = None, *, count: int = 10, progress: P
     Args:
         run: its layout is ignored.
         count: how many to list, each of another mesh, pipeline, micro-batch or recomputation.
-        progress: called with works done, all works, and what is found so far.
+        progress: called with branches done, all branches, and what is found so far.
     """
     begin = time.perf_counter()
     searching = Search(run, space or Space(), count)
@@ -91,81 +91,23 @@ def search(run: Run, space: Space | None = None, *, count: int = 10, progress: P
     return searching.plan
 
 
-class Work(NamedTuple):
-    """Degrees and a micro-batch: what has the same FLOPs on each rank.
+@dataclass(frozen=True, eq=False)
+class Closer:
+    """A branch, looked at more closely.
 
     Attributes:
-        least: seconds that its fastest way takes, at least.
-        degrees: dp, tp, cp, ulysses, ep, etp, pp.
-        microbatches: of each replica.
-        ways: what is recomputed and split, with the least seconds of each, in rising order.
+        least: seconds that a step of any of its layouts takes at least.
+        branch: which.
+        of_way: [ways] the same of each way to shard; infinite where it does not fit.
+        kept, times, ends: of its outline.
     """
 
     least: float
-    degrees: Fields
-    microbatches: int
-    ways: list[tuple[float, Fields]]
-
-    @property
-    def promise(self) -> float:
-        """What it takes with some of the bubble of a pipeline: no bound, but what to look at first."""
-        return self.least * (1 + (self.degrees["pp"] - 1) / (2 * self.microbatches))
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A pipeline without any order: where its stages are and what they hold. Stages that are alike are of one kind.
-
-    Attributes:
-        chain: the program's outline.
-        kinds: one stage of each kind.
-        kind: [stages] the kind of each.
-        ranks: of ranks that hold alike, (which ones, their stages).
-    """
-
-    chain: Chain
-    kinds: list[StagePart]
-    kind: np.ndarray
-    ranks: list[tuple[list[int], list[StagePart]]]
-
-    @staticmethod
-    def of(run: Run, program: Program, schedule: str) -> Outline:
-        """Of a program."""
-        parts = stage_parts(run.shape, program)
-        kinds: dict[tuple, int] = {}
-        sparse = [sum(run.shape.sparse(layer) for layer in part.layers) for part in parts]
-        alike = [(len(p.layers), experts, p.first, p.last) for p, experts in zip(parts, sparse, strict=True)]
-        kind = np.array([kinds.setdefault(key, len(kinds)) for key in alike])
-        ranks: dict[tuple, list[int]] = {}
-        for rank in range(program.ranks):
-            ranks.setdefault(tuple(kind[program.stages_of(rank)]), []).append(rank)
-        held = [(same, [parts[stage] for stage in program.stages_of(same[0])]) for same in ranks.values()]
-        return Outline(Chain(program, schedule), [parts[int(np.argmax(kind == k))] for k in kinds.values()], kind, held)
-
-    def times(self, estimate: Estimate) -> np.ndarray:
-        """[3, stages] seconds of forwards and of both halves of backwards."""
-        priced = [estimate.stage_of(part) for part in self.kinds]
-        return np.array([(s.forward, s.backward_input, s.backward_weight) for s in priced]).T[:, self.kind]
-
-    def finishing(self, estimate: Estimate) -> np.ndarray:
-        """[3, stages] seconds: reduction, optimizer, gather."""
-        return np.array([estimate.finish_of(part) for part in self.kinds]).T[:, self.kind]
-
-    def kept(self, estimate: Estimate) -> np.ndarray:
-        """[stages] bytes that a micro-batch keeps alive."""
-        return np.array([estimate.kept_of(part) for part in self.kinds], float)[self.kind]
-
-    @cached_property
-    def holds(self) -> np.ndarray:
-        """[ranks, stages] 1 where a rank holds a stage."""
-        return (np.arange(self.chain.ranks)[:, None] == self.chain.holder).astype(float)
-
-    def least(self, ends: tuple[np.ndarray, float], finishing: np.ndarray) -> float:
-        """Seconds that a step takes at least."""
-        reduce, step, gather = finishing @ self.holds.T
-        after = reduce + step.max() + gather
-        firsts = self.chain.holder[:: self.chain.program.depth]
-        return max(float((ends[0] + after).max()), ends[1] + float(after[firsts].min()))
+    branch: Branch
+    of_way: np.ndarray
+    kept: np.ndarray
+    times: np.ndarray
+    ends: tuple[np.ndarray, float]
 
 
 class Candidate(NamedTuple):
@@ -173,14 +115,14 @@ class Candidate(NamedTuple):
 
     Attributes:
         levels: its fields.
-        estimate: of single stages.
-        outline: its pipeline's.
+        stages: of its layout, priced.
         times, finishing: [3, stages] as the outline has them.
+        outline: its pipeline's.
         memory: of the fullest rank.
     """
 
     levels: tuple[Fields, ...]
-    estimate: Estimate
+    stages: Stages
     times: np.ndarray
     finishing: np.ndarray
     outline: Outline
@@ -200,183 +142,136 @@ class Search:
         self.run, self.space, self.count = run, space, count
         self.plan = Plan(run)
         self.known: dict = {}
-        self.estimates: dict[tuple, Estimate] = {}
+        self.priced: dict[tuple, Stages] = {}
         self.programs: dict[tuple, tuple[Columns, Replay]] = {}
-        self.outlines: dict[tuple, Outline] = {}
-        self.states: dict[tuple, np.ndarray] = {}
+        self.replicas: dict[tuple, Replicas] = {}
         self.families: dict[tuple, Found] = {}
         self.limit = np.inf
         self.room = run.cluster.accelerator.memory_bytes
 
     def all(self, progress: Progressing | None = None) -> None:
         """Go through everything, the most promising first."""
-        found = sorted(self._works(), key=lambda work: work.promise)
-        self.plan.works = len(found)
-        for work in self._first(found):
-            self._look(work, quick=True)
-        for done, work in enumerate(found):
-            if work.least > self.limit:
-                self.plan.pruned += 1
+        every = branches(self.run, self.space, self._works())
+        self.plan.branches = len(every)
+        waiting: list[tuple[float, int]] = []
+        closer: dict[int, Closer] = {}
+        of_program: dict[tuple, set[int]] = {}
+        place = 0
+        while (place < len(every) and every[place].least <= self.limit) or (waiting and waiting[0][0] <= self.limit):
+            if place < len(every) and (not waiting or every[place].least <= waiting[0][0]):
+                if found := self._closer(every[place]):
+                    closer[place] = found
+                    heappush(waiting, (found.least, place))
+                    of_program.setdefault(every[place].program, set()).add(place)
+                place += 1
                 continue
-            self._look(work)
+            first = heappop(waiting)[1]
+            if first not in closer:
+                continue
+            # Once there is a limit, whatever else the same program may be wanted for is played at once.
+            same = of_program[every[first].program]
+            now = [n for n in sorted(same) if n == first or closer[n].least <= self.limit < np.inf]
+            same.difference_update(now)
+            self._look([closer.pop(n) for n in now])
             if progress:
-                progress(done + 1, len(found), self.plan)
-
-    def _first(self, found: list[Work]) -> Iterator[Work]:
-        """A work of each mesh, until the list is full: a first limit."""
-        seen = set()
-        for work in found:
-            if len(self.families) >= self.count:
-                return
-            mesh = tuple(work.degrees.values())
-            if mesh not in seen:
-                seen.add(mesh)
-                yield work
+                progress(place, len(every), self.plan)
+        self.plan.pruned = len(every) - place
 
     def _works(self) -> Iterator[Work]:
+        """Those of which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
-            every = works(self.run, degrees, self.space)
-            for micro_batch, same in groupby(every, key=lambda way: way["micro_batch"]):
-                ways = [(self._least(degrees, way), way) for way in same if self._may_fit(degrees, way).any()]
-                if ways:
-                    ways.sort(key=lambda entry: entry[0])
-                    microbatches = self.run.global_batch // (degrees["dp"] * micro_batch)
-                    yield Work(ways[0][0], degrees, microbatches, ways)
+            for way in works(self.run, degrees, self.space):
+                if self._may_fit(degrees, way):
+                    plain = self._priced(degrees, way, {"zero": 0})
+                    yield Work(degrees, way, plain.run.microbatches, plain)
 
-    def _least(self, degrees: Fields, way: Fields) -> float:
-        """All FLOPs of a step, spread evenly."""
-        estimate = self._estimate(degrees, way, {"zero": 0})
-        once = estimate.stage_of(StagePart(range(self.run.shape.layers)))
-        seconds = once.forward + once.backward_input + once.backward_weight
-        return estimate.run.microbatches * seconds / degrees["pp"] * (1 - SLACK)
-
-    def _may_fit(self, degrees: Fields, way: Fields, alive: float = 0.0) -> np.ndarray:
-        """[shardings] whether a rank's share of the layers could be held, with some activations: some rank has it.
+    def _may_fit(self, degrees: Fields, way: Fields) -> bool:
+        """Whether a rank's share of the layers could be held, and one micro-batch of it: some rank has it.
 
         Where some layers have experts and others not, nobody knows which layers these are, and all may.
         """
+        shape = self.run.shape
+        if len({shape.sparse(layer) for layer in range(shape.layers)}) > 1:
+            return True
+        plain = self._priced(degrees, way, {"zero": 0})
+        part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
+        return bool((self._replicas(degrees, way).reserved(plain, [part], 0.0) <= self.room).any())
+
+    def _replicas(self, degrees: Fields, way: Fields) -> Replicas:
+        """The ways to shard of a mesh, whatever the micro-batch."""
         key = tuple(degrees.values())
-        if key not in self.states and self.run.shape.experts:
-            self.states[key] = np.zeros(len(shardings(degrees, self.space)))
-        if key not in self.states:
-            layers = -(-self.run.shape.layers // degrees["pp"])
-            part = [StagePart(range(layers), first=False, last=False)]
+        if key not in self.replicas:
             every = shardings(degrees, self.space)
-            resting = np.array([self._resting(degrees, way, shards, part) for shards in every], float)
-            shards = np.array([self._estimate(degrees, way, shards).run.layout.shards for shards in every])
-            self.states[key] = resting - (layers + 2) * PADDING * shards
-        return self.states[key] + alive <= self.room
+            self.replicas[key] = Replicas(every, [self._priced(degrees, way, shards) for shards in every])
+        return self.replicas[key]
 
-    def _first_fits(
-        self, degrees: Fields, way: Fields, outline: Outline, alive: float, which: np.ndarray
-    ) -> np.ndarray:
-        """For some of the shardings, whether the first rank could hold its stages and its activations."""
-        held = outline.ranks[0][1]
-        key = (*degrees.values(), *((part.layers, part.first, part.last) for part in held))
-        every = shardings(degrees, self.space)
-        resting = self.states.setdefault(key, np.full(len(every), np.nan))
-        for i in which[np.isnan(resting[which])]:
-            resting[i] = self._resting(degrees, way, every[i], held)
-        return resting[which] + alive <= self.room
-
-    def _resting(self, degrees: Fields, way: Fields, shards: Fields, held: Sequence[StagePart]) -> int:
-        """Bytes that a rank holds between steps, which no micro-batch or recomputation changes."""
-        state = self._estimate(degrees, way, shards).state_of(held)
-        return state.parameters + state.gradients + state.optimizer
-
-    def _estimate(self, degrees: Fields, way: Fields, shards: Fields) -> Estimate:
-        """Of stages one by one: for every schedule and every split."""
+    def _priced(self, degrees: Fields, way: Fields, shards: Fields) -> Stages:
+        """For every schedule and every split."""
         key = (*degrees.values(), *way.values(), *shards.values())
-        if key not in self.estimates:
-            run = replace(self.run, layout=layout_of(self.space, degrees, way, shards))
-            self.estimates[key] = Estimate(run, Program(((),), (0,), 1), self.known)
-        return self.estimates[key]
-
-    # ---- one work, by every pipeline -----------------------------------------------------------------------------
-
-    def _look(self, work: Work, *, quick: bool = False) -> None:
-        """Every pipeline of a work; or a quick look at some layouts with the first schedule alone."""
-        for pipe in pipelines(self.run, work.degrees, work.ways[0][1], self.space):
-            candidates = list(self._candidates(work, pipe, quick))
-            if candidates:
-                self._play(work, pipe, candidates)
-            if quick:
-                return
-
-    def _candidates(self, work: Work, pipe: Fields, quick: bool) -> Iterator[Candidate]:
-        """Layouts of a pipeline that fit, and that no bound of time excludes."""
-        degrees, pp = work.degrees, work.degrees["pp"]
-        every = splits(self.run.shape, pp, depth_of(pp, pipe), self.space)[: 1 if quick else None]
-        replicas = shardings(degrees, self.space)
-        wanted = np.array([not quick or shards.get("zero_shard") is None for shards in replicas])
-        for least, way in work.ways:
-            if least > self.limit:
-                return
-            plain = self._estimate(degrees, way, {"zero": 0})
-            for split in every:
-                outline = self._outline(work, pipe, split)
-                times = outline.times(plain)
-                ends = outline.chain.ends(*times, plain.hop)
-                if max(ends[0].max(), ends[1]) * (1 - SLACK) > self.limit:
-                    continue
-                kept = outline.kept(plain)
-                begun = first_rank(pipe["schedule"], pp, work.microbatches, len(outline.kind) // pp)
-                first = float((begun @ kept[outline.chain.holder == 0]).max())
-                may_fit = np.flatnonzero(wanted & self._may_fit(degrees, way))
-                may_fit = may_fit[self._first_fits(degrees, way, outline, first, may_fit)]
-                if not len(may_fit):
-                    continue
-                alive = _peaks(self._program(work, pipe)[0], kept)
-                may_fit = np.intersect1d(may_fit, np.flatnonzero(self._may_fit(degrees, way, alive.min())))
-                found = []
-                for shards in [replicas[i] for i in may_fit]:
-                    estimate = self._estimate(degrees, way, shards)
-                    own, reached = times, ends
-                    finishing = outline.finishing(estimate)
-                    if outline.least(reached, finishing) * (1 - SLACK) > self.limit:
-                        continue
-                    if shards["zero"] >= 2:
-                        own = outline.times(estimate)
-                        reached = outline.chain.ends(*own, plain.hop)
-                        if outline.least(reached, finishing) * (1 - SLACK) > self.limit:
-                            continue
-                    memory = _fullest(estimate, outline, alive)
-                    if memory.reserved <= self.room:
-                        levels = (degrees, way, pipe, split, shards)
-                        found.append(Candidate(levels, estimate, own, finishing, outline, memory))
-                yield from _not_dominated(found)
-
-    def _outline(self, work: Work, pipe: Fields, split: Fields) -> Outline:
-        pp = work.degrees["pp"]
-        key = (pp, work.microbatches, *pipe.values(), split["stage_layers"])
-        if key not in self.outlines:
-            schedule = SCHEDULES[pipe["schedule"]]
-            placement = schedule.placement(pp, schedule.virtual or pipe["virtual_stages"])
-            layers = split["stage_layers"] or ()
-            program = Program(((),) * pp, placement, work.microbatches, copies=schedule.copies, layers=layers)
-            self.outlines[key] = Outline.of(self.run, program, pipe["schedule"])
-        return self.outlines[key]
+        if key not in self.priced:
+            self.priced[key] = Stages(replace(self.run, layout=layout_of(self.space, degrees, way, shards)), self.known)
+        return self.priced[key]
 
     # ---- one program ---------------------------------------------------------------------------------------------
 
-    def _play(self, work: Work, pipe: Fields, candidates: Sequence[Candidate]) -> None:
-        """Play layouts of one program at once, and keep the best."""
-        _, replay = self._program(work, pipe)
-        times = np.stack([_table(candidate) for candidate in candidates], axis=2)
-        seconds = replay.step_times(times, [candidate.estimate.link for candidate in candidates])
-        self.plan.played += len(candidates)
-        for step, candidate in zip(seconds, candidates, strict=True):
+    def _closer(self, branch: Branch) -> Closer | None:
+        """None where it does not fit, or takes too long."""
+        (degrees, way, microbatches, plain), outline = branch.work, branch.outline
+        replicas = self._replicas(degrees, way)
+        kept = outline.kept(plain)
+        begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.kind) // degrees["pp"])
+        first = float((begun @ kept[outline.chain.holder == 0]).max())
+        fits = replicas.reserved(plain, outline.ranks[0][1], first) <= self.room * (1 + SLACK)
+        if not fits.any():
+            return None
+        times = outline.times(plain)
+        ends = outline.ends(times, plain.hop)
+        added = np.stack([replicas.adding(plain, part) for part in outline.kinds], axis=2)
+        of_way = np.where(fits, outline.least(ends, added) * (1 - SLACK), np.inf)
+        least = float(of_way.min())
+        return Closer(least, branch, of_way, kept, times, ends) if least <= self.limit else None
+
+    def _look(self, together: Sequence[Closer]) -> None:
+        """Play the layouts of some branches of one program, and keep the best."""
+        found = [candidate for closer in together for candidate in self._candidates(closer)]
+        if not found:
+            return
+        _, replay = self._program(together[0].branch)
+        times = np.stack([_table(candidate) for candidate in found], axis=2)
+        seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
+        self.plan.played += len(found)
+        for step, candidate in zip(seconds, found, strict=True):
             self._keep(Found(float(step), layout_of(self.space, *candidate.levels), candidate.memory))
 
-    def _program(self, work: Work, pipe: Fields) -> tuple[Columns, Replay]:
-        pp = work.degrees["pp"]
-        key = (pp, work.microbatches, *pipe.values())
-        if key not in self.programs:
-            schedule, virtual = SCHEDULES[pipe["schedule"]], pipe["virtual_stages"] or 1
-            columns = of_schedule(schedule, pp, work.microbatches, virtual, gathers=True)
-            self.programs[key] = columns, Replay(columns)
+    def _candidates(self, closer: Closer) -> list[Candidate]:
+        """Layouts of a branch that fit, and that no bound of time excludes."""
+        branch, outline = closer.branch, closer.branch.outline
+        degrees, way, _, plain = branch.work
+        ways, found, alive = self._replicas(degrees, way).ways, [], None
+        for i in np.flatnonzero(closer.of_way <= self.limit):
+            stages, own = self._priced(degrees, way, ways[i]), closer.times
+            finishing = outline.finishing(stages)
+            if ways[i]["zero"] >= 2:
+                own = outline.times(stages)
+                added = np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None]
+                if outline.least(outline.ends(own, plain.hop), added)[0] * (1 - SLACK) > self.limit:
+                    continue
+            if alive is None:
+                alive = _peaks(self._program(branch)[0], closer.kept)
+            memory = _fullest(stages, outline, alive)
+            if memory.reserved <= self.room:
+                levels = (degrees, way, branch.pipe, branch.split, ways[i])
+                found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline, memory))
+        return _not_dominated(found)
+
+    def _program(self, branch: Branch) -> tuple[Columns, Replay]:
+        if branch.program not in self.programs:
+            schedule, virtual = SCHEDULES[branch.pipe["schedule"]], branch.pipe["virtual_stages"] or 1
+            pp, microbatches = branch.work.degrees["pp"], branch.work.microbatches
+            columns = of_schedule(schedule, pp, microbatches, virtual, gathers=True)
+            self.programs[branch.program] = columns, Replay(columns)
             self.plan.programs += 1
-        return self.programs[key]
+        return self.programs[branch.program]
 
     def _keep(self, found: Found) -> None:
         which = family(found.layout)
@@ -401,7 +296,7 @@ def order(found: Found) -> tuple:
 def _table(candidate: Candidate) -> np.ndarray:
     """[6, stages] as `Replay.step_times` takes them."""
     reduce, step, gather = candidate.finishing
-    longest = (candidate.outline.holds @ step).max()
+    longest = candidate.outline.longest(step)
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
 
 
@@ -427,7 +322,7 @@ def _peaks(columns: Columns, kept: np.ndarray) -> np.ndarray:
     return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, columns.offset[1:-1])])
 
 
-def _fullest(estimate: Estimate, outline: Outline, alive: np.ndarray) -> Memory:
+def _fullest(stages: Stages, outline: Outline, alive: np.ndarray) -> Memory:
     """Of ranks that hold alike, the one with the most activations is priced."""
-    memories = [estimate.memory_of(held, float(alive[alike].max())) for alike, held in outline.ranks]
+    memories = [stages.memory_of(held, most) for held, most in outline.alike(alive)]
     return max(memories, key=lambda memory: memory.reserved)

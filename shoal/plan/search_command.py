@@ -24,8 +24,9 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.command import OPTIMIZERS
-from shoal.plan.estimate import KINDS, Estimate, Run
+from shoal.plan.estimate import Estimate
 from shoal.plan.questions import Answer, fewest, grid, machines, what_if
+from shoal.plan.run import KINDS, Run
 from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.search_page import map_svg, write_page
 from shoal.plan.space import LEVELS, Space
@@ -222,8 +223,8 @@ def lines(plan: Plan, options: PlanOptions) -> list[str]:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [
         *head, *table, "",
-        f"{plan.works - plan.pruned} of {plan.works} meshes and micro-batches looked at, {plan.programs} programs, "
-        f"{plan.played:,} layouts played: {plan.seconds:.1f} s",
+        f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
+        f"{plan.programs} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
         "", "The best, for `shoal train`:", "", *run_toml(options, run, plan.best[0].layout).splitlines(),
     ]
 

@@ -19,7 +19,7 @@ from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.split import even_layers
-from shoal.plan.estimate import Run
+from shoal.plan.run import Run
 
 SEARCHED = (
     "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
@@ -55,7 +55,8 @@ def layouts(run: Run, space: Space) -> Iterator[Layout]:
     """Every layout of the space that the run's model, batch and cluster allow."""
     for degrees in meshes(run, space):
         for work in works(run, degrees, space):
-            for pipe in pipelines(run, degrees, work, space):
+            microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
+            for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
                 for split in splits(run.shape, degrees["pp"], depth_of(degrees["pp"], pipe), space):
                     for shards in shardings(degrees, space):
                         yield layout_of(space, degrees, work, pipe, split, shards)
@@ -114,16 +115,20 @@ def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
                 yield work
 
 
-def pipelines(run: Run, degrees: Fields, work: Fields, space: Space) -> Iterator[Fields]:
-    """Schedules, and stages on each rank where these leave that open (one is another schedule's)."""
-    pp, microbatches = degrees["pp"], run.global_batch // (degrees["dp"] * work["micro_batch"])
+def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator[Fields]:
+    """Schedules, and stages on each rank where these leave that open (one is another schedule's).
+
+    Args:
+        microbatches: of each replica.
+        layers: of the model, which is no less than its stages.
+    """
     names = [name for name in space.schedules if space.allows("schedule", name)]
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]
         free = schedule.virtual is None
         for virtual in range(2, space.most_virtual + 1) if free else (None,):
             pipe = {"schedule": name, "virtual_stages": virtual}
-            if depth_of(pp, pipe) > run.shape.layers or not space.allows("virtual_stages", virtual):
+            if depth_of(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
             if not schedule.refuses(pp, microbatches, virtual or schedule.virtual):
                 yield pipe

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from shoal.catalog import model_shape
 from shoal.config import OptimizerConfig, Section
-from shoal.cost.state import StagePart, state_bytes
+from shoal.cost.parameters import StagePart
+from shoal.cost.state import state_bytes
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.optim.build import RULES

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
 from shoal.config import OptimizerConfig, RunConfig
-from shoal.cost.state import StagePart, state_bytes, zero_bytes
+from shoal.cost.parameters import StagePart
+from shoal.cost.state import state_bytes, zero_bytes
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.optim.build import RULES

@@ -15,7 +15,8 @@ from shoal.config import RunConfig
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.plan.command import EstimateOptions, described
-from shoal.plan.estimate import Estimate, Run
+from shoal.plan.estimate import Estimate
+from shoal.plan.run import Run
 from tests.verify.runs import runs
 
 

@@ -12,8 +12,8 @@ from shoal.config import load
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
-from shoal.plan.estimate import Run
 from shoal.plan.questions import fewest, machines, what_if
+from shoal.plan.run import Run
 from shoal.plan.search import search
 from shoal.plan.search_command import PlanOptions, described, fixed, run_toml
 from shoal.plan.space import Space

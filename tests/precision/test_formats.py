@@ -9,7 +9,8 @@ import torch
 from shoal.catalog import model_shape
 from shoal.cli import main
 from shoal.config import Precision, build
-from shoal.cost.state import StagePart, state_bytes
+from shoal.cost.parameters import StagePart
+from shoal.cost.state import state_bytes
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP64

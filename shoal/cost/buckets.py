@@ -1,0 +1,150 @@
+"""How a stage's parameters fill the buckets that are reduced, gathered and cut into shards together.
+
+Many layers have buckets of the same size, and many layouts the same buckets: each kind is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from shoal.catalog import ModelShape
+from shoal.cost.parameters import SPLITTING, Held, StagePart, units_of
+from shoal.layout import Layout
+
+ALIGN = 64  # elements: what shards are rounded up to (`shoal.parallel.bucket`)
+
+
+class Members(NamedTuple):
+    """Parameters of one unit that share a bucket, with their sums.
+
+    Attributes:
+        held: the parameters.
+        allocated, elements: of all, with and without padding.
+        expert: whether they are experts', all of them.
+    """
+
+    held: tuple[Held, ...]
+    allocated: int
+    elements: int
+    expert: bool
+
+    @staticmethod
+    def of(held: Iterable[Held]) -> Members:
+        """Summed."""
+        held = tuple(held)
+        return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
+
+
+Bucket = list[Members]
+Grouped = tuple[Bucket, Bucket]  # of a unit: what has a bucket by itself, and the rest
+
+
+class Size(NamedTuple):
+    """What decides the bytes of a bucket.
+
+    Attributes:
+        allocated, elements: of all parameters, with and without padding.
+        expert: whether they are experts'.
+    """
+
+    allocated: int
+    elements: int
+    expert: bool
+
+    @staticmethod
+    def of(bucket: Bucket) -> Size:
+        """Summed."""
+        return Size(
+            sum(members.allocated for members in bucket), sum(members.elements for members in bucket), bucket[0].expert
+        )
+
+    def chunk(self, shards: int) -> int:
+        """Elements of one of so many shards."""
+        return -(-self.allocated // (shards * ALIGN)) * ALIGN
+
+
+class Filled(NamedTuple):
+    """The buckets of a stage. Those of one size are of one kind.
+
+    Attributes:
+        buckets: in the order in which forward meets their parameters.
+        kind: of each.
+        sizes: of each kind.
+        counts: buckets of each kind.
+        neighbours: kinds of two that lie side by side, each pair once.
+        at_once: kinds of what is gathered at one time, each combination once.
+    """
+
+    buckets: list[Bucket]
+    kind: list[int]
+    sizes: list[Size]
+    counts: list[int]
+    neighbours: set[tuple[int, ...]]
+    at_once: set[tuple[int, ...]]
+
+
+@lru_cache(maxsize=16384)
+def filled(
+    shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, at_once: int | None, *index: int
+) -> Filled:
+    """A stage's buckets, counted once for all shards.
+
+    Args:
+        limit: the least bytes of a bucket.
+        itemsize: of what fills them.
+        at_once: units whose parameters are gathered at one time; all unless given.
+    """
+    units = _members(shape, splitting, part, *index)
+    buckets = list(_buckets(units, limit, itemsize))
+    kinds: dict[Size, int] = {}  # in the order in which they come
+    kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
+    by_unit = [[kinds.setdefault(Size.of(b), len(kinds)) for b in _buckets([unit], 0, 1)] for unit in units]
+    if shape.tied and part.first and part.last and len(units) > 2:
+        by_unit[-1] = by_unit[-1] + by_unit[0]  # the head is the embedding once more
+    return Filled(
+        buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))],
+        _windows([[k] for k in kind], 2), _windows(by_unit, at_once or len(by_unit)),
+    )  # fmt: skip
+
+
+def _windows(kinds: Sequence[list[int]], count: int) -> set[tuple[int, ...]]:
+    """What neighbours are of, each combination once."""
+    starts = range(max(1, len(kinds) - count + 1))
+    return {tuple(sorted(chain.from_iterable(kinds[i : i + count]))) for i in starts}
+
+
+def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
+    """Of each unit, those that have a bucket by themselves, and the others."""
+    alone = [StagePart(range(i, i + 1), False, False) for i in part.layers]
+    if part.first:
+        alone.insert(0, StagePart(range(0), True, False, part.shared))
+    if part.last:
+        alone.append(StagePart(range(0), False, True, part.shared))
+    return [_grouped(shape, splitting, unit, *index) for unit in alone]
+
+
+@lru_cache(maxsize=16384)
+def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Grouped:
+    """The one unit of a part, counted once for all stages that it is in, and all stages of ZeRO."""
+    (unit,) = units_of(shape, Layout.model_construct(**dict(zip(SPLITTING, splitting, strict=True))), part, *index)
+    together: dict[bool, list[Held]] = {}
+    for held in unit:
+        if not held.alone:
+            together.setdefault(held.expert, []).append(held)
+    return [Members.of([held]) for held in unit if held.alone], [*map(Members.of, together.values())]
+
+
+def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[Bucket]:
+    """As `shoal.parallel.data` fills them; experts have their own."""
+    filling: dict[bool, Bucket] = {}
+    for alone, together in units:
+        yield from ([members] for members in alone)
+        for members in together:
+            filling.setdefault(members.expert, []).append(members)
+        for kind, bucket in list(filling.items()):
+            if sum(members.allocated for members in bucket) * itemsize >= limit:
+                yield filling.pop(kind)
+    yield from filling.values()

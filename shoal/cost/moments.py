@@ -1,0 +1,94 @@
+"""The optimizer's states of a rank's shards, to the byte: each rule keeps what `shoal.optim` has it keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from shoal.cost.buckets import Bucket, Filled, Size
+from shoal.cost.parameters import Held
+from shoal.pieces import flat_range
+
+STATES = {  # per element
+    "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
+}  # fmt: skip
+BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
+
+
+class Moments:
+    """Counts the bytes of the states, stage by stage.
+
+    Args:
+        optimizer: its name in the config.
+        itemsize: of a number of its states.
+    """
+
+    def __init__(self, optimizer: str, itemsize: int):
+        self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
+        self.factored: set[str] = set()  # matrices that were counted: two stages of a rank may have the same
+
+    def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
+        """Those of one rank's shard of each bucket of a stage.
+
+        Args:
+            chunks: elements of a shard of each kind of bucket.
+            index: which shard it is, of experts' buckets (True) and of the others.
+        """
+        each = [self._share(size, chunk, index[size.expert]) for size, chunk in zip(stage.sizes, chunks, strict=True)]
+        self.bytes += sum(count * share for count, share in zip(stage.counts, each, strict=True) if share is not None)
+        if None in each:
+            for bucket, kind in zip(stage.buckets, stage.kind, strict=True):
+                if each[kind] is None:
+                    self._go_through(bucket, chunks[kind], index[stage.sizes[kind].expert])
+
+    def _share(self, size: Size, chunk: int, index: int) -> int | None:
+        """Bytes of a shard where every element has as many; None where that is not so."""
+        if self.optimizer not in STATES or size.elements != size.allocated:
+            return None
+        here = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
+        return here * STATES[self.optimizer] * self.itemsize
+
+    def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
+        start = 0
+        for held in _sorted(bucket):
+            first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
+            elements = max(0, stop - first)
+            if self.optimizer == "adafactor":
+                self.bytes += self._factored(held, elements) * self.itemsize
+            elif self.optimizer == "adam8bit" and math.prod(held.whole) >= SMALLEST:
+                self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
+            else:
+                self.bytes += elements * self._each(held) * self.itemsize
+            start += held.allocated
+
+    def _each(self, held: Held) -> int:
+        if self.optimizer == "muon":
+            return 1 if len(held.whole) == 2 and held.name.startswith("layers.") else 2
+        return STATES.get(self.optimizer, 2)
+
+    def _factored(self, held: Held, elements: int) -> int:
+        """Adafactor: row and column sums of a matrix, whole on every holder; else a number for each element."""
+        if len(held.whole) != 2:
+            return elements
+        known = held.name in self.factored
+        self.factored.add(held.name)
+        return 0 if known else sum(held.whole)
+
+
+def _scales(held: Held, first: int, stop: int) -> int:
+    """adam8bit: blocks, whole or cut, in some elements of a parameter."""
+    count = 0
+    for _, local in flat_range(held.box.shape, first, stop):
+        box = local.within(held.box)
+        left, right = box.offset[-1], box.offset[-1] + box.shape[-1]
+        inner = min(right, -(-left // BLOCK) * BLOCK), max(left, right // BLOCK * BLOCK)
+        blocks = sum(-(-b // BLOCK) - a // BLOCK for a, b in pairwise(sorted({left, *inner, right})))
+        count += math.prod(box.shape[:-1]) * blocks
+    return count
+
+
+def _sorted(bucket: Bucket) -> list[Held]:
+    """As `shoal.parallel.bucket` does."""
+    held = [held for members in bucket for held in members.held]
+    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))

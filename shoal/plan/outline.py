@@ -1,0 +1,112 @@
+"""A pipeline without any order: where its stages are and what they hold, for any number of layouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shoal.catalog import ModelShape
+from shoal.cost.parameters import StagePart
+from shoal.pipeline.program import Program
+from shoal.plan.bounds import Chain
+from shoal.plan.parts import stage_parts
+from shoal.plan.stage import Stages
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Stages that are alike are of one kind.
+
+    Attributes:
+        chain: the program's outline.
+        kinds: one stage of each kind.
+        counts: [kinds, 5] of each kind what `Stages.linear` has the times of.
+        kind: [stages] the kind of each.
+        ranks: of ranks that hold alike, (which ones, their stages).
+    """
+
+    chain: Chain
+    kinds: list[StagePart]
+    counts: np.ndarray
+    kind: np.ndarray
+    ranks: list[tuple[list[int], list[StagePart]]]
+
+    @staticmethod
+    def of(shape: ModelShape, program: Program, schedule: str) -> Outline:
+        """Of a program."""
+        parts = stage_parts(shape, program)
+        kinds: dict[tuple, int] = {}
+        sparse = [sum(shape.sparse(layer) for layer in part.layers) if shape.experts else 0 for part in parts]
+        alike = [(len(p.layers), experts, p.first, p.last) for p, experts in zip(parts, sparse, strict=True)]
+        kind = np.array([kinds.setdefault(key, len(kinds)) for key in alike])
+        counts = np.array([(layers - experts, experts, first, last, 1) for layers, experts, first, last in kinds])
+        ranks: dict[tuple, list[int]] = {}
+        held: dict[int, list[int]] = {}
+        for stage, rank in enumerate(program.stage_rank):
+            held.setdefault(rank, []).append(stage)
+        for rank in range(program.ranks):
+            ranks.setdefault(tuple(kind[held[rank]]), []).append(rank)
+        alike_ranks = [(same, [parts[stage] for stage in held[same[0]]]) for same in ranks.values()]
+        one_each = [parts[int(np.argmax(kind == k))] for k in kinds.values()]
+        return Outline(Chain(program, schedule), one_each, counts.astype(float), kind, alike_ranks)
+
+    def times(self, stages: Stages) -> np.ndarray:
+        """[3, stages] seconds of forwards and of both halves of backwards."""
+        priced = [stages.stage_of(part) for part in self.kinds]
+        return np.array([(s.forward, s.backward_input, s.backward_weight) for s in priced]).T[:, self.kind]
+
+    def finishing(self, stages: Stages) -> np.ndarray:
+        """[3, kinds] seconds: reduction, optimizer, gather."""
+        return np.array([stages.finish_of(part) for part in self.kinds]).T
+
+    def kept(self, stages: Stages) -> np.ndarray:
+        """[stages] bytes that a micro-batch keeps alive."""
+        return np.array([stages.kept_of(part) for part in self.kinds], float)[self.kind]
+
+    def bounds(self, linear: np.ndarray, hops: np.ndarray) -> np.ndarray:
+        """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
+
+        Args:
+            linear: [layouts, 3, 5], as `Stages.linear`.
+            hops: [layouts] seconds of a message.
+        """
+        times = (linear @ self.counts.T)[:, :, self.kind]
+        busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops)
+        return np.maximum(busy.max(axis=1), firsts)
+
+    @cached_property
+    def _held(self) -> np.ndarray:
+        """[kinds, ranks] how many stages of a kind a rank holds."""
+        found = np.zeros((len(self.kinds), self.chain.ranks))
+        np.add.at(found, (self.kind, self.chain.holder), 1)
+        return found
+
+    def ends(self, times: np.ndarray, hop: float) -> tuple[np.ndarray, float]:
+        """`Chain.ends` of one layout, with [3, stages] seconds of its stages."""
+        busy, firsts = self.chain.ends(*(row[None] for row in times), np.array([hop]))
+        return busy[0], float(firsts[0])
+
+    def least(self, ends: tuple[np.ndarray, float], added: np.ndarray) -> np.ndarray:
+        """[layouts] seconds that a step takes at least, with what ZeRO adds to it.
+
+        Args:
+            ends: of `ends`.
+            added: [4, layouts, kinds] seconds for each micro-batch of a stage, which are not in the ends, and of its
+                reduction, update and gather behind the last.
+        """
+        passes, reduce, step, gather = added @ self._held
+        after = reduce + step.max(axis=1, keepdims=True) + gather
+        through = len(self.chain.program.microbatches_of(0))
+        busy = (ends[0] + through * passes + after).max(axis=1)
+        return np.maximum(busy, ends[1] + after[:, self.chain.first_holders].min(axis=1))
+
+    def longest(self, updates: np.ndarray) -> float:
+        """The most seconds that the updates of a rank's stages take, of [stages]."""
+        return float(self.chain.by_rank(updates).max())
+
+    def alike(self, alive: np.ndarray) -> Sequence[tuple[list[StagePart], float]]:
+        """Of ranks that hold alike, their stages and the most that is [ranks] alive on one of them."""
+        return [(held, float(alive[same].max())) for same, held in self.ranks]

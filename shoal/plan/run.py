@@ -1,0 +1,40 @@
+"""What is estimated: a model, how it is split, where, and on how much at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.catalog import ModelShape
+from shoal.catalog.clusters import Cluster
+from shoal.layout import Layout
+from shoal.precision.formats import FORMATS, Formats
+
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp32"}  # of the accelerators' peaks
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is estimated."""
+
+    shape: ModelShape
+    layout: Layout
+    cluster: Cluster
+    sequence_length: int
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+
+    @property
+    def policy(self) -> Formats:
+        """The number formats."""
+        return FORMATS[self.precision]
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.global_batch * self.sequence_length
+
+    @property
+    def microbatches(self) -> int:
+        """Of each replica."""
+        return self.layout.microbatches(self.global_batch)

@@ -1,0 +1,380 @@
+"""A pipeline stage of a run, priced: what a micro-batch takes on it, what it holds, what it keeps.
+
+Physics with few constants, which were fitted to published measurements (`shoal.cost.own`, docs/validate.md): a layer
+takes the time of its products by their shape, of its bytes, and of the host that launches it; a collective its closed
+form on what a cluster's links attain. What the engine overlaps is taken off: gradients that are reduced while backward
+goes on, parameters that are gathered a unit ahead, the sum over tensor-parallel ranks of an input's gradient while that
+of the weight is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log2
+
+import numpy as np
+
+from shoal.catalog.calibration import calibration
+from shoal.catalog.software import software_table
+from shoal.cost import activations
+from shoal.cost.activations import Pass
+from shoal.cost.communication import Ring, group_of, ring_of
+from shoal.cost.context import layer_bytes
+from shoal.cost.experts import routed_rows
+from shoal.cost.own import Layer, attained, layer_of, memory_rate
+from shoal.cost.parameters import SPLITTING, StagePart
+from shoal.cost.state import StateBytes, state_bytes
+from shoal.errors import UsageError
+from shoal.layout import axes_of
+from shoal.plan.run import KINDS, Run
+from shoal.simulate.times import Links
+
+ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch on one stage.
+
+    Attributes:
+        matrices, attention, elements: of its forward.
+        tensor: of its forward's tensor-parallel collectives.
+        recompute: of what backward computes again, collectives included.
+        tensor_backward: of backward's collectives, those that wait.
+        context: of its forward's ring and exchange of heads, what attention's products do not hide.
+        context_backward: of backward's.
+        experts: of the exchanges of rows, in each direction.
+        gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
+        launches, launches_backward: what the host adds, where it is slower than the accelerator.
+    """
+
+    matrices: float
+    attention: float
+    elements: float
+    tensor: float
+    recompute: float
+    tensor_backward: float
+    context: float
+    context_backward: float
+    experts: float
+    gather_forward: float
+    gather_backward: float
+    launches: float
+    launches_backward: float
+
+    @property
+    def forward(self) -> float:
+        """All of a forward."""
+        computing = self.matrices + self.attention + self.elements + self.launches
+        return computing + self.tensor + self.context + self.experts + self.gather_forward
+
+    @property
+    def backward_weight(self) -> float:
+        """The half that makes the gradients of the weights: one product for each of the forward's."""
+        return self.matrices
+
+    @property
+    def backward_input(self) -> float:
+        """The other half."""
+        computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
+        waiting = self.tensor_backward + self.context_backward + self.experts + self.gather_backward
+        return computing + self.recompute + waiting
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank at the worst time of a step, by what holds them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    buffers: float
+    stashed: float
+    reserve: float
+
+    @property
+    def allocated(self) -> float:
+        """By tensors: `torch.cuda.max_memory_allocated`."""
+        return self.reserved - self.reserve
+
+    @property
+    def reserved(self) -> float:
+        """From the device, with what the allocator and libraries keep."""
+        return sum(vars(self).values())
+
+
+class Stages:
+    """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
+
+    Args:
+        run: whose layout and schedule have been checked, and fill the cluster.
+        known: states that were counted, layers that were priced and groups of ranks, by what decides them; stages of
+            other layouts of the same run may share it.
+
+    Raises:
+        UsageError: only some tokens pass through layers of the model.
+    """
+
+    def __init__(self, run: Run, known: dict | None = None):
+        if run.shape.depths is not None:
+            raise UsageError(
+                "model.depths: the time and memory of layers that only some tokens pass through are not estimated."
+                "\n  Leave model.depths out for those of the whole model, or measure."
+            )
+        self.run = run
+        layout = run.layout
+        self.known = {} if known is None else known
+        self.priced: dict[tuple, StageTimes] = {}
+        self.finished: dict[tuple, tuple[float, float, float]] = {}
+        self.kept: dict[tuple, int] = {}
+        if "machine" not in self.known:
+            self.known["machine"] = (
+                run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name]), memory_rate(run.cluster),
+                attained(run.cluster), 1 + float(calibration()["stragglers"]) * log2(run.cluster.nodes),
+            )  # fmt: skip
+        self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
+        self.forward = Pass(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
+
+    def group(self, axis: str) -> Ring:
+        """The ranks along an axis, on the cluster as it is attained."""
+        layout = self.run.layout
+        key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
+        if key not in self.known:
+            self.known[key] = group_of(layout, axis, self.cluster)
+        return self.known[key]
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def holding(self) -> tuple:
+        """All of a layout that changes what a stage holds between steps."""
+        layout = self.run.layout
+        experts = layout.expert_shape[2] if self.run.shape.experts else 1
+        return (
+            layout.sync, layout.zero, layout.shards, experts, layout.bucket_bytes, layout.prefetch,
+            layout.reshard_after_forward, *(getattr(layout, name) for name in SPLITTING),
+        )  # fmt: skip
+
+    def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
+        """Of some stages together, counted once for those that are alike."""
+        key = (
+            self.holding,
+            *((len(part.layers), self.sparse(part), part.first, part.last, part.shared) for part in parts),
+        )
+        if key not in self.known:
+            run = self.run
+            self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
+        return self.known[key]
+
+    def stage_of(self, part: StagePart) -> StageTimes:
+        """Of one stage, priced once for those that are alike."""
+        key = (len(part.layers), self.sparse(part), part.first, part.last)
+        if key not in self.priced:
+            self.priced[key] = self._stage(len(part.layers), self.sparse(part), part.first, part.last, part)
+        return self.priced[key]
+
+    @cached_property
+    def linear(self) -> np.ndarray:
+        """[3, 5] seconds of a forward and of both halves of a backward: of a layer, of one with experts, of being the
+        first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make up all stages."""
+        sparse = int(self.run.shape.experts is not None)
+        counts = ((0, 0, False, False), (1, 0, False, False), (1, sparse, False, False), (0, 0, True, False),
+                  (0, 0, False, True))  # fmt: skip
+        found = [self._stage(*of) for of in counts]
+        any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
+        return np.stack([*(other - any_stage for other in others), any_stage], axis=1)
+
+    def sparse(self, part: StagePart) -> int:
+        """Layers of a stage that have experts."""
+        return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
+
+    def layer(self, *, sparse: bool = False) -> Layer:
+        """The times of one layer of one micro-batch.
+
+        Args:
+            sparse: with experts, as a dense one that is as wide as what a token meets: as if a rank's experts were one
+                product, which they nearly are where each has many rows.
+        """
+        run, layout = self.run, self.run.layout
+        shape = run.shape
+        if sparse:
+            experts = shape.experts
+            shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
+        later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
+        split = layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel, layout.recompute, later
+        key = ("layer", sparse, run.cluster.name, run.precision, run.sequence_length, *split)
+        if key not in self.known:
+            itemsize = run.policy.compute.itemsize
+            self.known[key] = layer_of(
+                shape, run.cluster, KINDS[run.policy.compute.name], itemsize, run.sequence_length, *split
+            )
+        return self.known[key]
+
+    def _exchange(self) -> float:
+        """Seconds of one direction of a layer with experts that its rows travel, of which every expert gets as many."""
+        run, layout = self.run, self.run.layout
+        rows = routed_rows(run.shape, layout, run.sequence_length)
+        row = run.shape.hidden * run.policy.compute.itemsize
+        sent = 2 * self.group("ep").all_to_all(rows.away * row) if layout.ep > 1 else 0.0
+        if layout.expert_tensor > 1:
+            sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter, which sends as much
+        return sent
+
+    def _spread(self, state: StateBytes) -> list[tuple[int, Ring, Ring]]:
+        """Parameters of a rank, the ranks that they are sharded over, and those that replicate the shards: experts have
+        their own."""
+        found = [(state.elements - state.experts, self.group("shard"), self.group("replicate"))]
+        if state.experts:
+            found.append((state.experts, self.group("edp_shard"), self.group("edp_replicate")))
+        return found
+
+    def _stage(
+        self, layers: int, sparse: int, first: bool, last: bool, part: StagePart | None = None
+    ) -> StageTimes:
+        """Of a stage of some layers, ``sparse`` of which have experts; without what ZeRO adds, if no part is given."""
+        run, layout = self.run, self.run.layout
+        share = sparse / max(1, layers)
+        layer = self.layer()
+        if share:
+            both = zip(layer, self.layer(sparse=True), strict=True)
+            layer = Layer(*((1 - share) * dense + share * other for dense, other in both))
+        rows = share * self._exchange() if share else 0.0
+        head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
+        context, context_backward = self._context(layer.attention)
+        ends = (first + last) * layer.exchange / 2
+        one = layer.products + layer.attention + layer.elements
+        again = {
+            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context + rows,
+        }[layout.recompute]
+        compute = layers * one + head + loss / 3
+        gather = reduce = 0.0
+        for elements, shard, _ in self._spread(self.state_of([part])) if layout.zero >= 2 and part else ():
+            if shard.ranks > 1:
+                reduce += shard.reduce_scatter(elements * run.policy.reduce.itemsize)
+                gather += shard.all_gather(elements * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
+        gather_again = gather if layout.reshard_after_forward else 0.0
+        overlapped = reduce if layout.overlap else 0.0
+        contention = float(calibration()["contention"])  # what travels behind computation slows it down
+        backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
+        found = StageTimes(
+            matrices=layers * layer.products + head,
+            attention=layers * layer.attention,
+            elements=layers * layer.elements + loss / 3,
+            tensor=layers * 2 * layer.exchange + ends,
+            recompute=layers * again,
+            tensor_backward=layers * layer.exposed + ends,
+            context=layers * context,
+            context_backward=layers * context_backward,
+            experts=layers * rows,
+            gather_forward=max(0.0, gather - compute) + contention * gather,
+            gather_backward=backward + reduce - overlapped,
+            launches=layers * layer.launches + float(calibration()["micro_batch"]),
+            launches_backward=layers * layer.launches_backward,
+        )
+        return StageTimes(**{name: self.slower * seconds for name, seconds in vars(found).items()})
+
+    def _context(self, core: float) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
+
+        A block travels while the one before is computed with; the gradients of the last one travel alone.
+        """
+        run, layout = self.run, self.run.layout
+        if layout.cp == 1:
+            return 0.0, 0.0
+        sent = layer_bytes(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
+        heads = ring_of(self.cluster, layout.ulysses, layout.tp)
+        exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
+        if layout.ring == 1:
+            return exchange, exchange
+        ring = ring_of(self.cluster, layout.ring, layout.tp * layout.ulysses)
+        each, steps = core / layout.ring, layout.ring - 1
+        forward = max(0.0, ring.send(sent.block) - each)
+        backward = max(0.0, ring.send(sent.block + sent.gradient) - ATTENTION_BACKWARD * each)
+        return exchange + steps * forward, exchange + steps * backward + ring.send(sent.gradient)
+
+    def finish_of(self, part: StagePart) -> tuple[float, float, float]:
+        """Seconds after a stage's last backward: what is left of its reduction, its update, its gather; once for those
+        that are alike."""
+        key = (len(part.layers), self.sparse(part), part.first, part.last, part.shared)
+        if key not in self.finished:
+            self.finished[key] = self._finish(part)
+        return self.finished[key]
+
+    def _finish(self, part: StagePart) -> tuple[float, float, float]:
+        run, layout, state = self.run, self.run.layout, self.state_of([part])
+        policy, together = run.policy, layout.sync == "all-reduce"
+        reduction = updated = gather = 0.0
+        for elements, shard, replicate in self._spread(state):
+            size, shards = elements * policy.reduce.itemsize, shard.ranks if together else 1
+            updated += elements / shards
+            if shards > 1 and layout.zero == 1:
+                reduction += shard.reduce_scatter(size)
+            if together and replicate.ranks > 1:
+                reduction += replicate.all_reduce(size / shards)
+            if shards > 1 and layout.zero in (1, 2):
+                gather += shard.all_gather(elements * policy.compute.itemsize)
+        if reduction:
+            # Overlapped with the last micro-batch's backward, but for the last bucket of it.
+            size = state.elements * policy.reduce.itemsize
+            bucket = min(1.0, layout.bucket_bytes / max(1, size)) if layout.overlap else 1.0
+            stage = self.stage_of(part)
+            backward = stage.backward_input + stage.backward_weight
+            reduction = max(reduction * bucket, reduction - float(calibration()["hide_data"]) * backward)
+        touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
+        return reduction, touched / self.hbm, gather
+
+    @cached_property
+    def link(self) -> Links:
+        """From a pipeline rank to the next."""
+        run, pipeline = self.run, group_of(self.run.layout, "pp", self.cluster)
+        moved = run.policy.compute.itemsize * self.forward.tokens_here * run.shape.hidden
+        return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
+
+    @cached_property
+    def hop(self) -> float:
+        """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
+        return float(self.link.time + self.link.latency)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def kept_of(self, part: StagePart) -> int:
+        """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
+        sparse = self.sparse(part)
+        key = (len(part.layers), sparse, part.first, part.last)
+        if key not in self.kept:
+            saved = activations.stage(self.forward, len(part.layers), first=part.first, last=part.last, sparse=sparse)
+            self.kept[key] = activations.total(saved)
+        return self.kept[key]
+
+    def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
+        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
+        run, state = self.run, self.state_of(parts)
+        work = self.working(any(part.last for part in parts))
+        held = (
+            state.parameters, state.gradients, state.optimizer, alive, state.gathered, state.whole_gradients + work,
+            (versions - 1) * state.elements * run.policy.compute.itemsize,
+        )
+        return Memory(*held, self.unused + self.fragmentation * (alive + work))
+
+    def working(self, last: bool) -> int:
+        """Bytes that come and go while a rank computes, of which one may hold the last stage."""
+        return max(self._recomputed, activations.loss_workspace(self.forward) if last else 0)
+
+    @cached_property
+    def _recomputed(self) -> int:
+        return activations.recomputed(self.forward)
+
+    @property
+    def unused(self) -> float:
+        """Bytes that libraries and the process keep of a device."""
+        gpu = bool(self.run.cluster.accelerator.devices)
+        return 1e9 * float(calibration()["base"] + calibration()["context"]) if gpu else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Of the bytes that come and go, how many the allocator has besides."""
+        return float(calibration()["fragmentation"][list(software_table()).index("shoal")])
