@@ -17,11 +17,10 @@ from shoal.precision.rules import check_precision
 from shoal.train.curvature import check_curvature
 from shoal.train.depths import check_depths
 from shoal.train.routing import check_experts
-from shoal.verify.judge import Finding, Verdict, judge
+from shoal.verify.judge import PLAIN, Finding, Verdict, judge
 from shoal.verify.rank import Job, RankReport, compare, synthetic
 from shoal.verify.reference import StepFacts, run_reference
 
-PLAIN = "plain-sgd"
 _PLAIN_RATE = 0.1  # large enough that a wrong gradient shows in the weights of the next step
 
 

@@ -46,6 +46,9 @@ TOLERANCES = {
     for name, f in FORMATS.items()
 }
 
+PLAIN = "plain-sgd"
+"""The rule that hides nothing: a step is the gradient. Every other is the run's own."""
+
 # Adafactor divides by roots of row and column means with next to nothing added (1e-30), where Adam adds 1e-8: a row of
 # the gradient that is all but rounding is made as large as any other. Sophia-H divides by differences of gradients.
 AMPLIFIED = {"adafactor": 1e4, "sophia-h": 1e2}
@@ -155,9 +158,9 @@ def judge(
     verdict = Verdict()
     shapes = {name: whole for report in reports for name, whole, _, _ in report.held}
     verdict.findings += _coverage(shapes, next(iter(facts.values()))[0].gradients, reports)
-    for number, (rule, steps) in enumerate(facts.items()):
+    for rule, steps in facts.items():
         for step, fact in enumerate(steps):
-            judgement = _Step(rule, step, number > 0, precision, fact, layers, reports, verdict)
+            judgement = _Step(rule, step, rule != PLAIN, precision, fact, layers, reports, verdict)
             judgement.samples(layout)
             judgement.trace()
             judgement.routing()
@@ -208,6 +211,9 @@ class _Step:
         self.rule, self.step, self.fact, self.verdict = rule, step, fact, verdict
         self.precision, self.tolerance = precision, TOLERANCES[precision]
         self.adaptive = adaptive
+        # From the second step on, weights that were amplified rounding are what is computed with.
+        self.amplified = AMPLIFIED.get(rule, 1.0)
+        self.gradient = self.tolerance.gradient * (self.amplified if step else 1.0)
         self.modules = traced_modules(layers)
         self.reports = reports
         self.ranks = [(report.where, report.steps[rule, step]) for report in reports]
@@ -220,6 +226,11 @@ class _Step:
             others = f" and {len(wrong) - 1} more of {len(self.ranks)} ranks" if len(wrong) > 1 else ""
             text = f"step {self.step} with {self.rule}, {what}, on {wrong[0]}{others}: relative error {error:.1e}"
             self.verdict.findings.append(Finding(self.step, self.rule, phase, place, error, tuple(wrong), text))
+
+    def _note(self, row: str, column: str, errors: dict[str, float]) -> None:
+        """Keep the largest error, but for gradients of weights that were amplified rounding already."""
+        if column != "gradient" or self.gradient == self.tolerance.gradient:
+            self.verdict.note(row, column, max(errors.values()))
 
     def samples(self, layout: Layout) -> None:
         """Each sample of the global batch is read by exactly one replica, and by all of its ranks alike."""
@@ -244,10 +255,10 @@ class _Step:
                 key = f"{phase}/{module}"
                 seen = {where: found.trace[key] for where, found in self.ranks if key in found.trace}
                 errors = {where: _relative(d, scale) for where, (d, scale, _) in seen.items()}
-                if any(not e <= self.tolerance.gradient for e in errors.values()):
+                if any(not e <= self.gradient for e in errors.values()):
                     where = max(errors, key=errors.get)
                     what = f"{phase}: {_module_text(phase, order, i)}, micro-batch {seen[where][2]}"
-                    self._find(phase, module, errors, what, self.tolerance.gradient)
+                    self._find(phase, module, errors, what, self.gradient)
                     break
 
     def routing(self) -> None:
@@ -267,7 +278,7 @@ class _Step:
                                      float(seen.abs().max()))
                     for where, found in self.ranks
                 }
-                self._find("routing", "", errors, f"routing: {what}", 0 if exact else self.tolerance.gradient)
+                self._find("routing", "", errors, f"routing: {what}", 0 if exact else self.gradient)
 
     def loss(self) -> None:
         """The loss and the gradient norm that the run reports."""
@@ -275,10 +286,10 @@ class _Step:
             attribute = phase.replace(" ", "_")
             got = {where: getattr(found, attribute) for where, found in self.ranks}
             errors = {where: _relative(abs(value - expected), abs(expected)) for where, value in got.items()}
-            self.verdict.note(phase, "gradient", max(errors.values()))
+            self._note(phase, "gradient", errors)
             some = next(iter(got.values()))
             what = f"{phase}: {some:.6g} where one device has {expected:.6g}"
-            self._find(phase, "", errors, what, self.tolerance.gradient)
+            self._find(phase, "", errors, what, self.gradient)
 
     def parameters(self) -> None:
         """Gradients in the order in which backward makes them, then updated weights."""
@@ -290,8 +301,7 @@ class _Step:
             floor = FLOORS[kind] * max(references.values())
             order = sorted(references, key=self._place, reverse=kind == "gradient")
             own = self.adaptive and kind != "gradient"
-            adaptive = self.tolerance.adaptive * AMPLIFIED.get(self.rule, 1.0)
-            allowed = adaptive if own else self.tolerance.gradient
+            allowed = self.tolerance.adaptive * self.amplified if own else self.gradient
             for name in order:
                 key, scale = f"{kind}/{name}", max(references[name], floor)
                 errors = {
@@ -302,7 +312,7 @@ class _Step:
                 if not errors:
                     continue
                 column = "gradient" if kind == "gradient" else f"weight {self.rule}"
-                self.verdict.note(row_of(name), column, max(errors.values()))
+                self._note(row_of(name), column, errors)
                 what = {
                     "gradient": f"{'clipped ' * self.adaptive}gradient of {name}, as summed over the ranks",
                     "weight": f"updated value of {name}",

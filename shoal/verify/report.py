@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.pipeline.schedules import ASYNCHRONOUS
-from shoal.verify.case import PLAIN, Case
-from shoal.verify.judge import TOLERANCES, Verdict
+from shoal.verify.case import Case
+from shoal.verify.judge import PLAIN, TOLERANCES, Verdict
 from shoal.verify.reference import StepFacts
 
 # In the order of the model.
