@@ -88,8 +88,8 @@ class TokenizerOptions(Section):
 
 
 class CheckpointOptions(Section):
-    path: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint's folder."""
+    path: Annotated[str, tyro.conf.Positional]
+    """A checkpoint's folder, or its address, as in s3://bucket/run/step-00000100."""
 
 
 def train(args: list[str]) -> int:
@@ -213,8 +213,9 @@ def checkpoint_verify(args: list[str]) -> int:
     """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
     options, _ = parse("checkpoint verify", CheckpointOptions, args)
     from shoal.checkpoint import verify
+    from shoal.checkpoint.storage import place
 
-    verify(options.path)
+    verify(place(options.path))
     print(f"{options.path}: complete and undamaged")
     return 0
 
@@ -222,9 +223,10 @@ def checkpoint_verify(args: list[str]) -> int:
 def checkpoint_inspect(args: list[str]) -> int:
     """Show what tensors a checkpoint holds, and how cut: shoal checkpoint inspect PATH"""
     options, _ = parse("checkpoint inspect", CheckpointOptions, args)
+    from shoal.checkpoint.storage import place
     from shoal.checkpoint.table import inspect
 
-    inspect(options.path)
+    inspect(place(options.path))
     return 0
 
 

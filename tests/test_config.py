@@ -96,7 +96,7 @@ def test_a_config_cannot_be_changed():
         ("[paralel]\nzero = 1", "there is no key 'paralel'; did you mean 'parallel'?"),
         ("[train]\ntp = 2", "there is no key 'train.tp'; did you mean 'parallel.tp'?"),
         ("steps = 2", "there is no key 'steps'; did you mean 'train.steps'?"),
-        ("[checkpoint]\nxyz = 2", "there is no key 'checkpoint.xyz'; allowed: asynchronous, every, keep"),
+        ("[checkpoint]\nxyz = 2", "there is no key 'checkpoint.xyz'; allowed: asynchronous, every, folder, keep"),
         ("[parallel]\ntp = 0", "parallel.tp = 0: input should be greater than 0"),
         ("[parallel]\nzero = 4", "parallel.zero = 4: input should be 0, 1, 2 or 3"),
         ("[parallel]\nschedule = 'zb-h'", "'zb-h': there is no such schedule; did you mean 'zb-h2'?"),

@@ -1,6 +1,6 @@
 """`shoal bench`: step (shoal beside torch), attention (the kernels), peak (matrix product), transport (all-reduce),
-slices (of a sequence), context (a ring against its bound), long-context (what it makes room for), optimizers (an update
-of each rule)."""
+checkpoint (what saving costs), slices (of a sequence), context (a ring against its bound), long-context (what it makes
+room for), optimizers (an update of each rule)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench import attention, peak, slices, transport
+from shoal.bench.checkpoint_command import CheckpointOptions, checkpoint
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
 from shoal.bench.experts_command import ExpertsOptions, experts
@@ -338,6 +339,7 @@ COMMANDS = {
     "attention": (AttentionOptions, attention_kernels),
     "slices": (SlicesOptions, sequence_slices),
     "peak": (PeakOptions, matrix_peak),
+    "checkpoint": (CheckpointOptions, checkpoint),
     "collectives": (CollectivesOptions, collectives),
     "transport": (TransportOptions, transports),
     "relaxed": (RelaxedOptions, relaxed),

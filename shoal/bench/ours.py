@@ -14,20 +14,35 @@ from shoal.layout import Layout
 from shoal.train.engine import Engine
 
 
-def engine(
+def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Callable[[int], float]:
+    """A training step of shoal on any layout.
+
+    Args:
+        how: as of `build`.
+
+    Returns:
+        From the number of a step to this rank's share of its mean loss [nats]; the ranks' shares add up.
+    """
+    built = build(workload, rank, ranks, **how)
+
+    def step(number: int) -> float:
+        loss = built.step(number).loss
+        return loss if rank == 0 else 0.0
+
+    return step
+
+
+def build(
     workload: Workload, rank: int, ranks: int, *,
     compile: bool = False, transport: str = "auto", device_seconds: float = 0.0,
     link_gbs: float = 0.0, **layout: Any,
-) -> Callable[[int], float]:
-    """A training step of shoal on any layout.
+) -> Engine:
+    """The engine of a workload.
 
     Args:
         compile, transport, link_gbs: as in ``train``.
         device_seconds: of each layer's forward, on an emulated device (`shoal.bench.device`).
         layout: fields of `Layout`; without ``micro_batch``, a replica takes its sequences in one forward.
-
-    Returns:
-        From the number of a step to this rank's share of its mean loss [nats]; the ranks' shares add up.
     """
     layout.setdefault("micro_batch", workload.sequences // layout.get("dp", 1))
     config = RunConfig(
@@ -46,9 +61,4 @@ def engine(
     built = Engine(config, workload.shape, mesh, workload.samples)
     if device_seconds:
         compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
-
-    def step(number: int) -> float:
-        loss = built.step(number).loss
-        return loss if rank == 0 else 0.0
-
-    return step
+    return built

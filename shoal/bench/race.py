@@ -148,7 +148,7 @@ def rows(race: Race, laps: list[Lap]) -> list[Row]:
             median(second for turn in lap.turns for second in turn.cpu_seconds),
             lap.contender.workload.tokens / lap.median,
             lap.rate() / best.rate(),
-            _quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))]),
+            quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))]),
             race.target if lap.contender in race.ours else None,
             max(turn.memory for turn in lap.turns),
         )
@@ -156,7 +156,8 @@ def rows(race: Race, laps: list[Lap]) -> list[Row]:
     ]
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")

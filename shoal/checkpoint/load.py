@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from shoal.checkpoint import storage
 from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of, size_of
+from shoal.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from shoal.checkpoint.manifest import (
-    DTYPE_NAMES,
-    DTYPES,
     MEND,
     CheckpointError,
     Committed,
@@ -28,13 +26,14 @@ from shoal.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
+from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import State
 from shoal.errors import did_you_mean
 from shoal.pieces import Piece
 
 
 def load(
-    path: Path,
+    path: Place,
     state: State,
     *,
     group: Group = None,
@@ -74,7 +73,7 @@ def load(
     return extra
 
 
-def verify(path: Path, *, group: Group = None) -> None:
+def verify(path: Place, *, group: Group = None) -> None:
     """Read a whole checkpoint and compare every byte with the manifest's checksums; ranks share the files.
 
     Raises:
@@ -88,7 +87,7 @@ def verify(path: Path, *, group: Group = None) -> None:
     _raise_together(problems, group)
 
 
-def check_part(folder: Path, part: Part) -> None:
+def check_part(folder: Place, part: Part) -> None:
     """Compare every byte of what one rank wrote with its checksums.
 
     Raises:
@@ -98,7 +97,7 @@ def check_part(folder: Path, part: Part) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def newest_good(folder: Path, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
+def newest_good(folder: Place, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
     """The newest checkpoint that verifies, and why each newer one was refused (to be told to the user, loudly)."""
     listed = broadcast([(step, path.name) for step, path in list_checkpoints(folder)], group)
     refused: list[CheckpointError] = []
@@ -116,7 +115,7 @@ def newest_good(folder: Path, *, group: Group = None) -> tuple[Committed | None,
 # ---- what must agree before anything is read -------------------------------------------------------------------------
 
 
-def check_model(path: Path, saved: Any, wanted: dict[str, Any] | None) -> None:
+def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
     """Require that a checkpoint holds the wanted model (None: any), both as JSON values.
 
     Raises:
@@ -135,7 +134,7 @@ def check_model(path: Path, saved: Any, wanted: dict[str, Any] | None) -> None:
         raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 
-def _check_names(path: Path, saved: set[str], wanted: set[str], unwanted: tuple[str, ...]) -> None:
+def _check_names(path: Place, saved: set[str], wanted: set[str], unwanted: tuple[str, ...]) -> None:
     if missing := sorted(wanted - saved):
         raise CheckpointError(
             f"{path} has no tensor '{missing[0]}' ({len(missing)} missing in all); {did_you_mean(missing[0], saved)}"
@@ -147,7 +146,7 @@ def _check_names(path: Path, saved: set[str], wanted: set[str], unwanted: tuple[
         )
 
 
-def _check_tensors(path: Path, manifest: Manifest, state: State, convert: bool) -> None:
+def _check_tensors(path: Place, manifest: Manifest, state: State, convert: bool) -> None:
     for name, pieces in state.items():
         stored = manifest.tensors[name]
         for piece in pieces:
@@ -179,7 +178,7 @@ def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, Store
 
 
 @torch.no_grad()
-def _fill(path: Path, manifest: Manifest, state: State) -> None:
+def _fill(path: Place, manifest: Manifest, state: State) -> None:
     """Copy the common part of every stored box and local piece, file after file."""
     wanted = touched(manifest, state)
     filled = dict.fromkeys(state, 0)
@@ -197,7 +196,7 @@ def _fill(path: Path, manifest: Manifest, state: State) -> None:
 
 
 @contextmanager
-def _opened(path: Path, expected: StoredFile) -> Iterator[safe_open]:
+def _opened(path: Place, expected: StoredFile) -> Iterator[storage.Tensors]:
     """One file of a checkpoint, its size and header proved before it is parsed."""
     try:
         if not storage.is_own(path):
@@ -216,7 +215,7 @@ def _opened(path: Path, expected: StoredFile) -> Iterator[safe_open]:
         raise CheckpointError(f"{path} is not a file of this checkpoint: {error}.\n{MEND}") from None
 
 
-def _read(path: Path, tensors: safe_open, name: str, stored: StoredBox, dtype: torch.dtype) -> torch.Tensor:
+def _read(path: Place, tensors: storage.Tensors, name: str, stored: StoredBox, dtype: torch.dtype) -> torch.Tensor:
     values = tensors.get_tensor(key(name, stored.box))
     if tuple(values.shape) != stored.shape or values.dtype != dtype or checksum(values) != stored.checksum:
         raise CheckpointError(
@@ -226,7 +225,7 @@ def _read(path: Path, tensors: safe_open, name: str, stored: StoredBox, dtype: t
     return values
 
 
-def _problems(path: Path, manifest: Manifest | Part, files: list[str]) -> list[str]:
+def _problems(path: Place, manifest: Manifest | Part, files: list[str]) -> list[str]:
     """All that is wrong with some files."""
     boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
@@ -235,7 +234,7 @@ def _problems(path: Path, manifest: Manifest | Part, files: list[str]) -> list[s
     return [problem for file in files for problem in _damage(path, manifest, file, boxes[file])]
 
 
-def _damage(path: Path, manifest: Manifest | Part, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
+def _damage(path: Place, manifest: Manifest | Part, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
     """All that is wrong with one file."""
     problems = []
     try:

@@ -6,7 +6,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -23,19 +22,14 @@ from pydantic import (
 )
 
 from shoal.checkpoint import storage
+from shoal.checkpoint.dtypes import DTYPES
+from shoal.checkpoint.storage import Place
 from shoal.errors import UsageError, did_you_mean
 from shoal.pieces import Box
 
-MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.sha256"
+MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
 MOST_BYTES = 256 << 20  # of a manifest: a million boxes
 COMMITTED = re.compile(r"step-(\d{8,})")
-
-DTYPES = {  # the names of the safetensors format
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CheckpointError(UsageError):
@@ -43,10 +37,10 @@ class CheckpointError(UsageError):
 
 
 class Committed(NamedTuple):
-    """A checkpoint whose folder was renamed into place."""
+    """A checkpoint that appeared whole."""
 
     step: int
-    path: Path
+    path: Place
 
 
 def _known(dtype: str) -> str:
@@ -226,14 +220,14 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 # ---- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Place, manifest: Manifest) -> None:
     """Write the manifest and its SHA-256 (``sha256sum --check manifest.sha256`` proves it by hand)."""
     data = manifest.model_dump_json(indent=1).encode()
-    storage.write(folder / MANIFEST, [data])
     storage.write(folder / MANIFEST_SUM, [f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()])
+    storage.write(folder / MANIFEST, [data])
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """The manifest of a checkpoint, proved undamaged.
 
     Raises:
@@ -261,7 +255,7 @@ def read_manifest(path: Path) -> Manifest:
 MEND = "  Resume from an older checkpoint, or restore this one from a copy."
 
 
-def list_checkpoints(folder: Path) -> list[Committed]:
+def list_checkpoints(folder: Place) -> list[Committed]:
     """The committed checkpoints in a folder, oldest first: complete when saved (`verify` says if they still are)."""
     found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.names(folder))
     return sorted(
@@ -269,12 +263,12 @@ def list_checkpoints(folder: Path) -> list[Committed]:
     )
 
 
-def newest(folder: Path) -> Committed | None:
+def newest(folder: Place) -> Committed | None:
     """The committed checkpoint of the highest step, if there is any."""
     return next(reversed(list_checkpoints(folder)), None)
 
 
-def describe(path: Path) -> list[dict[str, Any]]:
+def describe(path: Place) -> list[dict[str, Any]]:
     """A checkpoint as rows of a table: name, dtype, shape, bytes, boxes and files of each tensor.
 
     Raises:

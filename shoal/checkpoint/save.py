@@ -9,13 +9,13 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import storage
 from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of
 from shoal.checkpoint.load import verify
 from shoal.checkpoint.manifest import (
+    MANIFEST,
     MANIFEST_SUM,
     CheckpointError,
     Part,
@@ -24,6 +24,7 @@ from shoal.checkpoint.manifest import (
     newest,
     write_manifest,
 )
+from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import Staged, Staging, State, write_part
 
 LOCK = ".lock"
@@ -51,7 +52,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         group: Group,
         keep: int,
@@ -61,7 +62,8 @@ class Checkpointer:
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep = {keep}: at least 1 must be kept.")
-        self._folder, self._group, self._keep, self._asynchronous = Path(folder), group, keep, asynchronous
+        self._folder, self._group, self._keep, self._asynchronous = folder, group, keep, asynchronous
+        self._renames = storage.renames(folder)
         self._report = report
         self._rank = rank_of(group)
         self._lock = None
@@ -69,7 +71,7 @@ class Checkpointer:
         self._nonce = _result(broadcast(opened, group))
         self._staging = Staging()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[tuple[Path, str]] | None = None
+        self._pending: Future[tuple[Place, str]] | None = None
 
     def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
         """Save a state; returns the seconds for which the caller was held up.
@@ -92,6 +94,15 @@ class Checkpointer:
             self.wait()
         return time.perf_counter() - begin
 
+    def set_aside(self, after: int) -> None:
+        """Rename the checkpoints of later steps, so that no run goes on from them; they are kept."""
+        self.wait()
+        if self._rank == 0:
+            for step, path in list_checkpoints(self._folder):
+                if step > after:
+                    self._report(f"{path.name} is not to be gone on from: it is kept as {self._put_aside(path).name}")
+        gather(None, self._group)
+
     def regroup(self, group: Group) -> None:
         """Save with the ranks of this group from now on: others have died. No save may be in flight."""
         self._group = group
@@ -101,7 +112,7 @@ class Checkpointer:
         """Whether this rank still works on a save in the background."""
         return self._pending is not None and not self._pending.done()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Place | None:
         """Wait for the save in flight; returns its committed folder (None if there was none).
 
         Raises:
@@ -130,9 +141,14 @@ class Checkpointer:
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, staged: dict[str, Any]) -> tuple[Path, str]:
+    def _write(self, step: int, staged: dict[str, Any]) -> tuple[Place, str]:
         """Runs in the background thread of every rank. A rank that fails still answers, so that none waits for it."""
-        folder = self._folder / f".staging-{_name(step)}-{self._nonce}"
+        folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
+        cleared = ""
+        if not self._renames:  # the files are written where they stay
+            outcome = self._attempt(lambda: self._clear(folder)) if self._rank == 0 else None
+            outcome = broadcast(outcome, self._group)
+            cleared = self._raised(step, outcome)
 
         def write() -> tuple[dict, str]:
             data, extra = _result(staged)
@@ -141,32 +157,46 @@ class Checkpointer:
         answers = gather(self._attempt(write), self._group)
         outcome = self._attempt(lambda: self._commit(folder, step, answers)) if self._rank == 0 else None
         outcome = broadcast(outcome, self._group)
+        return self._folder / _name(step), self._raised(step, outcome) or cleared
+
+    def _raised(self, step: int, outcome: dict[str, Any]) -> Any:
         if outcome["error"]:
             last = "" if (found := newest(self._folder)) is None else f"\n  The newest checkpoint is {found.path}."
             raise CheckpointError(f"saving step {step} failed: {outcome['error']}{last}")
-        return self._folder / _name(step), outcome["result"]
+        return outcome["result"]
 
-    def _write_part(self, folder: Path, staged: Staged) -> dict:
+    def _clear(self, folder: Place) -> str:
+        """Make a place in an object store free for a checkpoint; returns a note for the user."""
+        if not storage.exists(folder / MANIFEST):
+            storage.remove(folder)  # left by a run that died
+            return ""
+        return f"{folder} was there already; it is kept as {self._put_aside(folder).name}."
+
+    def _write_part(self, folder: Place, staged: Staged) -> dict:
         storage.make_folder(folder)
         return write_part(folder, self._rank, staged).model_dump(mode="json")
 
-    def _commit(self, folder: Path, step: int, answers: list[dict[str, Any]]) -> str:
+    def _commit(self, folder: Place, step: int, answers: list[dict[str, Any]]) -> str:
         """On rank 0, when all files are on the disk: prove that nothing is missing, then make the checkpoint appear."""
+        note, committed = "", False
         try:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
                 raise CheckpointError("; ".join(failed))
             parts = [Part.model_validate(answer["result"][0]) for answer in answers]
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
-            storage.sync_folder(folder)
-            note, dropped = self._make_room(folder, step)
-            if not dropped:
-                storage.rename(folder, self._folder / _name(step))
+            if self._renames:
+                storage.sync_folder(folder)
+                note, dropped = self._make_room(folder, step)
+                if not dropped:
+                    storage.rename(folder, self._folder / _name(step))
+            committed = True
         finally:
-            storage.remove(folder)  # nothing is left there after a commit
+            if self._renames or not committed:
+                storage.remove(folder)  # of what was renamed, nothing is left there
         self._remove_old(step)
         return note
 
-    def _make_room(self, folder: Path, step: int) -> tuple[str, bool]:
+    def _make_room(self, folder: Place, step: int) -> tuple[str, bool]:
         """What becomes of a checkpoint of the same step: never written over, never deleted.
 
         Returns a note for the user, and whether the new one is to be dropped.
@@ -181,16 +211,21 @@ class Checkpointer:
             same = False
         if same:
             return f"{old} was there already, intact and equal bit for bit; it stays.", True
-        aside = self._folder / f"set-aside-{_name(step)}-{secrets.token_hex(4)}"
-        storage.rename(old, aside)
+        aside = self._put_aside(old)
         return f"{old} was there already, with other content or damaged; it is kept as {aside.name}.", False
+
+    def _put_aside(self, path: Place) -> Place:
+        aside = path.with_name(f"set-aside-{path.name}-{secrets.token_hex(4)}")
+        storage.rename(path, aside)
+        return aside
 
     def _remove_old(self, step: int) -> None:
         """Delete all but the newest. Those of later steps are another course of the run, which this one left."""
         for _, path in [c for c in list_checkpoints(self._folder) if c.step <= step][: -self._keep]:
             # Renamed first: a checkpoint that is half deleted must not look like one.
-            going = self._folder / f".staging-removed-{path.name}-{self._nonce}"
-            storage.rename(path, going)
+            going = self._folder / f".staging-removed-{path.name}-{self._nonce}" if self._renames else path
+            if self._renames:
+                storage.rename(path, going)
             storage.remove(going)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shoal.checkpoint.manifest import describe, read_manifest
+from shoal.checkpoint.storage import Place
 
 _PIPE_WIDTH = 160  # columns where there is no terminal, so that no name is broken
 
 
-def inspect(path: Path) -> None:
+def inspect(path: Place) -> None:
     """Print one row for each tensor: name, dtype, whole shape, bytes, and the boxes and files that hold it.
 
     Raises:

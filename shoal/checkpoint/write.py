@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from shoal.checkpoint import storage
+from shoal.checkpoint.dtypes import DTYPE_NAMES
 from shoal.checkpoint.manifest import (
-    DTYPE_NAMES,
     CheckpointError,
     Part,
     StoredBox,
@@ -21,6 +20,7 @@ from shoal.checkpoint.manifest import (
     checksum,
     key,
 )
+from shoal.checkpoint.storage import Place
 from shoal.pieces import Box, Piece, flat_range
 
 State = dict[str, list[Piece]]
@@ -139,7 +139,7 @@ def cut(box: Box, most: int) -> Iterator[Box]:
             yield part.within(box)
 
 
-def write_part(folder: Path, rank: int, staged: Staged) -> Part:
+def write_part(folder: Place, rank: int, staged: Staged) -> Part:
     """Write one rank's file into a staging folder, and say what it holds. Uses only what was staged.
 
     The safetensors format is a length (8 bytes, little endian), a JSON header and the data; as the staged memory is

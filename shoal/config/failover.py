@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from shoal.config.section import Section
 
@@ -41,3 +42,31 @@ class FailoverConfig(Section):
     node_ranks: NonNegativeInt = 0
     """Ranks that make up a node, whose state another node has a copy of: the first so many are the first node, and so
     on. 0 takes the ranks of each host."""
+
+    # ---- silent trouble ----
+
+    check_replicas_every: NonNegativeInt = 0
+    """Steps between comparisons of what replicas hold, which is then compared at the start too; 0 never does."""
+
+    spike_factor: NonNegativeFloat = 0.0
+    """A loss or gradient norm that is so many (robust) standard deviations above its recent median is a spike, and
+    told; 0 looks for none."""
+
+    spike_window: int = Field(64, ge=8)
+    """Steps that the median is of."""
+
+    spike_rollbacks: NonNegativeInt = 0
+    """How often a run may answer a spike by going back to the state before and leaving out the batches since; 0 only
+    tells of it."""
+
+    spike_margin: NonNegativeInt = 0
+    """Steps that the state to go back to must lie before the one with the spike."""
+
+    stragglers_every: NonNegativeInt = 0
+    """Steps between reports of the rank that computes longest; 0 makes none."""
+
+    reexecute_every: NonNegativeInt = 0
+    """Steps between those that are computed twice, to find devices that compute wrong; 0 computes none twice."""
+
+    reexecute_on: Literal["same", "replica"] = "same"
+    """Where the second time is: the same rank, or the next replica, which also finds a rank that is always wrong."""

@@ -74,6 +74,10 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write in the background while training goes on."""
 
+    folder: str = ""
+    """Where checkpoints go, if not into the run's folder: a path, or an address that fsspec knows, as s3://bucket/run.
+    It belongs to this run alone."""
+
 
 class MetricsConfig(Section):
     """What is recorded while training. JSONL is always written."""

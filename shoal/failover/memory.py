@@ -162,7 +162,7 @@ class Memory:
         """Drop the states of later steps: the run has left that course."""
         self.wait()
         if self._leads:
-            slots.drop(self._home, lambda record: record.step <= after)
+            slots.forget(self._home, after)
         gather(None, self._group)
 
     def close(self, *, keep: bool = False) -> None:

@@ -21,6 +21,7 @@ from shoal.checkpoint import CheckpointError, list_checkpoints, load, storage, v
 from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of
 from shoal.checkpoint.load import touched
 from shoal.checkpoint.manifest import merge, read_manifest, write_manifest
+from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import State, file_name
 from shoal.failover import slots
 from shoal.failover.host import make_home
@@ -59,7 +60,7 @@ class _Save:
 
 
 def restore(
-    checkpoints: Path,
+    checkpoints: Place,
     home: Path,
     state: State,
     *,

@@ -154,3 +154,10 @@ def drop(home: Path, keep: Callable[[Record], bool]) -> None:
         except CheckpointError:
             pass
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def forget(home: Path, after: int) -> None:
+    """Empty the slots of later steps; what is mapped stays, to be written again."""
+    for folder in list_slots(home):
+        if read(folder).step > after:
+            (folder / PART).unlink()

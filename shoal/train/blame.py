@@ -28,8 +28,7 @@ class _Finding:
     """The first value that is not finite on one rank.
 
     Attributes:
-        when: smallest where it began: the kind of the value; how many pipeline stages it may have come through; how
-            many values the rank had looked at (those who hold a stage look at the same ones in the same order).
+        when: smallest where it began (see `ValueWatch.see`).
         where: the rank.
         what: the module or parameter.
     """
@@ -39,21 +38,27 @@ class _Finding:
     what: str
 
 
-class _Watch:
-    """Looks at this rank's values until one is not finite."""
+class ValueWatch:
+    """Is shown the values of a step on this rank, forward and backward: what `see` makes of them is its subclass's."""
 
     def __init__(self, engine: Engine):
         self.mesh, self.depth = engine.mesh, engine.program.depth
         self.position = 0
-        self.found: _Finding | None = None
+
+    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
+        """One value.
+
+        Args:
+            when: smaller where a value is made earlier: its kind; how many pipeline stages it may have come through;
+                how many values this rank has been shown (those who hold a stage are shown the same in the same order).
+            what: the module or parameter.
+        """
+        raise NotImplementedError
 
     def look(self, kind: int, part: int, what: str, value: Tensor) -> None:
-        if self.found is not None:
-            return
         self.position += 1
-        if not _finite(value):
-            before = {WEIGHTS: 0, FORWARD: part, BACKWARD: self.depth - 1 - part}[kind]
-            self.found = _Finding((kind, before, self.position), self.mesh.describe(), what)
+        before = {WEIGHTS: 0, FORWARD: part, BACKWARD: self.depth - 1 - part}[kind]
+        self.see((kind, before, self.position), what, value)
 
     def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
         for value in output if isinstance(output, tuple) else (output,):
@@ -78,6 +83,30 @@ class _Watch:
             if not isinstance(module, nn.ModuleDict)
         ]
 
+    def run(self, engine: Engine, step: int) -> None:
+        """Run a step without its update, and see its values."""
+        hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
+        self.position = 0  # shards differ in how many weights they hold
+        try:
+            engine.step(step, dry=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for stage in engine.stages:
+                stage.parameters.watch = None
+
+
+class _Watch(ValueWatch):
+    """Looks at this rank's values until one is not finite."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine)
+        self.found: _Finding | None = None
+
+    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
+        if self.found is None and not _finite(value):
+            self.found = _Finding(when, self.mesh.describe(), what)
+
 
 def blame(engine: Engine, step: int, error: NonFinite) -> str:
     """A message that names the first rank and module where a value of ``step`` is not finite. Collective."""
@@ -85,15 +114,7 @@ def blame(engine: Engine, step: int, error: NonFinite) -> str:
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
             watch.look(WEIGHTS, 0, f"the weights of {name}", piece.tensor)
-    hooks = [hook for stage in engine.stages for hook in watch.attach(stage)]
-    watch.position = 0  # shards differ in how many weights they hold
-    try:
-        engine.step(step, dry=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for stage in engine.stages:
-            stage.parameters.watch = None
+    watch.run(engine, step)
     every = [watch.found]
     if engine.mesh.layout.world_size > 1:
         every = [None] * engine.mesh.layout.world_size

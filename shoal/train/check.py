@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from shoal.catalog import ModelShape
+from shoal.checkpoint.storage import place
 from shoal.config import RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
@@ -49,7 +50,27 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_experts(config, shape)
     check_depths(config, shape)
     check_rates(config, shape)
+    check_failover(config)
     return shape
+
+
+def check_failover(config: RunConfig) -> None:
+    """Refuse what nothing would come of.
+
+    Raises:
+        UsageError: naming the fields.
+    """
+    place(config.checkpoint.folder)
+    failover = config.failover
+    if failover.spike_rollbacks and not failover.spike_factor:
+        raise UsageError(
+            f"failover.spike_rollbacks = {failover.spike_rollbacks}, but failover.spike_factor = 0 looks for no spikes."
+            "\n  Set the factor, for example to 10."
+        )
+    if failover.reexecute_every and failover.reexecute_on == "replica" and config.parallel.dp == 1:
+        raise UsageError(
+            "failover.reexecute_on = 'replica', but parallel.dp = 1: there is no other replica.\n  Use 'same'."
+        )
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:

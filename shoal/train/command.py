@@ -16,7 +16,7 @@ from shoal.train.fits import check_disk, check_memory
 from shoal.train.membership import Membership, joined
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
-from shoal.train.run_folder import RUNS, check_resume, new_run
+from shoal.train.run_folder import RUNS, check_resume, checkpoints_of, new_run
 
 
 def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
@@ -64,7 +64,9 @@ def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume
         return run(payload)
     prepare(config.data)
     there = resume or run_folder or RUNS
-    check_disk(config, shape, there, existing=len(list_checkpoints(there / "checkpoints")))
+    kept = checkpoints_of(config, there)
+    if isinstance(kept, Path):
+        check_disk(config, shape, kept, existing=len(list_checkpoints(kept)))
     if resume is None:
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True

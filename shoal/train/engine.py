@@ -15,6 +15,7 @@ from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
 from shoal.data.ahead import Ahead
 from shoal.data.batches import Batch, Dataset
+from shoal.failover.spikes import Skips
 from shoal.optim.build import build_for
 from shoal.optim.schedule import learning_rate
 from shoal.optim.sophia import Sophia
@@ -101,7 +102,14 @@ class Engine:
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
         self.runtime = self._runtime(self.program)
         engine = weakref.ref(self)  # the thread that makes them must not own the engine
-        self.batches_of = Ahead(lambda step: engine()._batches(step), config.train.steps)
+        self._ahead = lambda step: engine().make_batches(step)
+        self.skip(Skips())
+        self.shift = 0  # places on among the replicas, whose samples this one takes: to compute a step twice
+
+    def skip(self, skips: Skips) -> None:
+        """Leave out these batches of the data from now on."""
+        self.skips = skips
+        self.batches_of = Ahead(self._ahead, self.config.train.steps)
 
     def _initialise(self) -> None:
         initialise(self.parameters, self.shape, self.config.train.seed)
@@ -154,7 +162,8 @@ class Engine:
             updates.loss, updates.norm, rate, updates.tokens, updates.stopped, loss_scale, updates.skipped
         )
 
-    def _batches(self, step: int) -> list[Batch]:
+    def make_batches(self, step: int) -> list[Batch]:
+        """This replica's samples of a step, micro-batch after micro-batch, on the host."""
         return [self._batch(self.samples, step, m) for m in range(self.microbatches)]
 
     def _batch(self, samples: Dataset, step: int, microbatch: int) -> Batch:
@@ -165,8 +174,9 @@ class Engine:
     def first_sample(self, step: int, microbatch: int) -> int:
         """The global index of the first sample of one of this replica's micro-batches."""
         layout = self.config.parallel
-        place = (microbatch * layout.dp + self.mesh.index("dp")) * layout.micro_batch
-        return step * self.config.train.global_batch + place
+        replica = (self.mesh.index("dp") + self.shift) % layout.dp
+        place = (microbatch * layout.dp + replica) * layout.micro_batch
+        return self.skips.batch(step) * self.config.train.global_batch + place
 
     def _count(self, batches: Sequence[Batch], update_of: Sequence[int]) -> list[int]:
         """Unmasked targets of each update's micro-batches, of all replicas."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from shoal.catalog import ModelShape
 from shoal.checkpoint import CheckpointError, newest, verify
 from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.storage import Place, place
 from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 from shoal.failover.host import home
@@ -84,7 +85,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
     first = load(folder / RUN_FILE)
-    found = [*_differences(first, config), *_model_differences(folder, shape)]
+    found = [*_differences(first, config), *_model_differences(config, folder, shape)]
     if found:
         lines = "".join(f"\n  {name} = {now!r}, was {was!r}: {why}" for name, now, was, why in found)
         it = "it" if len(found) == 1 else "them"
@@ -126,9 +127,18 @@ def _delayed(config: RunConfig) -> bool:
     return FORMATS[config.train.precision].products == "float8" and config.float8.amax == "delayed"
 
 
-def _model_differences(folder: Path, shape: ModelShape) -> Iterator[Difference]:
+def checkpoints_of(config: RunConfig, folder: Path) -> Place:
+    """Where a run keeps its checkpoints.
+
+    Raises:
+        UsageError: an address that nothing is known of.
+    """
+    return place(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
+
+
+def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
     """Between the model that the newest checkpoint holds and the one to go on with."""
-    found = newest(folder / "checkpoints")
+    found = newest(checkpoints_of(config, folder))
     try:
         saved = read_manifest(found.path).extra.get("model") if found else None
     except CheckpointError:  # damaged: left to the ranks, which take the one before
@@ -142,7 +152,7 @@ def _model_differences(folder: Path, shape: ModelShape) -> Iterator[Difference]:
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
     """Whether there is a state to go on from, and something to do. A damaged one is left to the ranks."""
-    found, kept = newest(folder / "checkpoints"), newest_step(home(folder, config.failover))
+    found, kept = newest(checkpoints_of(config, folder)), newest_step(home(folder, config.failover))
     if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."

@@ -18,6 +18,7 @@ from shoal.errors import UsageError
 from shoal.models.cache import Slice
 from shoal.models.transformer import Transformer
 from shoal.pieces import Box, Piece
+from shoal.train.run_folder import checkpoints_of
 
 
 def sample_run(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
@@ -39,7 +40,7 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
     start = tokenizer.encode(prompt).tolist()
     if not start:
         raise UsageError("the prompt is empty; give at least one character.")
-    found, refused = newest_good(run_folder / "checkpoints")
+    found, refused = newest_good(checkpoints_of(config, run_folder))
     for error in refused:
         print(f"checkpoint refused: {error}", file=sys.stderr)
     if found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ from shoal.catalog import ModelShape
 from shoal.checkpoint import Checkpointer, CheckpointError
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.comm.world import has_float8_products, peak_memory, synchronize
+from shoal.comm.world import has_float8_products, peak_memory
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
 from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase
+from shoal.failover.events import write_event
+from shoal.failover.guard import Guard
 from shoal.failover.host import home
 from shoal.failover.memory import Memory
+from shoal.failover.reexecute import SilentCorruption
+from shoal.failover.replicas import ReplicasDiffer
 from shoal.failover.restore import Restored, restore
+from shoal.failover.spikes import Skips
 from shoal.train.blame import blame
 from shoal.train.bucket_size import settle_bucket_size
 from shoal.train.display import Display
@@ -33,8 +39,9 @@ from shoal.train.handicap import Handicaps, Watch, who_waits
 from shoal.train.histograms import Histograms
 from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.profile import Profiler, profiled_steps
-from shoal.train.run_folder import check_steps_left
+from shoal.train.run_folder import check_steps_left, checkpoints_of
 from shoal.train.sample import sample_checkpoint
+from shoal.train.timer import StepTimer
 from shoal.train.updates import NonFinite
 
 SAMPLE_PROMPT = "def main("
@@ -83,7 +90,7 @@ class Trainer:
         # A group of its own: saving goes on in the background of the training's collectives.
         self.group = dist.new_group(backend="gloo") if mesh.layout.world_size > 1 else None
         self.checkpoints = Checkpointer(
-            folder / "checkpoints",
+            checkpoints_of(config, folder),
             group=self.group,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
@@ -95,6 +102,7 @@ class Trainer:
         self.source = restored.source if restored else ""
         self.saved = self.step if restored and restored.save is None else -1  # on disk
         self.memory = self._memory(restored) if config.failover.memory_every else None
+        self.guard = Guard(self.engine, config.failover, self.step, restored.extra if restored else {})
         self.stalled = 0.0  # seconds that saving held up training, since the last record
         self.beat.begun(self.step)
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)
@@ -114,7 +122,7 @@ class Trainer:
         self._banner()
         peak = self._peak()
         stopped, steps = False, self.config.train.steps
-        timer = _Timer(self.mesh.device)
+        timer = StepTimer(self.mesh.device)
         with self.display:
             while self.step < steps and not stopped:
                 self.beat.phase(Phase.STEP)
@@ -122,17 +130,24 @@ class Trainer:
                 if self.profiler:
                     self.profiler.before_step(self.step)
                 try:
+                    self.guard.before_step(self.step)
                     with self._recorded():
                         result = self.engine.step(self.step, stop=self._stop)
                 except NonFinite as error:
                     if error.untouched:  # the weights are still those of the step before
                         self._save(block=True)
                     raise NonFinite(blame(self.engine, self.step, error)) from None
+                except SilentCorruption as error:
+                    self._distrust(self.guard.proven)
+                    self._happened("silent corruption", ranks=error.ranks)
+                    raise
                 timer.stop()
                 if self.profiler:
                     self.profiler.after_step(self.step)
                 self.step += 1
                 self.beat.stepped(self.step, timer.all)
+                if self._looked_and_went_back(result, timer):
+                    continue
                 stopped = result.stop and self.step < steps
                 self._after_step(result, timer, peak, last=stopped or self.step == steps)
             self.beat.phase(Phase.END)
@@ -205,7 +220,7 @@ class Trainer:
         if self.step:
             self.display.note(f"resumed after step {self.step}, {self.source}")
 
-    def _after_step(self, result: StepResult, timer: _Timer, peak: float | None, *, last: bool) -> None:
+    def _after_step(self, result: StepResult, timer: StepTimer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
         self.validation_loss = None
         if result.skipped:
@@ -232,7 +247,7 @@ class Trainer:
 
     # ---- around the step ---------------------------------------------------------------------------------------
 
-    def _log(self, result: StepResult, timer: _Timer, peak: float | None) -> None:
+    def _log(self, result: StepResult, timer: StepTimer, peak: float | None) -> None:
         memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         all_reduce(memory, self.mesh.group("world"), dist.ReduceOp.MAX)
         steps, seconds = timer.lap()
@@ -293,7 +308,9 @@ class Trainer:
         }
         if self.engine.loss_scale:
             extra["loss_scale"] = self.engine.loss_scale.state()
-        return extra
+        if self.engine.skips.ranges:
+            extra["skipped"] = self.engine.skips.ranges
+        return extra | self.guard.state()
 
     def _memory(self, restored: Restored | None) -> Memory:
         """Keep the newest states in host memory from now on.
@@ -312,21 +329,95 @@ class Trainer:
         memory.check_room(self.engine.state())
         return memory
 
-    def _resume(self) -> Restored | None:
-        """Fill the engine from the newest good state, in memory or on disk; None where a restart finds none.
+    def _looked_and_went_back(self, result: StepResult, timer: StepTimer) -> bool:
+        """Look for silent trouble after a step; whether the run has gone back to an earlier one.
 
         Raises:
-            UsageError: there is none, or it has all the steps already.
+            ReplicasDiffer: replicas do not hold the same; all since they last did is set aside.
         """
+        try:
+            slow = self.guard.after_step(self.step, timer.last)
+        except ReplicasDiffer as error:
+            self._distrust(self.guard.proven)
+            self._happened("replicas differ", ranks=error.ranks)
+            raise
+        if slow:
+            self.display.note(str(slow))
+            self._happened("slowest", **asdict(slow))
+        spike = self.guard.spike(result)
+        if spike is None:
+            return False
+        self.display.note(f"step {self.step}: {spike}")
+        self._happened("spike", **asdict(spike))
+        return self.guard.may_roll_back() and self._roll_back()
+
+    def _roll_back(self) -> bool:
+        """Go back to the newest state before the last step's, and leave out the batches since; False if there is none.
+
+        What is left out is saved at once, so that a restart leaves it out too.
+        """
+        last, skips = self.step - 1, self.engine.skips
+        self.checkpoints.wait()
+        if self.memory:
+            self.memory.wait()
+        found, refused = self._restore(before=max(0, last - self.config.failover.spike_margin))
+        if found is None:
+            self.display.note("\n  ".join(["there is no state before it to go back to", *refused]))
+            return False
+        left_out = skips.without(found.step, last)
+        self.engine.skip(left_out)
+        self._distrust(found.step)
+        self.step, self.saved = found.step, -1
+        self.guard.restore(self.step, found.extra)
+        if self.writer:
+            self.writer.close()
+            self.writer = MetricsWriter(self.folder, self.step, self.config.metrics, plain(self.config))
+        self._save(block=True)
+        if self.memory:
+            self.memory.save(self.step, self.engine.state(), self._extra())
+        self.display.note(
+            f"back to the state after step {self.step}, {found.source}; the batches of steps {self.step + 1} to "
+            f"{last + 1} are left out ({sum(stop - start for start, stop in left_out.ranges)} in all)"
+        )
+        self._happened("rolled back", skipped=left_out.ranges)
+        return True
+
+    def _happened(self, event: str, **values: Any) -> None:
+        """Add to what happened to the run."""
+        if self.first:
+            write_event(self.folder, event, step=self.step, **values)
+
+    def _distrust(self, after: int) -> None:
+        """Let no restart go on from the states of later steps."""
+        self.checkpoints.set_aside(after)
+        if self.memory:
+            self.memory.forget(after)
+
+    def _restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
+        """Fill the engine from the newest good state, in memory or on disk; and why newer ones were refused."""
         found, refused = restore(
-            self.folder / "checkpoints",
+            checkpoints_of(self.config, self.folder),
             home(self.folder, self.config.failover),
             self.engine.state(),
             group=self.group,
             model=self.shape.model_dump(mode="json"),
+            before=before,
         )
         for line in refused:
             self.display.note(line)
+        if found is not None:
+            if self.engine.loss_scale:
+                self.engine.loss_scale.restore(found.extra.get("loss_scale"))
+            self.engine.restored(found.extra.get("updates", found.step))
+        return found, refused
+
+    def _resume(self) -> Restored | None:
+        """Go on from the newest good state; None where a restart finds none.
+
+        Raises:
+            UsageError: there is none, or it has all the steps already.
+        """
+        found, refused = self._restore()
         if found is None and self.restarted:
             return None
         if found is None:
@@ -341,31 +432,5 @@ class Trainer:
                 f"(corpus {saved['data']}, now {self.samples['train'].fingerprint})."
                 "\n  Put the old files back, or start a new run."
             )
-        if self.engine.loss_scale:
-            self.engine.loss_scale.restore(saved.get("loss_scale"))
-        self.engine.restored(saved.get("updates", found.step))
+        self.engine.skip(Skips(saved.get("skipped", ())))
         return found
-
-
-class _Timer:
-    """Seconds spent in steps alone, without validation and checkpoints."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.steps, self.seconds, self.all, self.begin = 0, 0.0, 0.0, 0.0
-
-    def start(self) -> None:
-        self.begin = time.perf_counter()
-
-    def stop(self) -> None:
-        synchronize(self.device)
-        spent = time.perf_counter() - self.begin
-        self.seconds += spent
-        self.all += spent
-        self.steps += 1
-
-    def lap(self) -> tuple[int, float]:
-        """Steps and seconds since the last lap."""
-        lap = self.steps, self.seconds
-        self.steps, self.seconds = 0, 0.0
-        return lap

@@ -3,17 +3,13 @@
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from shoal.comm.pool import RankError
-from shoal.config import plain, save
+from shoal.config import save
 from shoal.failover.host import home
 from shoal.layout import Layout
-from shoal.train import trainer
 from tests.train.runs import (
     FOUR_RANKS,
     checkpoints,
@@ -24,41 +20,12 @@ from tests.train.runs import (
     shoal,
     small_config,
     start,
-    train_here,
     train_in,
 )
 
-DEATH, EVERY, STEPS = 10, 3, 14
+from .trainings import Dies, Tells, train
 
-
-class Dies(trainer.Trainer):
-    """Loses a rank after a step, when it has kept what it keeps of it."""
-
-    def _after_step(self, *args: Any, **options: Any) -> None:
-        super()._after_step(*args, **options)
-        if self.step == DEATH:
-            if self.memory:
-                self.memory.wait()
-            raise RuntimeError(f"rank {dist.get_rank()} is lost")
-
-
-def train_until_death(values: dict[str, Any], folder: Path) -> None:
-    with mock.patch("tests.train.runs.Trainer", Dies):
-        train_here(values, folder, False)
-
-
-def resume(values: dict[str, Any], folder: Path) -> str:
-    """Train to the end; returns where it went on from."""
-    found: list[str] = []
-
-    class Tells(trainer.Trainer):
-        def run(self) -> None:
-            found.append(f"step {self.step}, {self.source}")
-            super().run()
-
-    with mock.patch("tests.train.runs.Trainer", Tells):
-        train_here(values, folder, True)
-    return found[0]
+EVERY, STEPS = 3, 14
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +43,8 @@ def whole(corpus, pool, tmp_path_factory):
 
 def die(config, folder, pool) -> Path:
     """The same run, until rank after rank is lost after step 10: memory has step 9, the disk step 8."""
-    folder.mkdir()
-    save(config, folder / "run.toml")
     with pytest.raises(RankError, match="is lost"):
-        pool.run(train_until_death, 4, plain(config), folder)
+        train(pool, Dies, config, folder)
     return home(folder, config.failover)
 
 
@@ -90,7 +55,7 @@ def test_the_same_layout_goes_on_bit_for_bit(lost, whole, pool, tmp_path):
     memory = die(config, folder, pool)
     for node in {"no node": (), "node 0": (0,), "node 1": (1,), "both nodes": (0, 1)}[lost]:
         shutil.rmtree(memory / f"node-{node:05d}")
-    source = pool.run(resume, 4, plain(config), folder)[0]
+    source = train(pool, Tells, config, folder, resume=True)
     assert source.startswith("step 8, from /" if lost == "both nodes" else "step 9, from memory")
     assert curve(folder) == curve(undisturbed)
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
@@ -106,10 +71,25 @@ def test_another_layout_goes_on_with_the_same_curve(parallel, whole, pool, tmp_p
     memory = die(config, folder, pool)
     shutil.rmtree(memory / "node-00001")
     changed = config.model_copy(update={"parallel": Layout(**parallel)})
-    assert pool.run(resume, changed.parallel.world_size, plain(changed), folder)[0] == "step 9, from memory"
+    assert train(pool, Tells, changed, folder, resume=True) == "step 9, from memory"
     assert curve(folder)[:9] == curve(undisturbed)[:9]
     for (step, loss, _), (same_step, same_loss, _) in zip(curve(folder), curve(undisturbed), strict=True):
         assert step == same_step and loss == pytest.approx(same_loss, rel=2e-5, abs=0)
+
+
+def test_a_run_goes_on_from_an_object_store(whole, pool, tmp_path):
+    config, undisturbed = whole
+    store = {"folder": f"file://{tmp_path}/store", "every": 4}
+    config = config.model_copy(update={
+        "checkpoint": config.checkpoint.model_copy(update=store),
+        "failover": config.failover.model_copy(update={"memory_every": 0}),
+    })
+    with pytest.raises(RankError, match="is lost"):
+        train(pool, Dies, config, tmp_path / "run")
+    assert train(pool, Tells, config, tmp_path / "run", resume=True) == f"step 8, from {store['folder']}/step-00000008"
+    assert curve(tmp_path / "run") == curve(undisturbed)
+    assert same_bits(tmp_path / "store" / f"step-{STEPS:08d}", checkpoints(undisturbed)[STEPS])
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_killed_by_the_command_line_and_resumed_by_hand(corpus, tmp_path):

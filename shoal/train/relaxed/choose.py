@@ -64,8 +64,10 @@ def check_relaxed(config: RunConfig) -> None:
     several = layout.schedule in ("pipedream", "pipedream-2bw")
     _need(not several, f"{field} with parallel.schedule = '{layout.schedule}'",
           "its replicas exchange once a step, and each stage would update several times", "Use another schedule")
-    _need(not config.failover.memory_every, f"{field} with failover.memory_every = {config.failover.memory_every}",
-          "its replicas hold no common state between two steps", "Set failover.memory_every = 0")
+    for name in ("memory_every", "check_replicas_every", "spike_factor", "stragglers_every", "reexecute_every"):
+        value = getattr(config.failover, name)
+        _need(not value, f"{field} with failover.{name} = {value}",
+              "its replicas hold no common state between two steps", f"Set failover.{name} = 0")
     if config.data.sampler == "pool":
         _need(sync in POOLED, f"{field} with data.sampler = 'pool'",
               "its replicas count the same steps, which a common queue gives to whoever is free",
