@@ -18,7 +18,8 @@ from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
 from shoal.cost.activations import Pass
-from shoal.cost.state import STATES, state_bytes
+from shoal.cost.moments import STATES
+from shoal.cost.state import state_bytes
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
 from shoal.pipeline.choose import program_of
