@@ -19,17 +19,7 @@ MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
 def check(
     layout: Layout, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
 ) -> None:
-    """Refuse a layout that cannot run this model and batch.
-
-    Args:
-        shape: the model that is split.
-        global_batch: sequences per optimizer step over all replicas.
-        sequence_length: tokens per sequence.
-        ranks: the number of processes there are, where that is already decided (torchrun, SLURM, ``--ranks``).
-
-    Raises:
-        UsageError: naming the field, its value, the equation that fails and the nearest values that work.
-    """
+    """Refuse a layout that cannot run this model and batch: see `Layout.check`."""
     if shape.latent is not None:
         raise UsageError(
             "model: multi-head latent attention is counted, but neither trained nor estimated."
