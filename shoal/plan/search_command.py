@@ -171,7 +171,7 @@ def fixed(text: str) -> dict:
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if bad := [name for name, equals, value in pairs if not equals or not value]:
         raise UsageError(f"--fix {text}: write fields and values, as tp=8; {bad[0]} has none")
-    values = {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+    values = {name.strip().replace("-", "_"): _typed(value.strip()) for name, _, value in pairs}
     layout = validate(Layout, values, where="--fix")
     if unknown := [name for name in values if name not in LEVELS]:
         raise UsageError(f"--fix {unknown[0]}: it is not searched; allowed: {', '.join(LEVELS)}")
@@ -179,6 +179,13 @@ def fixed(text: str) -> dict:
     if given.get("schedule", "1f1b") not in SCHEDULES:
         raise UsageError(f"--fix schedule={given['schedule']}: it is not searched; allowed: {', '.join(SCHEDULES)}")
     return given
+
+
+def _typed(text: str) -> int | bool | str:
+    """A number or a truth value where it reads like one, as in TOML."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isdecimal() else text
 
 
 @contextmanager
