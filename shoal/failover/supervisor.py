@@ -217,8 +217,8 @@ class Supervisor:
         )
         if self.recoveries:
             self._say(
-                f"{self.failures} failures, {self.lost} steps made again, {average:.1f} s to the next step on average; "
-                f"effective training time {account.share:.1%} of {account.seconds:.0f} s"
+                f"failures: {self.failures}; steps made again: {self.lost}; {average:.1f} s to the next step on average"
+                f"; effective training time {account.share:.1%} of {account.seconds:.0f} s"
             )
 
     def _say(self, what: str) -> None:
