@@ -32,6 +32,10 @@ class TrainOptions(Section):
     """Go on from the newest checkpoint of this run folder, on any layout. Without a value: --run-folder, or the newest
     run under runs/. The run's own config is the default for every option."""
 
+    keep_going: bool = False
+    """Begin the run of --run-folder, or go on with it if it has begun: for jobs that are started again (Kubernetes). So
+    do jobs that torchrun --max-restarts or SLURM's requeue start again."""
+
     profile: bool = False
     """The same as --metrics.profile: record some steps action by action, for `shoal report`."""
 
@@ -99,7 +103,10 @@ def train(args: list[str]) -> int:
 
     if options.profile:
         config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"profile": True})})
-    return train(config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume)
+    return train(
+        config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume,
+        keep_going=options.keep_going,
+    )
 
 
 def verify(args: list[str]) -> int:

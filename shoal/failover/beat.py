@@ -92,6 +92,7 @@ class Beat:
         if path is None:
             self._map = mmap.mmap(-1, _BYTES)
         else:
+            path.unlink(missing_ok=True)  # an earlier rank's, who may still have it mapped
             with open(path, "xb+") as file:
                 file.truncate(_BYTES)
                 self._map = mmap.mmap(file.fileno(), _BYTES)
@@ -103,13 +104,6 @@ class Beat:
         self._whole[PID] = os.getpid()  # last: a record without it is not read
         if path is not None:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    @staticmethod
-    def of_this_rank() -> Beat:
-        """In the launch's folder, if there is one."""
-        if "SHOAL_SCRATCH" not in os.environ:
-            return Beat()
-        return Beat(record_path(Path(os.environ["SHOAL_SCRATCH"]), int(os.environ["RANK"])))
 
     # ---- what the rank is at -----------------------------------------------------------------------------------
 

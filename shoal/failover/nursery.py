@@ -26,9 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shoal.comm.world import die_with_parent
+import torch
 
-PRELOADED = ("shoal.train.trainer", "shoal.train.relaxed.trainers", "shoal.train.check")
+from shoal.catalog import model_shape
+from shoal.comm.world import die_with_parent
+from shoal.models.transformer import Transformer
+
+PRELOADED = (
+    "shoal.train.trainer", "shoal.train.relaxed.trainers", "shoal.train.check", "torch.utils.tensorboard",
+)
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which may be sent to every process of a job
 BYTES = 1 << 16
 
@@ -233,12 +239,19 @@ def _tell(orders: socket.socket, **message: Any) -> None:
     orders.sendall(json.dumps(message).encode() + b"\n")
 
 
+def preload() -> None:
+    """Import what ranks will need; of torch also what it imports itself when a model is first built (800 modules)."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with torch.device("meta"):  # shapes alone: nothing is computed, no thread started
+        Transformer(model_shape("tiny"))
+
+
 def main() -> None:
     """The nursery, and in its forks the rank."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
     if (order := serve(orders)) is not None:
         become(order)
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)

@@ -153,6 +153,8 @@ class Supervisor:
         cause = ending.cause
         if cause is None:
             return False
+        if self.stop.count and cause.code < 0:  # by our own signals
+            return False
         self.failures += 1
         step = None if cause.record is None or cause.record.begun < 0 else cause.record.steps
         write_event(

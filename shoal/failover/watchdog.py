@@ -11,7 +11,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from shoal.failover.beat import Phase, Record
 STACK_SIGNAL = signal.SIGUSR2  # at which a rank writes its stack (`faulthandler`)
 STACK_SECONDS = 1.0  # for which the stack is waited for
 STOPPED_SECONDS = 2.0
+BUSY = 0.2  # of a core: less is used by threads that wait for the interpreter's lock and look for it now and then
 LONGEST_GAP = 1.0  # between two looks; of a longer one, so much is counted
 SLOW_SECONDS = 0.9 * COLLECTIVE_SECONDS  # before a collective gives up: who waits in it is not the cause
 STEPS_ALLOWED = 3.0
@@ -62,7 +63,7 @@ class _Watched:
     """Since its last sign of life."""
 
     idle: float = 0.0
-    """Since then or since it last used its processor."""
+    """Since then or since it last worked."""
 
 
 class Watchdog:
@@ -79,12 +80,17 @@ class Watchdog:
         self._looked = self._counts = self._steps = None
         self._stalled = self._step = self.slowest = 0.0
 
-    def look(self, signs: list[Sign], now: float) -> Trouble | None:
-        """Judge, at a moment of `time.monotonic`. A stuck rank's number is -1: only the stacks tell who it is."""
+    def look(self, signs: list[Sign], now: float, silent: Container[int] | None = None) -> Trouble | None:
+        """Judge, at a moment of `time.monotonic`. A stuck rank's number is -1: only the stacks tell who it is.
+
+        Args:
+            silent: of which ranks silence is a trouble; None for all.
+        """
         gap = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP)
         self._looked = now
         for rank, sign in enumerate(signs):
-            if sign.record is not None and (what := self._silence(self._watched[rank], sign, gap)):
+            due = sign.record is not None and (silent is None or rank in silent)
+            if due and (what := self._silence(self._watched[rank], sign, gap)):
                 return Trouble(rank, what, sign.record.alive)
         return self._stall([sign.record for sign in signs if sign.record is not None], gap)
 
@@ -94,8 +100,9 @@ class Watchdog:
             return ""
         watched.quiet += gap
         watched.idle += gap
-        if sign.processor != watched.processor:  # busy, in code that lets no other thread of it run
-            watched.processor, watched.idle = sign.processor, 0.0
+        used, watched.processor = sign.processor - watched.processor, sign.processor
+        if sign.state == "R" or used > BUSY * gap:  # it works, in code that lets no other thread of it run
+            watched.idle = 0.0
         if sign.state in ("T", "t") and watched.quiet >= STOPPED_SECONDS:
             return "is stopped (SIGSTOP)"
         return "is silent" if watched.idle >= self.limits.silence_seconds else ""

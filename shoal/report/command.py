@@ -14,8 +14,10 @@ from rich.text import Text
 
 from shoal.config import RUN_FILE, RunConfig, load
 from shoal.errors import UsageError
+from shoal.failover.events import read_events
 from shoal.report.chart import Chart, amount, span
 from shoal.report.curves import curves
+from shoal.report.events import effective_facts, event_table
 from shoal.report.histograms import histograms
 from shoal.report.measured import Measured
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
@@ -149,7 +151,11 @@ def _print(
     console: Console, folder: Path, config: RunConfig, metrics: Sequence[StepMetrics], compared: Comparison | None
 ) -> None:
     console.print(Text(f"{folder.name}: {config.model.name}, {config.parallel.describe()}", style="bold"))
-    _print_facts(console, run_facts(config, metrics))
+    events = read_events(folder)
+    _print_facts(console, run_facts(config, metrics) + effective_facts(events))
+    if len(happened := event_table(events)) > 1:
+        console.print()
+        _print_table(console, happened)
     if compared is None:
         console.print(Text(NO_PROFILE, style="yellow"))
         return
@@ -183,7 +189,10 @@ def _print_table(console: Console, rows: list[list[str]]) -> None:
 def html(folder: Path, config: RunConfig, metrics: Sequence[StepMetrics], compared: Comparison | None) -> str:
     """The page of a run."""
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    parts = [_tiles(run_facts(config, metrics)), curves(metrics)]
+    events = read_events(folder)
+    parts = [_tiles(run_facts(config, metrics) + effective_facts(events)), curves(metrics)]
+    if len(happened := event_table(events)) > 1:
+        parts += [Fragment("<h2>What happened</h2>"), _table(happened)]
     if recorded := read_histograms(folder):
         parts.append(histograms(*recorded))
     if compared:

@@ -10,6 +10,7 @@ from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
+from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there
 from shoal.failover.supervisor import Supervisor
 from shoal.train.check import check
 from shoal.train.fits import check_disk, check_memory
@@ -19,13 +20,16 @@ from shoal.train.relaxed.choose import goes_on_without
 from shoal.train.run_folder import RUNS, check_resume, checkpoints_of, new_run
 
 
-def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
+def train(
+    config: RunConfig, *, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool = False
+) -> int:
     """Run a training to its end. What it writes is for this user alone, by the mask that its processes inherit.
 
     Args:
         ranks: processes there must be; None takes the layout's.
         run_folder: of a new run, which must not exist; None makes a name.
         resume: the folder of a run to continue; its newest good checkpoint is taken.
+        keep_going: begin the run of ``run_folder``, or continue it if it has begun.
 
     Returns:
         The exit code.
@@ -35,28 +39,42 @@ def train(config: RunConfig, *, ranks: int | None, run_folder: Path | None, resu
     """
     former = os.umask(0o077)
     try:
-        return _train(config, ranks, run_folder, resume)
+        return _train(config, ranks, run_folder, resume, keep_going)
     finally:
         os.umask(former)
 
 
-def _train(config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None) -> int:
+def _train(
+    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool
+) -> int:
     member = joined()
     if resume is not None and run_folder is not None and resume != run_folder:
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
+    if keep_going and run_folder is None:
+        raise UsageError("--keep-going needs --run-folder, by which the run is found when the job is started again.")
+    if member is not None:
+        check_elastic(resume or run_folder)
+        config = on_ranks_there(config, check(config), member)
+        if member.rank >= config.parallel.world_size:
+            return idle(member)
+        member = member.among(config.parallel.world_size)
+    again = resume is None and goes_on(run_folder, keep_going)
+    if again:
+        resume = run_folder
     shape = check(config, ranks=member.world_size if member else ranks)
     check_trackers(config.metrics)
     choice = config.train.device
     device = member.device(choice) if member else pick_device(choice, config.parallel.world_size - 1)
     check_memory(config, shape, device, _ranks_here(config, member))
     if resume is not None:
-        check_resume(config, shape, resume)
+        check_resume(config, shape, resume, again=again)
     payload = {
         "config": plain(config),
         "folder": str(resume or run_folder) if resume or run_folder else None,
         "resume": resume is not None,
+        "restarted": again,
     }
     if member:
         from shoal.train.worker import run

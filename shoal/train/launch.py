@@ -22,6 +22,7 @@ from typing import Any
 
 from shoal.comm.world import loopback
 from shoal.config import FailoverConfig
+from shoal.errors import redact
 from shoal.failover import beat, watchdog
 from shoal.failover.beat import Phase, Record
 from shoal.failover.nursery import Child, Nursery, NurseryEnded
@@ -355,7 +356,7 @@ class Crew:
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         log = self._log(cause.rank)
         said = log.read_text(errors="replace").rpartition(self.header)[2]
-        report = cause.report or "\n".join(said.splitlines()[-TAIL_LINES:])
+        report = cause.report or redact("\n".join(said.splitlines()[-TAIL_LINES:]))
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             print(report.rstrip(), file=sys.stderr)

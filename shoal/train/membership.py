@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from shoal.comm.world import COLLECTIVE_SECONDS, die_with_parent, init_world, pi
 from shoal.errors import UsageError, redact
 from shoal.failover.watchdog import STACK_SIGNAL
 from shoal.train.allocator import tune_allocator
+from shoal.train.meeting import meeting_store
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Membership:
     def device(self, choice: str) -> torch.device:
         """`pick_device` for this rank."""
         return pick_device(choice, self.local_rank, bound=self.how == "slurm")
+
+    def among(self, ranks: int) -> Membership:
+        """The same place among the first so many ranks alone; also in the environment, for what reads it there."""
+        if ranks < self.world_size:
+            os.environ["WORLD_SIZE"] = str(ranks)
+        return replace(self, world_size=min(ranks, self.world_size))
 
 
 def joined() -> Membership | None:
@@ -106,12 +113,19 @@ def _number(name: str) -> int:
         raise UsageError(f"the environment variable {name} = {os.environ[name]!r} is not a number.") from None
 
 
+def scratch_folder() -> Path:
+    """Where a rank that was started locally meets the others and its parent."""
+    return Path(os.environ["SHOAL_SCRATCH"])
+
+
 def read_payload() -> dict[str, Any]:
     """What the parent gave to `launch`."""
-    return json.loads(Path(os.environ["SHOAL_SCRATCH"], "payload.json").read_text())
+    return json.loads((scratch_folder() / "payload.json").read_text())
 
 
-def become_rank(device: str = "auto", threads: int = 0, timeout: float = COLLECTIVE_SECONDS) -> Membership:
+def become_rank(
+    device: str = "auto", threads: int = 0, timeout: float = COLLECTIVE_SECONDS, records: Path | None = None
+) -> Membership:
     """Make this process one rank of the world, as `joined` describes it: call it first, and once.
 
     An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
@@ -121,6 +135,7 @@ def become_rank(device: str = "auto", threads: int = 0, timeout: float = COLLECT
         device: ``auto``, ``cpu`` or ``cuda``.
         threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
         timeout: of every collective, in seconds.
+        records: the folder where it writes its stack when it is asked for it.
 
     Raises:
         UsageError: not started as a rank, or no such device.
@@ -130,21 +145,24 @@ def become_rank(device: str = "auto", threads: int = 0, timeout: float = COLLECT
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
     sys.excepthook = _record_and_exit
     faulthandler.enable()
-    if "SHOAL_SCRATCH" in os.environ:
-        stack = open(stack_path(Path(os.environ["SHOAL_SCRATCH"]), membership.rank), "a")  # noqa: SIM115 -- for good
+    if records is not None:
+        stack = open(stack_path(records, membership.rank), "a")  # noqa: SIM115 -- for good
         faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
     if membership.how != "slurm":  # which ends the tasks of a step itself
         die_with_parent(int(os.environ.get("SHOAL_PARENT", os.getppid())))
-    if threads or "OMP_NUM_THREADS" not in os.environ:
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if threads or not named:
         torch.set_num_threads(threads or share_of_cores(membership.local_world_size))
+    elif membership.how == "local" and named.isdigit():  # a fork read the variable as it was for its nursery
+        torch.set_num_threads(int(named))
     picked = membership.device(device)
     if picked.type == "cpu":
         tune_allocator()
     store = None
     if membership.how == "local":
-        store = dist.FileStore(str(Path(os.environ["SHOAL_SCRATCH"], "store")), membership.world_size)
+        store = dist.FileStore(str(scratch_folder() / "store"), membership.world_size)
     elif membership.how == "slurm":
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = membership.master[0], str(membership.master[1])
+        store = meeting_store(membership, timeout)
     init_world(membership.rank, membership.world_size, store, picked, timeout)
     return membership
 
@@ -154,7 +172,7 @@ def _record_and_exit(kind: type[BaseException], error: BaseException, where: Tra
     usage = isinstance(error, UsageError)
     report = redact(str(error) if usage else "".join(traceback.format_exception(kind, error, where)))
     if "SHOAL_SCRATCH" in os.environ:
-        record = record_path(Path(os.environ["SHOAL_SCRATCH"]), int(os.environ["RANK"]))
+        record = record_path(scratch_folder(), int(os.environ["RANK"]))
         partial = record.with_suffix(".partial")
         partial.write_text(json.dumps({"when": time.monotonic(), "report": report}))
         partial.rename(record)  # whole or not at all, should a signal end this process meanwhile

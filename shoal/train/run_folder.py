@@ -2,6 +2,7 @@
 
     run.toml        the config that the run was started with
     metrics.jsonl   one line per logged step; tensorboard/ beside it
+    events.jsonl    failures, restarts and recoveries, and how much of the time counted
     checkpoints/    step-00000100/ ...
     logs/           what each rank printed
 """
@@ -69,7 +70,7 @@ def _fresh_folder(config: RunConfig) -> Path:
     raise AssertionError("names do not run out")
 
 
-def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
+def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: bool = False) -> None:
     """Refuse to resume what would not continue the same run.
 
     The order of the samples follows from the step's number, so what that depends on must not change, nor what decides
@@ -77,6 +78,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
 
     Args:
         shape: the model of ``config``.
+        again: nobody asked to resume it; with nothing saved it begins anew, and with all its steps it is done.
 
     Raises:
         UsageError: naming every field that differs, the run's value and the new one; or the folder holds no run, no
@@ -93,7 +95,8 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path) -> None:
             f"--resume {folder}: this run was started with another config:{lines}"
             f"\n  Leave {it} out, or start a new run. What may change: {MAY_CHANGE}."
         )
-    _check_checkpoint(config, folder)
+    if not again:
+        _check_checkpoint(config, folder)
 
 
 def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:

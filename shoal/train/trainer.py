@@ -424,7 +424,8 @@ class Trainer:
             raise CheckpointError(
                 "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
             )
-        check_steps_left(self.folder, found.step, self.config.train.steps)
+        if not self.restarted:  # which may have been after the last step
+            check_steps_left(self.folder, found.step, self.config.train.steps)
         saved = found.extra
         if saved["data"] != self.samples["train"].fingerprint:
             raise UsageError(

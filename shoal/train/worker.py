@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError
-from shoal.failover.beat import Beat, Phase
+from shoal.failover.beat import Beat, Phase, record_path
+from shoal.failover.events import write_event
+from shoal.failover.neighbours import Neighbours, shared_folder
 from shoal.train.check import check
 from shoal.train.launch import PREEMPTED
-from shoal.train.membership import become_rank, read_payload
+from shoal.train.meeting import left_open
+from shoal.train.membership import become_rank, joined, read_payload, scratch_folder
 from shoal.train.relaxed.choose import trainer_of
 from shoal.train.run_folder import new_run
+
+PARTING_SECONDS = 3.0
 
 
 def run(payload: dict[str, Any]) -> int:
@@ -30,9 +36,11 @@ def run(payload: dict[str, Any]) -> int:
             it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
             begins anew where nothing was saved yet.
     """
-    beat = Beat.of_this_rank()
+    member = joined()
+    records = scratch_folder() if member.how == "local" else shared_folder(member)
+    beat = Beat(records and record_path(records, member.rank))
     config = build(payload["config"])
-    member = become_rank(config.train.device, config.train.threads)
+    member = become_rank(config.train.device, config.train.threads, records=records)
     device, link = member.device(config.train.device), Link(1e9 * gbs) if (gbs := config.train.link_gbs) else None
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
@@ -54,12 +62,25 @@ def run(payload: dict[str, Any]) -> int:
         beat=beat,
         local_ranks=member.local_world_size,
     )
+    if payload.get("restarted") and member.how != "local" and member.rank == 0:  # else the supervisor tells
+        write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
+    if open_port := left_open(member):
+        trainer.display.note(open_port)
+    neighbours = None
+    if records is not None and member.how != "local":
+        neighbours = Neighbours(member, records, config.failover, Path(folder))
     trainer.run()
     trainer.leave()
     beat.phase(Phase.DONE)
+    if neighbours is not None:
+        neighbours.leave()
     destroy_world()
     trainer.conclude()  # when no rank waits for this one any more
-    return 0 if trainer.step == config.train.steps else PREEMPTED
+    if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
+        return 0
+    if member.how == "slurm":  # ends a step with its first task that fails: one tells, when the others are gone
+        time.sleep(PARTING_SECONDS)
+    return PREEMPTED
 
 
 def _agree_on_data(samples: dict[str, Dataset]) -> None:

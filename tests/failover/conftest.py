@@ -23,6 +23,7 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:  # noqa: F
     values = {
         "train": {"steps": STEPS, "global_batch": 4, "validate_every": 0},
         "failover": {"restarts": 2, "silence_seconds": 3, "stall_seconds": 3},
+        "checkpoint": {"every": 4, "asynchronous": False},  # which one is the newest must not depend on how fast it is
         "metrics": {"log_every": 1, "tensorboard": False},
     }
     for name, changes in sections.items():

@@ -1,4 +1,4 @@
-"""The worker of a run with a fault planted in it: ``python -m tests.failover.faulty``.
+"""shoal with a fault planted in it: ``python -m tests.failover.faulty [train ...]``; without words, a rank of `launch`.
 
 FAULT is KIND@STEP:RANK:OP, as in ``kill@5:1:B``: what rank 1 does when its fifth step comes to its first backward. Of
 several with commas each is of one attempt, in order; with FAULT_ALWAYS the first one is of every attempt. ``@+2`` is
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 
+from shoal.cli import main
 from shoal.errors import UsageError
 from shoal.failover.devices import LOST_FILE
 from shoal.train.membership import read_payload
@@ -34,7 +35,8 @@ def fail(kind: str) -> None:
         case "stall":
             stuck_here()
         case "hold":  # the lock of the interpreter, so that not even a thread gives a sign of life, and sleep
-            ctypes.PyDLL(None).sleep(1000)
+            while True:
+                ctypes.PyDLL(None).sleep(1000)
 
 
 def stuck_here() -> None:
@@ -77,7 +79,8 @@ def plant() -> None:
     build = Trainer.__init__
 
     def init(trainer: Trainer, *args, **options) -> None:
-        attempt = 0 if "FAULT_ALWAYS" in os.environ else int(os.environ["SHOAL_ATTEMPT"])
+        made = os.environ.get("SHOAL_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = 0 if "FAULT_ALWAYS" in os.environ else int(made)
         fault = dict(enumerate(os.environ.get("FAULT", "").split(","))).get(attempt)
         if fault and fault.endswith(f"@0:{os.environ['RANK']}:"):  # before all steps
             fail(fault.partition("@")[0])
@@ -91,4 +94,4 @@ def plant() -> None:
 
 if __name__ == "__main__":
     plant()
-    sys.exit(run(read_payload()))
+    sys.exit(main() if sys.argv[1:] else run(read_payload()))

@@ -29,6 +29,7 @@ if __name__ == "__main__":
         "handlers": [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)],
         "fds": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                       if os.path.exists(f"/proc/self/fd/{fd}")),
+        "loaded": [name in sys.modules for name in ("torch._dynamo", "torch.utils.tensorboard")],
         "sum": float(torch.ones(1000).sum()),
     }))
     if act == "sleep":
@@ -72,10 +73,12 @@ def test_a_fork_is_a_process_of_its_own(here, capfd):
         first, second = fork(own, here, "0", "first", heard=True), fork(own, here, "7", "second")
         assert (first.wait(), second.wait()) == (0, 7)
         assert fork(own, here, "raise").wait() == 1
+        assert len(os.listdir(f"/proc/{own.pid}/task")) == 1  # else a fork would not be sound
     said = report(here, "first")
     assert (said["pid"], said["parent"], said["session"]) == (first.pid, own.pid, first.pid)
     assert (said["argv"], said["name"], said["sum"]) == ([str(here / "forked.py")], "__main__", 1000.0)
     assert said["threads"] == said["kernel threads"] == said["torch threads"] == 1
+    assert all(said["loaded"])  # what takes seconds to import when a model is first built, or a metric first written
     assert not said["home"]  # its environment is what was given, no more
     assert said["handlers"] == [True] * 3
     assert not any("socket" in file for file in said["fds"])  # it cannot speak as the nursery

@@ -80,7 +80,7 @@ def test_restarts_without_progress_are_bounded(supervised, corpus, capfd):
 
 def test_restarts_with_progress_are_not(supervised, corpus, capfd):
     """Each attempt dies in its second step: every one gets a step further, so that five are not too many."""
-    config = config_of(corpus, checkpoint={"every": 1, "asynchronous": False}, failover={"restarts": 1})
+    config = config_of(corpus, checkpoint={"every": 1}, failover={"restarts": 1})
     code, folder = supervised(config, "kill@+2:1:B", always=True)
     assert code == 0, capfd.readouterr().err
     assert len(events(folder, "failure")) == STEPS - 1

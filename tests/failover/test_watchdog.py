@@ -64,9 +64,9 @@ def test_a_stopped_rank_is_found_in_two_seconds(rank, slow):
 
 def test_silence_counts_only_while_the_processor_is_idle():
     """A thread that holds the interpreter's lock and computes lets no other thread beat: that is no trouble."""
-    busy = watch(Watchdog(LIMITS, 1), 19, lambda now: [Sign(record(), "R", now)])
-    idle, after = watch(Watchdog(LIMITS, 1), 60, lambda now: [Sign(record(), "S", 3.0)])
-    assert busy[0] is None
+    for busy in (lambda now: Sign(record(), "R", 0.02 * now), lambda now: Sign(record(), "S", 0.5 * now)):
+        assert watch(Watchdog(LIMITS, 1), 19, lambda now, busy=busy: [busy(now)])[0] is None
+    idle, after = watch(Watchdog(LIMITS, 1), 60, lambda now: [Sign(record(), "S", 3 + 0.02 * now)])
     assert (idle.rank, idle.what) == (0, "is silent") and 10 <= after <= 10.5
 
 

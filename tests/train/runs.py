@@ -56,12 +56,14 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
 # ---- as a user does --------------------------------------------------------------------------------------------------
 
 
-def start(*words: str | Path, launcher: tuple[str, ...] = (), cwd: Path = ROOT) -> subprocess.Popen:
+def start(
+    *words: str | Path, launcher: tuple[str, ...] = (), cwd: Path = ROOT, module: str = "shoal"
+) -> subprocess.Popen:
     """``shoal WORDS``, as a process of its own; stderr goes to its stdout's pipe."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "shoal", *map(str, words)],
+        [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), module, *map(str, words)],
         cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
 

@@ -67,9 +67,10 @@ def test_tensorboard_has_the_same_curve(base_run):
 def test_the_folder_of_the_run(base_run, base_config):
     folder, _ = base_run
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "logs", "metrics.jsonl", "run.toml", "tensorboard"]
+        "checkpoints", "events.jsonl", "logs", "metrics.jsonl", "run.toml", "tensorboard"]
     assert load(folder / "run.toml") == load(base_config)
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+    logs = ["nursery.log", *(f"rank-{rank}.log" for rank in range(4))]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == logs
     assert sorted(checkpoints(folder)) == list(range(4, 41, 4))
     for path in checkpoints(folder).values():
         verify(path)

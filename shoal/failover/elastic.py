@@ -1,0 +1,94 @@
+"""Going on under torch elastic and SLURM, which start ranks again themselves: with which run, and on how many ranks.
+
+torchrun starts all workers anew when one fails (``--max-restarts``), and when nodes come or go (``--nnodes 2:4``);
+SLURM starts the whole job anew (``scontrol requeue``). Each time the same command runs, so a rank finds out for itself
+that its run has begun already: the folder that it is told to use holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shoal.catalog import ModelShape
+from shoal.config import RUN_FILE, RunConfig
+from shoal.errors import UsageError
+from shoal.failover.replan import replan
+from shoal.train.membership import Membership
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+IDLE_TIMEOUT = timedelta(days=365)
+
+
+def restarts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch elastic will start this worker again when one fails."""
+    return int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse what torch elastic could not restart.
+
+    Raises:
+        UsageError: the run has no name that the next round would know; or the rounds share a store, in which ranks find
+            the addresses of those that have died.
+    """
+    if not restarts(environment):
+        return
+    if run_folder is None:
+        raise UsageError(
+            "torchrun --max-restarts needs --run-folder, by which a restarted worker finds its run."
+            "\n  Name a folder, new or of the run that is to go on."
+        )
+    if environment.get(OWN_STORE) != "1":
+        raise UsageError(
+            f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment: else all rounds meet in one store, and a "
+            "restarted worker tries to connect to those that have died."
+            f"\n  Start it as: {OWN_STORE}=1 torchrun ..."
+        )
+
+
+def goes_on(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this start is to go on with the run in its folder, though it was not told to resume it.
+
+    Args:
+        keep_going: it was told to begin or go on, whatever there is.
+    """
+    again = keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
+    return again and run_folder is not None and (run_folder / RUN_FILE).is_file()
+
+
+def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership) -> RunConfig:
+    """The run on as many ranks as torch elastic has brought together: of a layout for more, the nearest.
+
+    Ranks that the nearest layout leaves over are to `idle`. Where torch elastic restarts nothing, the layout must fit.
+
+    Raises:
+        UsageError: no layout fits.
+    """
+    fewer = member.world_size < config.parallel.world_size
+    if not (fewer and member.how == "torchrun" and restarts() and config.failover.replan):
+        return config
+    now = replan(config, shape, member.world_size)
+    if member.rank == 0:
+        asked = config.parallel.world_size
+        print(f"{member.world_size} of {asked} ranks are there: now on {now.parallel.describe()}", file=sys.stderr)
+    return now
+
+
+def idle(member: Membership) -> int:
+    """A rank for which there is no work in this round: wait for its end, so that the agent has its worker.
+
+    Returns:
+        The exit code, once the ranks that work are gone, and with them the store.
+    """
+    try:
+        store = dist.TCPStore(*member.master, is_master=False, wait_for_workers=False, timeout=IDLE_TIMEOUT)
+        store.wait(["what nobody writes"], IDLE_TIMEOUT)
+    except RuntimeError:  # the store is gone
+        return 0
+    return 0

@@ -1,0 +1,103 @@
+"""Ranks that torch elastic or SLURM started look after each other: those see a process that ended, not one that hangs.
+
+The ranks of one host keep their records (`shoal.failover.beat`) in a folder that they share. A thread of each judges
+the next one by its signs of life, and one of them all by whether any gets on; who is lost is told, with its stack, and
+killed, whereupon whoever started the ranks starts them again. A rank that is alone on its host can be found stuck, but
+not stopped: there is nobody to see it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Container, Mapping
+from pathlib import Path
+
+from shoal.config import FailoverConfig
+from shoal.errors import redact
+from shoal.failover import watchdog
+from shoal.failover.beat import Phase, read, record_path
+from shoal.failover.events import write_event
+from shoal.failover.host import is_private
+from shoal.train.membership import Membership, stack_path
+
+LOOK_SECONDS = 0.5
+
+
+def shared_folder(member: Membership, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of this host's ranks in this round, made if need be; None where it cannot be trusted.
+
+    Rounds differ by who started them, by the attempt, or by the port where they meet.
+    """
+    job = environment.get("SLURM_JOB_ID") or str(os.getppid())
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
+    name = f"shoal-beats-{os.getuid()}-{job}-"
+    folder = Path(tempfile.gettempdir()) / f"{name}{member.master[1]}-{attempt}"
+    if member.local_rank == 0:
+        for earlier in folder.parent.glob(f"{name}*"):
+            if earlier != folder:
+                shutil.rmtree(earlier, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder if is_private(folder) else None
+
+
+class Neighbours:
+    """Watches from a thread of this rank, until the process ends.
+
+    Args:
+        folder: `shared_folder`.
+        run_folder: whose events are told of a rank that is lost.
+    """
+
+    def __init__(self, member: Membership, folder: Path, limits: FailoverConfig, run_folder: Path):
+        self.member, self.folder, self.run_folder = member, folder, run_folder
+        first = member.rank - member.local_rank  # ranks are numbered host by host
+        self.ranks = [first + i for i in range(member.local_world_size)]
+        self.dog = watchdog.Watchdog(limits, len(self.ranks))
+        threading.Thread(target=self._watch, name="neighbours", daemon=True).start()
+
+    def leave(self) -> None:
+        """The run is over on this host: forget it."""
+        if self.member.local_rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            records = [read(record_path(self.folder, rank)) for rank in self.ranks]
+            signs = [
+                watchdog.Sign(None, "", 0.0) if record is None or record.phase is Phase.DONE
+                else watchdog.Sign(record, *watchdog.process_state(record.pid))
+                for record in records
+            ]
+            there = {i: sign.record for i, sign in enumerate(signs) if sign.record and sign.state not in ("", "Z")}
+            trouble = self.dog.look(signs, time.monotonic(), silent=self._next(there))
+            if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one judges for all
+                continue
+            asked = {trouble.rank: there[trouble.rank]} if trouble.rank >= 0 else there
+            found = watchdog.stacks(
+                {i: record.pid for i, record in asked.items()},
+                {i: stack_path(self.folder, self.ranks[i]) for i in asked}, wake=trouble.rank >= 0,
+            )
+            if trouble.rank < 0 and all(map(watchdog.waits, found.values())):
+                time.sleep(self.dog.limits.stall_seconds)  # for a rank of another host, whose neighbours will see it
+                continue
+            lost = trouble.rank if trouble.rank >= 0 else watchdog.who_is_stuck(found, there)
+            self._end(lost, trouble, there[lost].where, there[lost].steps, found[lost])
+            os.kill(there[lost].pid, signal.SIGKILL)
+
+    def _next(self, there: Container[int]) -> list[int]:
+        """The one that this rank looks after: the next that is there; some may have had no work, or be gone."""
+        own, n = self.member.local_rank, len(self.ranks)
+        return [i for i in ((own + k) % n for k in range(1, n)) if i in there][:1]
+
+    def _end(self, lost: int, trouble: watchdog.Trouble, where: str, step: int, stack: str) -> None:
+        how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
+        rank, host, stack = self.ranks[lost], watchdog.host(), redact(stack)
+        print(f"rank {rank} {how} {where} (on {host})\n{stack}", file=sys.stderr, flush=True)
+        write_event(self.run_folder, "failure", rank=rank, host=host, how=how, where=where, step=step, report=stack)

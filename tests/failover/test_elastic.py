@@ -1,0 +1,162 @@
+"""Under torch elastic a run goes on by itself, with real agents: on as many ranks, and on fewer."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from shoal.config import build, save
+from shoal.errors import UsageError
+from shoal.failover.elastic import OWN_STORE, check_elastic, goes_on, on_ranks_there
+from shoal.failover.events import read_events
+from shoal.train.check import check
+from shoal.train.membership import Membership
+from tests.train.runs import ROOT, alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
+
+from .conftest import STEPS, config_of
+
+AGENT = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+FAULTY = "tests.failover.faulty"
+
+
+@pytest.fixture(autouse=True)
+def one_store_a_round(monkeypatch):
+    monkeypatch.setenv(OWN_STORE, "1")
+
+
+@pytest.fixture
+def file(corpus, tmp_path) -> Path:
+    save(config_of(corpus), tmp_path / "run.toml")
+    return tmp_path / "run.toml"
+
+
+def test_a_killed_worker_is_restarted_and_nothing_is_lost(file, tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setenv("FAULT", "kill@7:1:B,raise@9:0:F")
+    folder = tmp_path / "run"
+    code, said = shoal("train", file, "--run-folder", folder, launcher=AGENT, module=FAULTY)
+    assert code == 0, said
+    assert [event["step"] for event in read_events(folder) if event["event"] == "resumed"] == [4, 8]
+    assert curve(folder) == curve(undisturbed)
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+
+
+def test_a_rank_that_hangs_is_seen_by_its_neighbour(file, tmp_path, undisturbed, monkeypatch):
+    """torchrun itself would wait for the collective's ten minutes."""
+    monkeypatch.setenv("FAULT", "stop@7:1:B,stall@9:0:F")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = tmp_path / "run"
+    code, said = shoal("train", file, "--run-folder", folder, launcher=AGENT, module=FAULTY)
+    assert code == 0, said
+    stopped, stuck = [event for event in read_events(folder) if event["event"] == "failure"]
+    assert (stopped["rank"], stopped["step"]) == (1, 6) and "is stopped (SIGSTOP) since" in stopped["how"]
+    assert (stuck["rank"], stuck["step"]) == (0, 8) and "is stuck since" in stuck["how"]
+    assert all("faulty.py" in event["report"] for event in (stopped, stuck))
+    assert curve(folder) == curve(undisturbed)
+    assert not list(tmp_path.glob("shoal-beats-*"))
+
+
+def test_a_restart_without_what_it_needs_is_refused_at_the_start(file, tmp_path, monkeypatch):
+    code, said = shoal("train", file, launcher=AGENT)
+    assert code and "shoal: error: torchrun --max-restarts needs --run-folder" in said
+    monkeypatch.delenv(OWN_STORE)
+    with pytest.raises(UsageError, match=f"Start it as: {OWN_STORE}=1 torchrun"):
+        check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1"})
+    check_elastic(None, {"TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1", OWN_STORE: "1"})
+
+
+def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
+    """Two agents of one rank each; one is killed, and its worker dies with it."""
+    folder, port = tmp_path / "run", 29000 + os.getpid() % 1000
+    launcher = (
+        "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend",
+        "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job", "--local-addr", "localhost", "--rdzv-conf",
+        "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
+    )
+    words = ("train", file, "--run-folder", folder, "--train.pace", "0.3")
+    first, second = agents = [start(*words, launcher=launcher) for _ in range(2)]
+    try:
+        wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 5)
+        assert all(psutil.Process(agent.pid).children() for agent in agents)
+        hosts = psutil.Process(first.pid).net_connections()
+        going = second if any(c.status == "LISTEN" and c.laddr.port == port for c in hosts) else first
+        worker = psutil.Process(going.pid).children(recursive=True)
+        going.kill()
+        left = first if going is second else second
+        said = left.communicate(timeout=120)[0]
+        assert left.returncode == 0, said
+        wait_for(lambda: not any(alive(one) for one in worker), 5)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert "1 of 2 ranks are there: now on one device" in said
+    assert [event["ranks"] for event in read_events(folder) if event["event"] == "resumed"][-1] == 1
+    for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(folder), curve(undisturbed), strict=True):
+        assert loss == pytest.approx(same_loss, rel=2e-5) and norm == pytest.approx(same_norm, rel=4e-4)
+
+
+# ---- without processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep_going", "environment", "expected"), [
+    (True, {}, True), (False, {}, False), (False, {"SLURM_RESTART_COUNT": "1"}, True),
+    (False, {"SLURM_RESTART_COUNT": "0"}, False), (False, {"TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+    (False, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+])
+def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
+    assert not goes_on(tmp_path, keep_going, environment)  # there is no run yet
+    (tmp_path / "run.toml").touch()
+    assert goes_on(tmp_path, keep_going, environment) is expected
+    assert not goes_on(None, keep_going, environment)
+
+
+def test_fewer_ranks_take_the_nearest_layout_only_where_torch_elastic_restarts(monkeypatch):
+    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    shape, member = check(config), Membership(2, 3, 2, 3, "torchrun", ("localhost", 1))
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert on_ranks_there(config, shape, member) is config
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert on_ranks_there(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
+    fixed = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
+    assert on_ranks_there(fixed, shape, member) is fixed
+
+
+def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturbed):
+    """As Kubernetes does with a pod: SIGTERM, and later the same command."""
+    words = ("train", file, "--run-folder", tmp_path / "run", "--keep-going")
+    dying = ("--failover.restarts", "0", "--train.dead", "0@1")
+    assert shoal(*words, *dying)[0] == 128 + signal.SIGKILL  # and nothing is saved yet
+    process = start(*words, "--train.pace", "0.3")
+    wait_for(lambda: process.poll() is not None or logged(tmp_path / "run") >= 3)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, said
+    assert shoal(*words)[0] == 0
+    assert same_bits(checkpoints(tmp_path / "run")[STEPS], checkpoints(undisturbed)[STEPS])
+    code, said = shoal(*words)  # a run that is done stays done
+    assert code == 0 and f"resumed after step {STEPS}" in said
+    assert shoal("train", file, "--keep-going")[0] == 2
+
+
+IDLE = """
+import sys
+from shoal.failover.elastic import idle
+from shoal.train.membership import Membership
+sys.exit(idle(Membership(1, 2, 1, 2, "torchrun", ("localhost", int(sys.argv[1])))))
+"""
+
+
+def test_a_rank_without_work_waits_for_the_others(tmp_path):
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", IDLE, str(store.port)], env=environment)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(6)
+    del store
+    assert process.wait(30) == 0
