@@ -208,6 +208,14 @@ def plan(args: list[str]) -> int:
     return run(options)
 
 
+def calibrate(args: list[str]) -> int:
+    """Measure this machine for estimates and plans: shoal calibrate --out here.toml"""
+    from shoal.bench.calibration.command import CalibrateOptions, run
+
+    options, _ = parse("calibrate", CalibrateOptions, args)
+    return run(options)
+
+
 def goodput(args: list[str]) -> int:
     """Say how much of a long training counts: shoal goodput --devices 16384"""
     from shoal.simulate.goodput_command import GoodputOptions, run
@@ -248,6 +256,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "simulate": simulate,
     "estimate": estimate,
     "plan": plan,
+    "calibrate": calibrate,
     "goodput": goodput,
     "validate": validate_estimates,
     "explain": explain,

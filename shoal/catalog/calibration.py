@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 
+from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
-from shoal.errors import UsageError
+from shoal.errors import UsageError, did_you_mean
 from shoal.files import read_toml
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
@@ -83,6 +84,17 @@ class Calibration:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
 
+    def measured(self, values: Mapping[str, float]) -> Calibration:
+        """The same with other values, each for whatever its constant is known by.
+
+        Raises:
+            UsageError: there is no such constant.
+        """
+        for name in values:
+            if name not in self._arrays:
+                raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self._arrays)}")
+        return self.with_values({name: np.full_like(self._arrays[name], value) for name, value in values.items()})
+
     def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
         """The same with other values for some constants; what they mean is kept."""
         changed = Calibration.__new__(Calibration)
@@ -117,3 +129,8 @@ def _entries(tables: dict[str, Any], where: str) -> dict[str, Constant]:
 def calibration() -> Calibration:
     """Shoal's own."""
     return read_calibration()
+
+
+def calibration_of(cluster: Cluster) -> Calibration:
+    """Shoal's own, but for what was measured on the nodes of a cluster (`shoal calibrate`)."""
+    return calibration().measured(cluster.constants) if cluster.constants else calibration()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from shoal.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from shoal.catalog.links import Link, link
@@ -53,6 +54,13 @@ class Node(BaseModel):
     cores_per_chip: PositiveInt = 1
     """Of a pod: what the number in a slice's name counts for each chip."""
 
+    at_once: PositiveInt | None = None
+    """How many of a node's accelerators compute at one time, where they are ranks that share its cores; the others wait
+    for their turn. All unless given."""
+
+    constants: dict[str, NonNegativeFloat] = {}
+    """Of the calibrated cost model (`calibration.toml`), where they were measured on this very node."""
+
     source: str
     """Where the numbers are from."""
 
@@ -69,6 +77,8 @@ class Cluster:
         nic: of one adapter, out of the node; None for a single node.
         nics: of a node.
         torus: the sizes of its dimensions, empty for switched nodes.
+        at_once: accelerators of a node that compute at one time; None for all.
+        constants: of the calibrated cost model, measured here.
     """
 
     name: str
@@ -79,6 +89,13 @@ class Cluster:
     nic: Link | None = None
     nics: int = 1
     torus: tuple[int, ...] = ()
+    at_once: int | None = None
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> float:
+        """Accelerators that share what one of them needs to compute: 1 where each has its own."""
+        return max(1.0, self.per_node / self.at_once) if self.at_once else 1.0
 
     @property
     def size(self) -> int:
@@ -153,7 +170,10 @@ def cluster(name: str) -> Cluster:
     if count > 1 and nic is None:
         raise UsageError(f"cluster '{name}': node type {kind} has no nic.\n  Name a network: {', '.join(NETWORKS)}.")
     nics = max(1, (node.nics or node.per_node) * each // node.per_node)
-    return Cluster(name, accelerator(node.accelerator), count, each, link(node.inside), nic, nics)
+    return Cluster(
+        name, accelerator(node.accelerator), count, each, link(node.inside), nic, nics, at_once=node.at_once,
+        constants=node.constants,
+    )
 
 
 def _known(name: str) -> str | None:

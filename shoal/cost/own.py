@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.catalog import ModelShape
-from shoal.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration
+from shoal.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration_of
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.cost.kernels import E, Kernels, soft_max
@@ -47,7 +47,7 @@ def network_of(cluster: Cluster) -> str:
 
 def attained(cluster: Cluster) -> Cluster:
     """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
-    c = calibration()
+    c = calibration_of(cluster)
     generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
     inside, nic = cluster.inside, cluster.nic
     if inside:
@@ -64,7 +64,7 @@ def attained(cluster: Cluster) -> Cluster:
 def memory_rate(cluster: Cluster) -> float:
     """Bytes/s that kernels attain."""
     return cluster.accelerator.memory_bandwidth * float(
-        calibration()["hbm"][GENERATIONS.index(cluster.accelerator.generation)]
+        calibration_of(cluster)["hbm"][GENERATIONS.index(cluster.accelerator.generation)]
     )
 
 
@@ -92,7 +92,8 @@ def layer_of(
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
         "network": NETWORKS.index(network_of(cluster)), "software": list(software_table()).index("shoal"),
     }])  # fmt: skip
-    k, c = Kernels(runs, calibration()), calibration()
+    c = calibration_of(cluster)
+    k = Kernels(runs, c)
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
     hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
@@ -113,7 +114,7 @@ def layer_of(
 
 def spread(cluster: Cluster, kind: str = "time") -> float:
     """Half of the 80 % interval of an estimate, of its logarithm."""
-    c = calibration()
+    c = calibration_of(cluster)
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
     width = float(c[f"spread_{kind}"][list(software_table()).index("shoal")])
     return width * float(c["spread_scale"][SPREADS.index(scale)]) if kind == "time" else width

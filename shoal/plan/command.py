@@ -243,7 +243,7 @@ def changes(estimate: Estimate, most: int = 4) -> list[tuple[str, str]]:
         if changed == layout:
             continue
         try:
-            other = Estimate(checked(replace(estimate.run, layout=changed)))
+            other = Estimate(checked(replace(estimate.run, layout=changed)), known=estimate.known)
         except UsageError:
             continue
         if other.fits and (not estimate.fits or other.step_seconds < 0.99 * estimate.step_seconds):

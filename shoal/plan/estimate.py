@@ -10,11 +10,11 @@ from math import exp
 
 import numpy as np
 
-from shoal.catalog.calibration import calibration
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
+from shoal.plan.bounds import in_turns
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
 from shoal.plan.stage import ATTENTION_BACKWARD, Memory, Stages, StageTimes
@@ -51,23 +51,28 @@ class Estimate(Stages):
         return np.array([self.finish_of(part) for part in self.parts])
 
     @cached_property
+    def times(self) -> np.ndarray:
+        """[3, stages] seconds of forwards and of both halves of backwards."""
+        return np.array([(s.forward, s.backward_input, s.backward_weight) for s in self.stages]).T
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The program, played."""
         step_of_rank = [self.finishing[self.program.stages_of(r), 1].sum() for r in range(self.program.ranks)]
+        forward, inputs, weights = self.times
         times = Times(
-            forward=np.array([s.forward for s in self.stages]),
-            backward_input=np.array([s.backward_input for s in self.stages]),
-            backward_weight=np.array([s.backward_weight for s in self.stages]),
-            reduce=self.finishing[:, 0],
-            step=max(step_of_rank),
-            gather=self.finishing[:, 2],
-        )
+            forward=forward, backward_input=inputs, backward_weight=weights, reduce=self.finishing[:, 0],
+            step=max(step_of_rank), gather=self.finishing[:, 2],
+        )  # fmt: skip
         return simulate(self.played, times, self.link)
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one step."""
-        return self.timeline.step_time
+        """Of one step: as it is played; or all that ranks do, where they take turns on fewer cores and that is more."""
+        turns = self.run.cluster.turns
+        if turns == 1:
+            return self.timeline.step_time
+        return max(self.timeline.step_time, in_turns(self.program, self.times, self.finishing.T, turns))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -136,7 +141,7 @@ class Estimate(Stages):
     def capacity(self) -> float:
         """Bytes of each accelerator that a process can have: what is sold as 80 GB has 80 GiB."""
         machine = self.run.cluster.accelerator
-        return machine.memory_bytes * (float(calibration()["usable"]) if machine.devices else 1.0)
+        return machine.memory_bytes * (float(self.constants["usable"]) if machine.devices else 1.0)
 
 
 NAMES = (

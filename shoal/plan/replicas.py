@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.catalog.calibration import calibration
 from shoal.cost.communication import Ring
 from shoal.cost.moments import STATES
 from shoal.cost.parameters import StagePart
@@ -123,7 +122,7 @@ class Replicas:
         backward = np.where(self.gathers > 1, gather, 0.0) + (reduction if plain.run.layout.overlap else 0.0)
         hides = plain.stage_of(part).forward  # which is longer than what hides it
         waiting = np.maximum(0.0, plain.slower * forward - hides) + np.maximum(0.0, plain.slower * backward - 2 * hides)
-        return waiting + plain.slower * float(calibration()["contention"]) * (forward + backward)
+        return waiting + plain.slower * float(plain.constants["contention"]) * (forward + backward)
 
     def _finishing(self, plain: Stages, part: StagePart) -> np.ndarray:
         storage, compute, reduce, moments = self._sizes
@@ -141,10 +140,10 @@ class Replicas:
         backward = times.backward_input + times.backward_weight
         layout = plain.run.layout
         bucket = min(1.0, layout.bucket_bytes / max(1, sum(held) * reduce)) if layout.overlap else 1.0
-        hidden = np.where(self.zero < 2, float(calibration()["hide_data"]) * backward, np.inf)
+        hidden = np.where(self.zero < 2, float(plain.constants["hide_data"]) * backward, np.inf)
         reduction = np.maximum(reduction * bucket, reduction - hidden)
         touched = updated * (2 * moments + 2 * storage + 2 * reduce)
-        return np.stack([reduction, touched / plain.hbm, gather])
+        return np.stack([reduction, float(plain.constants["update_slow"]) * touched / plain.hbm, gather])
 
 
 def _kind(plain: Stages, part: StagePart) -> tuple:

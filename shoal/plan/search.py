@@ -20,7 +20,7 @@ import numpy as np
 from shoal.cost.parameters import StagePart
 from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.plan.bounds import first_rank
+from shoal.plan.bounds import first_rank, in_turns
 from shoal.plan.branches import SLACK, Branch, Work, branches
 from shoal.plan.outline import Outline
 from shoal.plan.replicas import Replicas
@@ -127,6 +127,12 @@ class Candidate(NamedTuple):
     finishing: np.ndarray
     outline: Outline
     memory: Memory
+
+    @property
+    def in_turns(self) -> float:
+        """Seconds of its step where ranks share cores, but for what they wait for."""
+        program, turns = self.outline.chain.program, self.stages.run.cluster.turns
+        return in_turns(program, self.times, self.finishing, turns)
 
 
 class Search:
@@ -240,7 +246,8 @@ class Search:
         times = np.stack([_table(candidate) for candidate in found], axis=2)
         seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
         self.plan.played += len(found)
-        for step, candidate in zip(seconds, found, strict=True):
+        for played, candidate in zip(seconds, found, strict=True):
+            step = max(played, candidate.in_turns) if self.run.cluster.turns > 1 else played
             self._keep(Found(float(step), layout_of(self.space, *candidate.levels), candidate.memory))
 
     def _candidates(self, closer: Closer) -> list[Candidate]:

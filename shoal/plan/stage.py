@@ -16,7 +16,7 @@ from math import log2
 
 import numpy as np
 
-from shoal.catalog.calibration import calibration
+from shoal.catalog.calibration import calibration_of
 from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
@@ -134,9 +134,10 @@ class Stages:
         if "machine" not in self.known:
             self.known["machine"] = (
                 run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name]), memory_rate(run.cluster),
-                attained(run.cluster), 1 + float(calibration()["stragglers"]) * log2(run.cluster.nodes),
+                attained(run.cluster), calibration_of(run.cluster),
             )  # fmt: skip
-        self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
+        self.peak, self.hbm, self.cluster, self.constants = self.known["machine"]
+        self.slower = 1 + float(self.constants["stragglers"]) * log2(run.cluster.nodes)
         self.forward = Pass(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
 
     def group(self, axis: str) -> Ring:
@@ -258,7 +259,7 @@ class Stages:
                 gather += shard.all_gather(elements * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
-        contention = float(calibration()["contention"])  # what travels behind computation slows it down
+        contention = float(self.constants["contention"])  # what travels behind computation slows it down
         backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
         found = StageTimes(
             matrices=layers * layer.products + head,
@@ -272,7 +273,7 @@ class Stages:
             experts=layers * rows,
             gather_forward=max(0.0, gather - compute) + contention * gather,
             gather_backward=backward + reduce - overlapped,
-            launches=layers * layer.launches + float(calibration()["micro_batch"]),
+            launches=layers * layer.launches + float(self.constants["micro_batch"]),
             launches_backward=layers * layer.launches_backward,
         )
         return StageTimes(**{name: self.slower * seconds for name, seconds in vars(found).items()})
@@ -323,9 +324,9 @@ class Stages:
             bucket = min(1.0, layout.bucket_bytes / max(1, size)) if layout.overlap else 1.0
             stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
-            reduction = max(reduction * bucket, reduction - float(calibration()["hide_data"]) * backward)
+            reduction = max(reduction * bucket, reduction - float(self.constants["hide_data"]) * backward)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
-        return reduction, touched / self.hbm, gather
+        return reduction, float(self.constants["update_slow"]) * touched / self.hbm, gather
 
     @cached_property
     def link(self) -> Links:
@@ -372,9 +373,9 @@ class Stages:
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
         gpu = bool(self.run.cluster.accelerator.devices)
-        return 1e9 * float(calibration()["base"] + calibration()["context"]) if gpu else 0.0
+        return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
 
     @property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
-        return float(calibration()["fragmentation"][list(software_table()).index("shoal")])
+        return float(self.constants["fragmentation"][list(software_table()).index("shoal")])

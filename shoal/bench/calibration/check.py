@@ -1,0 +1,168 @@
+"""Steps of a small model on layouts of up to four ranks, measured and estimated."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch.distributed as dist
+
+from shoal.bench.ours import engine
+from shoal.bench.workload import Workload
+from shoal.catalog.clusters import cluster
+from shoal.comm.pool import Pool
+from shoal.layout import Layout
+from shoal.plan.estimate import Estimate
+from shoal.plan.run import Run
+from shoal.plan.space import Space, layouts
+from shoal.report.svg import FAINT, INK, Canvas
+
+STEPS = 2  # of a turn that count, behind one that does not
+TIMEOUT = 300.0
+RANKS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One layout.
+
+    Attributes:
+        measured, estimated: seconds of a step.
+    """
+
+    layout: Layout
+    measured: float
+    estimated: float
+
+    @property
+    def error(self) -> float:
+        """Of the estimate, relative."""
+        return self.estimated / self.measured - 1
+
+    @property
+    def words(self) -> str:
+        """The layout."""
+        again = f", recompute {self.layout.recompute}" if self.layout.recompute != "none" else ""
+        return f"{self.layout.describe()}, micro-batch {self.layout.micro_batch}{again}"
+
+
+@cache
+def workload() -> Workload:
+    """12 sequences, which 1 to 4 replicas share evenly."""
+    return Workload(sequences=12)
+
+
+def run_of(layout: Layout, name: str) -> Run:
+    """As it is estimated, on as many ranks as it has."""
+    work = workload()
+    machine = cluster(f"{layout.world_size}x{name}")
+    return Run(work.shape, layout, machine, work.sequence_length, work.sequences, work.precision)
+
+
+def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
+    """Layouts of `RANKS`, as many of each number of ranks as there are, drawn at random."""
+    draw = random.Random(seed)
+    found: list[Layout] = []
+    every = {n: _every(n) for n in RANKS}
+    for each in every.values():
+        draw.shuffle(each)
+    while len(found) < count and any(every.values()):
+        found += [each.pop() for each in every.values() if each][: count - len(found)]
+    return found
+
+
+@cache
+def _space() -> Space:
+    schedules = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
+    return Space(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
+
+
+def _every(ranks: int) -> list[Layout]:
+    work = workload()
+    space, shape = _space(), work.shape
+    machine = cluster(f"{ranks}xH100" if ranks > 1 else "1xH100")  # only its size counts
+    run = Run(shape, Layout(), machine, work.sequence_length, work.sequences, work.precision)
+    return [layout for layout in layouts(run, space) if layout.dp * layout.tp * layout.pp == ranks]
+
+
+def compare(
+    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Callable[[float, str], None]
+) -> list[Compared]:
+    """Measure all layouts in turn, and estimate them.
+
+    Args:
+        rounds: turns of each.
+        name: of the machine in the catalog.
+    """
+    seconds: list[list[float]] = [[] for _ in chosen]
+    estimates = [Estimate(run_of(layout, name)).step_seconds for layout in chosen]
+    for turn in range(rounds):
+        for i, layout in enumerate(chosen):
+            say((turn + i / len(chosen)) / rounds, f"turn {turn + 1} of {rounds}: {layout.describe()}")
+            ranks = pool.run(_steps, layout.world_size, layout, timeout=TIMEOUT)
+            seconds[i] += [max(each) for each in zip(*ranks, strict=True)]
+    return [
+        Compared(layout, median(times), estimated)
+        for layout, times, estimated in zip(chosen, seconds, estimates, strict=True)
+    ]
+
+
+def _steps(layout: Layout) -> list[float]:
+    """Seconds of some steps on one rank."""
+    fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
+    step = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields)
+    step(0)
+    found = []
+    for number in range(1, STEPS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        step(number)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def spearman(found: list[Compared]) -> float:
+    """Correlation of the ranks in both orders."""
+    n = len(found)
+    places = [
+        {id(one): place for place, one in enumerate(sorted(found, key=key))}
+        for key in (lambda one: one.measured, lambda one: one.estimated)
+    ]
+    squares = sum((places[0][id(one)] - places[1][id(one)]) ** 2 for one in found)
+    return 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0
+
+
+def write_scatter(path: Path, found: list[Compared]) -> None:
+    """Estimates over measurements, with the line on which they agree and those that are 10 % off."""
+    size, left = 420, 60
+    most = 1.1 * max(max(one.measured, one.estimated) for one in found)
+
+    def x(seconds: float) -> float:
+        return left + (size - left - 10) * seconds / most
+
+    def y(seconds: float) -> float:
+        return size - 40 - (size - 50) * seconds / most
+
+    canvas = Canvas()
+    for factor, dash in ((1.0, ""), (1.1, "4 3"), (0.9, "4 3")):
+        end = most / max(1.0, factor)
+        canvas.add("line", x1=x(0), y1=y(0), x2=x(end), y2=y(factor * end), stroke=FAINT, stroke_dasharray=dash)
+    canvas.add("line", x1=x(0), y1=y(0), x2=x(most), y2=y(0), stroke=INK)
+    canvas.add("line", x1=x(0), y1=y(0), x2=x(0), y2=y(most), stroke=INK)
+    for part in (0.25, 0.5, 0.75, 1.0):
+        canvas.text(x(part * most), y(0) + 16, f"{1000 * part * most:.0f}", anchor="middle", fill=FAINT)
+        canvas.text(x(0) - 6, y(part * most) + 4, f"{1000 * part * most:.0f}", anchor="end", fill=FAINT)
+    canvas.text(x(most / 2), size - 6, "measured [ms]", anchor="middle")
+    canvas.text(left + 8, 14, "estimated [ms]")
+    colours = {1: "#6f7c91", 2: "#4a7fc1", 3: "#2f9488", 4: "#e79245"}
+    for one in found:
+        canvas.add("circle", cx=x(one.measured), cy=y(one.estimated), r=4, fill=colours[one.layout.world_size])
+    for i, (ranks, colour) in enumerate(colours.items()):
+        canvas.add("circle", cx=left + 20, cy=34 + 16 * i, r=4, fill=colour)
+        canvas.text(left + 30, 38 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
+    path.write_text(canvas.document(size, size, "Steps as they are estimated, over measured ones"), encoding="utf-8")

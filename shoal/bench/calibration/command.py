@@ -1,0 +1,147 @@
+"""`shoal calibrate`: a catalog file of this machine, and how well estimates with it foretell real steps."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import tomli_w
+from pydantic import PositiveInt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from shoal.bench.calibration.check import Compared, compare, drawn_layouts, spearman, workload, write_scatter
+from shoal.bench.calibration.measure import measure
+from shoal.bench.calibration.profile import profile
+from shoal.catalog import tables
+from shoal.comm.pool import Pool
+from shoal.comm.world import usable_cores
+from shoal.config import Section
+from shoal.cost.units import show_seconds
+from shoal.errors import UsageError
+from shoal.train.allocator import tune_allocator
+
+NAME = "here"  # of the machine in its profile
+
+
+class CalibrateOptions(Section):
+    """Measure what a core of this machine takes for products, memory, attention, layers, updates and collectives, and
+    write a catalog file, for `shoal estimate --catalog FILE --cluster 4xhere` and `shoal plan` alike."""
+
+    out: Path = Path("here.toml")
+    """The file to write; none is overwritten."""
+
+    rounds: PositiveInt = 5
+    """Measurements of everything; medians count."""
+
+    ranks: tuple[PositiveInt, ...] = (2, 4)
+    """Numbers of ranks whose collectives are measured."""
+
+    check: Path | None = None
+    """Measure nothing of the machine: take this profile, run small models on layouts of 1 to 4 ranks, and compare their
+    steps with the estimates."""
+
+    layouts: PositiveInt = 20
+    """With check: how many."""
+
+    scatter: Path | None = None
+    """With check: draw estimates over measurements (.svg)."""
+
+
+def run(options: CalibrateOptions) -> int:
+    """Measure or check; the exit code, 1 where a check finds estimates that are more than 10 % off in the median.
+
+    Raises:
+        UsageError: a file that is there already, or is none.
+    """
+    console = Console(highlight=False)
+    if options.check:
+        return _check(options, console)
+    if options.scatter:
+        raise UsageError("--scatter: a picture of a check.\n  Give --check FILE.")
+    if options.out.exists():
+        raise UsageError(f"--out {options.out}: it is there already, and is not overwritten.\n  Give another name.")
+    if options.out.suffix != ".toml":
+        raise UsageError(f"--out {options.out}: a catalog file ends in .toml")
+    if min(options.ranks) < 2:
+        raise UsageError(f"--ranks {min(options.ranks)}: a collective has at least 2.")
+    begin = time.monotonic()
+    cores = min(usable_cores(), 8)
+    with _progress() as bar, Pool(max(cores, *options.ranks), tune_allocator) as pool:
+        task = bar.add_task("starting", total=1.0)
+        found = measure(
+            pool, cores, list(options.ranks), options.rounds,
+            lambda done, what: bar.update(task, completed=done, description=what),
+        )  # fmt: skip
+    source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} cores"
+    made = profile(found, NAME, _memory() / cores, source)
+    options.out.write_text(tomli_w.dumps(made), encoding="utf-8")
+    of = made["accelerators"][NAME]
+    peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in of["peak_flops"].items())
+    say = [
+        f"{cores} cores, each: {peaks}, memory {of['memory_bandwidth'] / 1e9:.1f} GB/s; "
+        f"ring {made['links'][NAME]['bandwidth'] / 1e9:.1f} GB/s and {made['links'][NAME]['latency'] * 1e6:.0f} us",
+        f"written: {options.out} ({time.monotonic() - begin:.0f} s)",
+        f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32",
+    ]
+    for line in say:
+        console.print(Text(line), soft_wrap=True)
+    return 0
+
+
+def _memory() -> float:
+    """Bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _progress() -> Progress:
+    return Progress(
+        BarColumn(), TextColumn("{task.description}"), console=Console(file=sys.stderr), transient=True,
+        disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def _check(options: CalibrateOptions, console: Console) -> int:
+    if options.scatter and options.scatter.suffix != ".svg":
+        raise UsageError(f"--scatter {options.scatter}: a figure ends in .svg")
+    tables.add(options.check)
+    layouts = drawn_layouts(options.layouts)
+    with _progress() as bar, Pool(4, tune_allocator) as pool:
+        task = bar.add_task("starting", total=1.0)
+        found = compare(
+            pool, layouts, options.rounds, NAME,
+            lambda done, what: bar.update(task, completed=done, description=what),
+        )  # fmt: skip
+    for line in lines(found):
+        console.print(Text(line), soft_wrap=True)
+    if options.scatter:
+        write_scatter(options.scatter, found)
+        console.print(Text(f"written: {options.scatter}"), soft_wrap=True)
+    return int(_median(found) > 0.10)
+
+
+def lines(found: list[Compared]) -> list[str]:
+    """The table of a check."""
+    work = workload()
+    rows = [
+        f"{show_seconds(one.measured):>9}{show_seconds(one.estimated):>11}{100 * one.error:>+8.1f} %  {one.words}"
+        for one in sorted(found, key=lambda one: one.measured)
+    ]
+    best, picked = min(one.measured for one in found), min(found, key=lambda one: one.estimated)
+    return [
+        f"{work.model}, {work.sequences} sequences of {work.sequence_length} tokens a step, {work.precision}; "
+        "medians of turns",
+        f"{'measured':>9}{'estimated':>11}{'off':>10}  layout", *rows,
+        f"median error {100 * _median(found):.1f} %; order (Spearman) {spearman(found):.3f}; the layout that is "
+        f"estimated fastest takes {picked.measured / best:.3f} of the fastest's time",
+    ]  # fmt: skip
+
+
+def _median(found: list[Compared]) -> float:
+    errors = sorted(abs(one.error) for one in found)
+    middle = len(errors) // 2
+    return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2

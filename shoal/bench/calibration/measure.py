@@ -1,0 +1,171 @@
+"""What the cores of this machine take, all busy at once: products, memory, attention, models, updates, collectives.
+
+Every core has a rank of one thread which does the same as the others, so that what they share (memory, caches, power)
+is shared while it is measured. Everything takes turns, A B C A B C, and medians count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shoal.catalog import ModelShape
+from shoal.comm.group import allocate
+from shoal.comm.mesh import Mesh
+from shoal.comm.ops import all_reduce
+from shoal.comm.pool import Pool
+from shoal.layout import Layout
+from shoal.models.transformer import Transformer, initialise
+from shoal.train.engine import attention_kernel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRODUCTS = (
+    (2048, 1024, 1024), (512, 256, 256), (128, 512, 512), (1024, 64, 1024), (1024, 1024, 64), (256, 256, 1024),
+)  # fmt: skip
+"""m, k, n: large ones, and each side short."""
+ATTENTION = ((8, 256, 32), (4, 256, 64), (4, 512, 64))
+"""Heads, tokens of a sequence and width of a head; 1,024 tokens in all."""
+MODELS = ((1, 128, 256), (1, 128, 1024), (1, 256, 512), (3, 128, 256), (3, 128, 1024), (3, 256, 512), (3, 256, 1024))
+"""Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's."""
+REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+"""Bytes of an all-reduce."""
+COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
+IN_A_ROW = 5  # collectives in one measurement
+
+Times = dict[str, dict[tuple, float]]
+Say = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, by what was done.
+
+    Attributes:
+        cores: ranks that did it at once.
+        products: by (format, m, k, n).
+        attention: by (heads, s, d), forward and backward.
+        models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
+        copy: of `COPIED` float32 numbers.
+        update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
+        reduces: by (ranks, bytes).
+    """
+
+    cores: int
+    products: dict[tuple[str, int, int, int], float]
+    attention: dict[tuple[int, int, int], float]
+    models: dict[tuple[int, int, int], float]
+    copy: float
+    update: float
+    reduces: dict[tuple[int, int], float]
+
+
+def model_shape_of(layers: int, hidden: int) -> ModelShape:
+    """A small model of the llama family."""
+    return ModelShape(
+        family="llama", layers=layers, hidden=hidden, heads=hidden // 32, kv_heads=hidden // 32, head_dim=32,
+        ffn=hidden * 8 // 3 // 32 * 32, vocab=2048, max_sequence=128, tied=False,
+    )  # fmt: skip
+
+
+def measure(pool: Pool, cores: int, ranks: list[int], rounds: int, say: Say) -> Measured:
+    """All of it.
+
+    Args:
+        pool: of ranks with one thread each.
+        cores: ranks that compute at once.
+        ranks: numbers of them, whose collectives are measured.
+        rounds: turns of each.
+        say: told how much is done, of 1, and what comes next.
+    """
+    found: Times = {}
+    turns = rounds + 1  # the first warms up
+    for turn in range(turns):
+        say(0.7 * turn / turns, f"{cores} cores, turn {turn + 1} of {turns}")
+        for rank in pool.run(compute, cores, turn, timeout=300.0):
+            for kind, times in rank.items():
+                for key, seconds in times.items():
+                    found.setdefault(kind, {}).setdefault(key, []).append(seconds)
+    means = {
+        kind: {key: median(seconds[cores:]) for key, seconds in times.items()} for kind, times in found.items()
+    }
+    reduces = {}
+    for i, n in enumerate(ranks):
+        say(0.7 + 0.3 * i / len(ranks), f"collectives of {n} ranks")
+        every = pool.run(reductions, n, rounds, timeout=300.0)
+        reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
+    return Measured(
+        cores, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()], reduces
+    )
+
+
+def compute(turn: int) -> Times:
+    """One turn of what every rank does by itself, all at once. Seconds by kind and size."""
+    torch.manual_seed(turn)
+    found: Times = {}
+    for kind, key, step, repeats in steps():
+        step()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        found.setdefault(kind, {})[key] = (time.perf_counter() - begin) / repeats
+    return found
+
+
+def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
+    """What is measured: its kind and size, one step, and how many are measured together."""
+    for precision, dtype in DTYPES.items():
+        for m, k, n in PRODUCTS:
+            a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+            yield "product", (precision, m, k, n), lambda a=a, b=b: F.linear(a, b), 5
+    for heads, s, d in ATTENTION:
+        q = torch.randn(1024 // s, heads, s, d, requires_grad=True)
+        yield "attention", (heads, s, d), lambda q=q: _attention(q), 3
+    for layers, hidden, tokens in MODELS:
+        model = _model(layers, hidden)
+        ids = torch.randint(2048, (tokens // 128, 128))
+        yield "model", (layers, hidden, tokens), lambda model=model, ids=ids: model(ids, ids).backward(), 3
+    source, target = torch.zeros(COPIED), torch.zeros(COPIED)
+    yield "copy", (), lambda: target.copy_(source), 3
+    weights = torch.zeros(UPDATED, requires_grad=True)
+    weights.grad = torch.ones(UPDATED)
+    rule = torch.optim.AdamW([weights], fused=True)  # which shoal's own is
+    yield "update", (), lambda: (torch.linalg.vector_norm(weights.grad), rule.step()), 2
+
+
+def _model(layers: int, hidden: int) -> Transformer:
+    built = Transformer(model_shape_of(layers, hidden))
+    for layer in built.layers.values():
+        layer.attention.core.kernel = attention_kernel("auto", torch.device("cpu"), torch.float32)
+    initialise(built, 0)
+    return built
+
+
+def _attention(q: torch.Tensor) -> None:
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+def reductions(rounds: int) -> dict[int, float]:
+    """Seconds of an all-reduce by its bytes, as activations and gradients take it: the mean of both ways."""
+    group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
+    found: dict[int, float] = {}
+    for size in REDUCED:
+        tensors = [torch.zeros(size // 4), allocate(size // 4, torch.float32, torch.device("cpu"), group)]
+        seconds: list[list[float]] = [[], []]
+        for turn in range(rounds + 1):
+            for x, times in zip(tensors, seconds, strict=True):
+                dist.barrier()
+                all_reduce(x, group)  # all ranks begin together
+                begin = time.perf_counter()
+                for _ in range(IN_A_ROW):
+                    all_reduce(x, group)
+                if turn:
+                    times.append((time.perf_counter() - begin) / IN_A_ROW)
+        found[size] = sum(median(times) for times in seconds) / len(seconds)
+    return found

@@ -1,0 +1,135 @@
+"""A catalog of this machine: what was measured, as an accelerator, a link and a node with constants of its own.
+
+Each constant of the cost model (`catalog/calibration.toml`) is solved from the times that it decides, those before it
+held: products give a rate and how short sides slow it down, then attention, then layers what is left of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from shoal.bench.calibration.measure import ATTENTION, COPIED, UPDATED, Measured, model_shape_of
+from shoal.catalog.calibration import calibration
+from shoal.cost.kernels import E, Kernels
+from shoal.cost.runs import Runs
+
+WIDE = 4 / E  # numbers in fp32, over those that the kernels' formulas count
+BACKWARD = 3.5  # of attention, both ways: five products for two
+PASSES = {"passes_hidden": 10.0, "passes_ffn": 3.0, "passes_heads": 3.0}  # what one expects of them, to be scaled
+
+
+def profile(found: Measured, name: str, memory: float, source: str) -> dict[str, Any]:
+    """The tables of a catalog file.
+
+    Args:
+        name: of the machine in them.
+        memory: bytes of one rank.
+        source: said of every entry.
+    """
+    peaks, constants = rates(found)
+    bandwidth = 2 * 4 * COPIED / found.copy
+    constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
+                  "stragglers": 0.0, "collective_launch": 0.0, "launch_exchange": 0.0, "launch_backward": 2.0,
+                  "micro_batch": 0.0}  # fmt: skip
+    constants["update_slow"] = found.update * bandwidth / (32 * UPDATED)  # 16 bytes of states, 16 of the rest
+    constants |= attention(found, peaks["fp32"])
+    constants |= layers(found, peaks["fp32"], bandwidth, constants)
+    latency, rate = links(found)
+    constants["latency_inside"] = latency
+    return {
+        "accelerators": {name: {
+            "peak_flops": peaks, "memory_bytes": memory, "memory_bandwidth": bandwidth, "matmul_efficiency": 1.0,
+            "source": source,
+        }},
+        "links": {name: {"bandwidth": rate, "latency": latency, "source": source}},
+        "nodes": {name: {
+            "accelerator": name, "inside": name, "per_node": 64, "at_once": found.cores, "source": source,
+            "constants": {key: float(f"{value:.4g}") for key, value in constants.items()},
+        }},
+    }  # fmt: skip
+
+
+def rates(found: Measured) -> tuple[dict[str, float], dict[str, float]]:
+    """FLOP/s of endless products by format; by how many rows and columns short ones are slowed, in fp32."""
+    peaks, short = {}, (0.0, 0.0)
+    for precision in ("fp32", "bf16"):
+        sizes = [(m, k, n, seconds) for (p, m, k, n), seconds in found.products.items() if p == precision]
+        m, k, n, seconds = np.array(sizes, float).T
+        flops = 2 * m * k * n
+        # seconds / flops = (1 + a / m + b (1/k + 1/n)) / rate, each product as important as the others
+        design = np.stack([np.ones_like(m), 1 / m, 1 / k + 1 / n], axis=1) * (flops / seconds)[:, None]
+        whole, rows, columns = fit(design, np.ones_like(m))
+        peaks[precision] = float(f"{1 / whole:.4g}")
+        if precision == "fp32":
+            short = rows / whole, columns / whole
+    return peaks, {"product": 1.0, "short_m": short[0], "short_k": short[1]}
+
+
+def attention(found: Measured, peak: float) -> dict[str, float]:
+    """What part of the rate of products causal attention attains, by the width of heads."""
+    heads, s, d = np.array(ATTENTION, float).T
+    seconds = np.array([found.attention[key] for key in ATTENTION]) / BACKWARD
+    flops = 4 * 1024 * s * heads * d / 2
+    # seconds peak / flops = (1 + narrow / d) / part
+    design = np.stack([np.ones_like(d), 1 / d], axis=1) * (flops / (seconds * peak))[:, None]
+    whole, narrow = fit(design, np.ones_like(d))
+    return {"flash_2": 1 / whole, "narrow_head": narrow / whole}
+
+
+def layers(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> dict[str, float]:
+    """Passes over memory and launches of a layer, and passes of the loss, from what models take beyond products."""
+    k = _kernels(found, peak, bandwidth, {**constants, **PASSES, "launch": 0.0, "passes_loss": 0.0})
+    depth, seconds = k.runs.layers, np.array(list(found.models.values()))
+    known = 3 * k.products + BACKWARD * k.attention[0]
+    head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
+    logits = 4 * k.runs.tokens * k.runs.vocab / (k.hbm * WIDE)
+    rest = seconds - depth * known - head
+    # rest = scale x what passes take + launches, of each layer, and of the loss
+    design = np.stack([3 * depth * k.elements, 3 * depth, logits], axis=1) / seconds[:, None]
+    scale, launch, loss = fit(design, rest / seconds)
+    return {**{name: scale * value for name, value in PASSES.items()}, "launch": launch, "passes_loss": loss}
+
+
+def _kernels(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> Kernels:
+    rows = []
+    for depth, hidden, tokens in found.models:
+        shape = model_shape_of(depth, hidden)
+        rows.append({
+            "layers": depth, "hidden": hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "s": 128, "b": tokens / 128,
+            "microbatches": 1, "peak": peak, "hbm": bandwidth / WIDE, "memory": 1.0,
+        })  # fmt: skip
+    return Kernels(Runs.of(rows), calibration().measured(constants))
+
+
+def links(found: Measured) -> tuple[float, float]:
+    """Latency of a step of a ring [s], and bytes/s of its links, by all-reduces."""
+    n, size = np.array(list(found.reduces), float).T
+    seconds = np.array(list(found.reduces.values()))
+    turns = np.maximum(1.0, n / found.cores)  # who waits for a core reduces nothing
+    steps = np.array([min(ranks - 1, (ranks - 1).bit_length()) for ranks, _ in found.reduces], float)
+    design = np.stack([2 * steps, 2 * (n - 1) / n * size], axis=1) * turns[:, None] / seconds[:, None]
+    latency, per_byte = fit(design, np.ones_like(n))
+    return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
+
+
+def fit(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The factors of some columns, none negative, whose sum comes closest: of all choices of columns the best.
+
+    >>> fit(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.5, 2.0, 2.5])).round(9).tolist()
+    [1.0, 0.5]
+    >>> fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0])).tolist()
+    [1.5, 0.0]
+    """
+    best = np.zeros(design.shape[1])
+    for chosen in product((False, True), repeat=design.shape[1]):
+        factors = np.zeros(design.shape[1])
+        if any(chosen):
+            factors[list(chosen)] = np.linalg.lstsq(design[:, chosen], wanted, rcond=None)[0]
+        if (factors >= 0).all() and np.linalg.norm(design @ factors - wanted) < np.linalg.norm(design @ best - wanted):
+            best = factors
+    return best

@@ -1,0 +1,140 @@
+"""A profile recovers the machine that its measurements came from, and estimates with it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+
+from shoal.bench.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
+from shoal.bench.calibration.command import CalibrateOptions, lines, run
+from shoal.bench.calibration.measure import ATTENTION, COPIED, MODELS, PRODUCTS, REDUCED, UPDATED, Measured, measure
+from shoal.bench.calibration.profile import PASSES, _kernels, fit, profile
+from shoal.catalog import tables
+from shoal.cli import main
+from shoal.comm.pool import Pool
+from shoal.errors import UsageError
+from shoal.layout import Layout
+from shoal.plan.estimate import Estimate
+from shoal.plan.search import search
+from shoal.plan.space import Space
+
+PEAK, BANDWIDTH = 1e11, 2e10
+TRUE = {
+    "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "sharp": 1.0, "hbm": 1.0,
+    "launch": 1e-4, "passes_loss": 9.0, **{name: 2 * value for name, value in PASSES.items()},
+}  # fmt: skip
+
+
+@pytest.fixture
+def found() -> Measured:
+    """What a machine takes that is exactly as the cost model says, but for the bytes of products."""
+    rate = {"fp32": PEAK, "bf16": 3 * PEAK}
+    products = {
+        (kind, m, k, n): 2 * m * k * n / peak * (1 + 20 / m + 30 * (1 / k + 1 / n))
+        for kind, peak in rate.items() for m, k, n in PRODUCTS
+    }  # fmt: skip
+    attention = {
+        (heads, s, d): 3.5 * 2 * 1024 * s * heads * d / (PEAK * 0.3 * d / (d + 20)) for heads, s, d in ATTENTION
+    }
+    reduces = {
+        (n, size): max(1, n / 2) * (2 * min(n - 1, (n - 1).bit_length()) * 1e-5 + 2 * (n - 1) / n * size / 4e9)
+        for n in (2, 4) for size in REDUCED
+    }  # fmt: skip
+    empty = Measured(2, products, attention, dict.fromkeys(MODELS, 1.0), 8 * COPIED / BANDWIDTH,
+                     1.5 * 32 * UPDATED / BANDWIDTH, reduces)  # fmt: skip
+    k = _kernels(empty, PEAK, BANDWIDTH, TRUE)
+    layer = 3 * k.products + 3.5 * k.attention[0] + 3 * k.elements + 3 * 1e-4
+    head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
+    seconds = k.runs.layers * layer + head + 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
+    models = dict(zip(MODELS, seconds.tolist(), strict=True))
+    return Measured(2, products, attention, models, empty.copy, empty.update, reduces)
+
+
+@pytest.fixture
+def here(found: Measured, tmp_path: Path):
+    """A catalog with that machine."""
+    file = tmp_path / "here.toml"
+    file.write_text(tomli_w.dumps(profile(found, "here", 4e9, "a test")))
+    tables.add(file)
+    yield file
+    tables.forget()
+
+
+def test_a_profile_recovers_the_machine(found: Measured) -> None:
+    made = profile(found, "here", 4e9, "a test")
+    machine, node = made["accelerators"]["here"], made["nodes"]["here"]
+    assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK}, rel=1e-3)
+    assert machine["memory_bandwidth"] == pytest.approx(BANDWIDTH)
+    assert made["links"]["here"]["bandwidth"] == pytest.approx(4e9, rel=1e-3)
+    assert node["constants"]["latency_inside"] == pytest.approx(1e-5, rel=1e-3)
+    assert node["constants"]["update_slow"] == pytest.approx(1.5, rel=1e-3)
+    assert {name: node["constants"][name] for name in TRUE} == pytest.approx(TRUE, rel=1e-2)
+
+
+def test_no_factor_is_negative() -> None:
+    design = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]])
+    assert fit(design, design @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
+    assert (fit(design, design @ [2.0, -0.1]) >= 0).all()
+
+
+def test_ranks_that_share_cores_take_turns(here: Path) -> None:
+    step = {layout: Estimate(run_of(layout, "here")).step_seconds for layout in map(_dp, (1, 2, 4))}
+    one, two, four = step.values()
+    assert one / 2 < two < 0.75 * one, "two cores"
+    assert four > 0.95 * two, "and no more of them"
+    pipe = Estimate(run_of(Layout(pp=4), "here"))
+    busy = sum(sum(pipe.times[:, stage]) * 12 + sum(pipe.finishing[stage]) for stage in range(4))
+    assert pipe.step_seconds == pytest.approx(max(pipe.timeline.step_time, busy / 2))
+
+
+def _dp(ranks: int) -> Layout:
+    return Layout(dp=ranks, micro_batch=12 // ranks)
+
+
+def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
+    plan = search(run_of(Layout(dp=4), "here"), Space(("1f1b", "zb-v"), most_virtual=2), count=5)
+    assert len(plan.best) == 5
+    for one in plan.best:
+        assert one.seconds == pytest.approx(Estimate(run_of(one.layout, "here")).step_seconds, rel=1e-9)
+
+
+def test_layouts_of_every_number_of_ranks_are_drawn() -> None:
+    drawn = drawn_layouts(20)
+    assert len({str(layout) for layout in drawn}) == 20
+    assert {layout.world_size for layout in drawn} == set(RANKS)
+
+
+def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Path) -> None:
+    times = ((1, 4.0, 4.4), (2, 2.0, 2.0), (4, 1.0, 0.8))
+    found = [Compared(Layout(dp=n), measured, estimated) for n, measured, estimated in times]
+    assert spearman(found) == 1.0
+    assert spearman([Compared(one.layout, one.measured, 1 / one.measured) for one in found]) == -1.0
+    assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
+    write_scatter(tmp_path / "scatter.svg", found)
+    assert (tmp_path / "scatter.svg").read_text().count("<circle") == 3 + 4
+
+
+def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
+    said = []
+    found = measure(pool, 1, [2], 1, lambda done, what: said.append(what))
+    made = profile(found, "here", 1e9, "a test")
+    assert made["accelerators"]["here"]["peak_flops"]["fp32"] > 1e8
+    assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())
+    assert len(said) == 3
+
+
+def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "here.toml"
+    file.write_text("")
+    assert main(["calibrate", "--out", str(file)]) == 2
+    assert "not overwritten" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"ends in \.toml"):
+        run(CalibrateOptions(out=tmp_path / "here.json"))
+
+
+def test_a_constant_that_is_not_known_is_refused(here: Path) -> None:
+    here.write_text(here.read_text().replace("short_m =", "shortm ="))
+    tables.add(here)
+    with pytest.raises(UsageError, match="no constant 'shortm'"):
+        Estimate(run_of(Layout(), "here"))
