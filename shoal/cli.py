@@ -341,7 +341,8 @@ def parse(command: str, options: type[T], args: list[str], sections: tuple[str, 
 def _run_file(args: list[str]) -> tuple[Path | None, list[str]]:
     """Take the run's TOML file out of the arguments."""
     for i, word in enumerate(args):
-        if word.endswith(".toml") or (i == 0 and not word.startswith("-")):
+        option = word.startswith("-") or args[i - 1 : i] == ["--catalog"]  # whose value is a TOML file too
+        if not option and (word.endswith(".toml") or i == 0):
             return Path(word), args[:i] + args[i + 1 :]
     return None, args
 

@@ -99,6 +99,16 @@ def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
         assert one.seconds == pytest.approx(Estimate(run_of(one.layout, "here")).step_seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("words", [
+    "estimate --catalog FILE", "estimate --out page.html --catalog=FILE",
+    "plan --global-batch 12 --seq 128 --fix schedule=1f1b,recompute=none --catalog FILE",
+])  # fmt: skip
+def test_a_profile_is_a_catalog(here: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"{words} --model tiny --precision fp32 --cluster 2xhere".replace("FILE", str(here))
+    assert main(words.split()) == 0
+
+
 def test_layouts_of_every_number_of_ranks_are_drawn() -> None:
     drawn = drawn_layouts(20)
     assert len({str(layout) for layout in drawn}) == 20
