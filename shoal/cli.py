@@ -224,6 +224,14 @@ def goodput(args: list[str]) -> int:
     return run(options)
 
 
+def chaos(args: list[str]) -> int:
+    """Do to a run all that can happen to it, and see what it survives: shoal chaos [RUN.toml] --trials 50"""
+    from shoal.failover.chaos_command import ChaosOptions, run
+
+    options, config = parse("chaos", ChaosOptions, args, sections=tuple(RunConfig.model_fields))
+    return run(options, config)
+
+
 def checkpoint_verify(args: list[str]) -> int:
     """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
     options, _ = parse("checkpoint verify", CheckpointOptions, args)
@@ -260,6 +268,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "goodput": goodput,
     "validate": validate_estimates,
     "explain": explain,
+    "chaos": chaos,
     "checkpoint verify": checkpoint_verify,
     "checkpoint inspect": checkpoint_inspect,
 }

@@ -272,7 +272,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                 for value in batch.column(0):
                     yield _text(value.as_py(), field, f"{path}, row {row}")
                     row += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path} is not a parquet file that can be read: {error}") from None
 
 

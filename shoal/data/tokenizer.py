@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -80,10 +81,9 @@ class FileTokenizer:
                 f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error}"
                 f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
             ) from None
-        try:
+        self._path = path
+        with self._sound():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the Rust side raises nothing narrower
-            raise UsageError(f"data.tokenizer = '{path}' is not a tokenizer.json: {error}") from None
         # The characters "<|endoftext|>" inside a document are text, and must not end it.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -91,6 +91,19 @@ class FileTokenizer:
         self.end_of_document = self._find_end(path)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Refuse a file of which the library finds, sooner or later, that it makes no sense.
+
+        Its Rust side raises nothing narrower than Exception, and panics as a BaseException of its own.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UsageError(f"data.tokenizer = '{self._path}' is not a tokenizer.json: {error}") from None
 
     def _find_end(self, path: Path) -> int:
         for name in _END_NAMES:
@@ -104,16 +117,19 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of ``text``: ``[tokens]``, uint32."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        with self._sound():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores: the library's own threads, so nothing is forked or pickled."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._sound():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``, without special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._sound():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -10,7 +10,7 @@ from shoal.catalog import ModelShape
 from shoal.checkpoint.storage import place
 from shoal.config import RunConfig
 from shoal.data.tokenizer import load_tokenizer
-from shoal.errors import UsageError
+from shoal.errors import UsageError, redact
 from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
 from shoal.precision.formats import FORMATS
@@ -28,6 +28,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     Raises:
         UsageError: naming the field that cannot be.
     """
+    check_secrets(config)
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
     shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     config.parallel.check(
@@ -71,6 +72,21 @@ def check_failover(config: RunConfig) -> None:
         raise UsageError(
             "failover.reexecute_on = 'replica', but parallel.dp = 1: there is no other replica.\n  Use 'same'."
         )
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Refuse a config that holds a secret of the environment: it is written into the run folder and shown in reports.
+
+    Raises:
+        UsageError: naming the field and the variable, and not the value.
+    """
+    for section, fields in config.model_dump(mode="json").items():
+        for name, value in fields.items():
+            if (without := redact(str(value))) != str(value):
+                raise UsageError(
+                    f"{section}.{name} = {without!r} holds the value of an environment variable that is a secret by "
+                    "its name, and a config is written down.\n  Leave it out: libraries find such variables themselves."
+                )
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:

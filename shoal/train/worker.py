@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,19 @@ from shoal.train.meeting import left_open
 from shoal.train.membership import become_rank, joined, read_payload, scratch_folder
 from shoal.train.relaxed.choose import trainer_of
 from shoal.train.run_folder import new_run
+from shoal.train.trainer import Trainer
 
 PARTING_SECONDS = 3.0
 
 
-def run(payload: dict[str, Any]) -> int:
+def run(payload: dict[str, Any], built: Callable[[Trainer], None] | None = None) -> int:
     """Train as one rank; returns the exit code.
 
     Args:
         payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
             it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
             begins anew where nothing was saved yet.
+        built: gets the trainer before its first step.
     """
     member = joined()
     records = scratch_folder() if member.how == "local" else shared_folder(member)
@@ -69,6 +72,8 @@ def run(payload: dict[str, Any]) -> int:
     neighbours = None
     if records is not None and member.how != "local":
         neighbours = Neighbours(member, records, config.failover, Path(folder))
+    if built is not None:
+        built(trainer)
     trainer.run()
     trainer.leave()
     beat.phase(Phase.DONE)

@@ -1,0 +1,246 @@
+"""Files are data: nothing in one is run, none leads out of its folder, what is written is the user's alone, and secrets
+of the environment stay there."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint import CheckpointError, load, verify
+from shoal.cli import main
+from shoal.config import build
+from shoal.data.batches import open_dataset
+from shoal.errors import UsageError, redact
+from shoal.train.check import check
+from tests.checkpoint.cuts import whole, write_checkpoint
+
+from .test_bad_input import CONFIG, ROOT, Place
+
+SHOAL = ROOT / "shoal"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("security"))
+
+
+# ---- no file is run --------------------------------------------------------------------------------------------------
+
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+UNPICKLES = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "yaml"}
+BETWEEN_PROCESSES = {SHOAL / "comm" / "pool.py"}  # a parent and its children, by a pipe that they alone have
+
+
+def test_no_source_unpickles_or_runs_text():
+    found = []
+    for path in sorted(SHOAL.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            names |= {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if (names & UNPICKLES and path not in BETWEEN_PROCESSES) or called in {*RUNS_CODE, "torch.load", "np.load"}:
+                found.append(f"{path}:{node.lineno}: {called or names}")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                found.append(f"{path}:{node.value.lineno}: trust_remote_code")
+    assert not found
+
+
+class Payload:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+def payloads(canary: Path) -> list[bytes]:
+    """The same deed in each of the languages that some reader of files somewhere runs."""
+    act = f"__import__('os').mkdir({str(canary)!r})"
+    return [
+        pickle.dumps(Payload(canary)),
+        f"!!python/object/apply:os.mkdir [{canary}]\n".encode(),
+        f"import os; os.mkdir({str(canary)!r})\n".encode(),
+        json.dumps({"__reduce__": act, "auto_map": {"AutoTokenizer": act}, "py/object": "os.mkdir", "x": act}).encode(),
+        f'x = "{{{{ {act} }}}}"\n[model]\nname = "{act}"\n'.encode(),
+    ]
+
+
+def test_what_is_planted_in_a_file_is_not_run(place, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    canary = tmp_path / "canary"
+    Payload(canary).__reduce__()[0](str(canary))  # the deed works,
+    canary.rmdir()  # and is undone
+    run = place.run()
+    inside = Path("checkpoints/step-00000002")
+    files = [path.relative_to(run) for path in sorted(run.rglob("*")) if path.is_file()]
+    files = [file for file in files if file.parent == inside or "checkpoints" not in file.parts]
+    assert len(files) >= 7
+    files += [inside / name for name in (".metadata", "data.pkl", "model.pt")] + [Path("sitecustomize.py")]
+    pickled, *texts = payloads(canary)
+    for number, file in enumerate(files):
+        for content in (pickled, texts[number % len(texts)]):
+            folder = tmp_path / "run"
+            shutil.copytree(run, folder)
+            (folder / file).write_bytes(content)
+            for words in (["checkpoint", "verify", folder / inside], ["sample", folder, "def", "--tokens", "1"],
+                          ["train", "--resume", folder, "--train.global_batch", "4"]):
+                assert main([str(word) for word in words]) in (0, 2)
+            assert not canary.exists(), (file, content)
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "text", "jsonl", "parquet", "config", "catalog", "tokens"])
+def test_what_is_planted_in_input_is_not_run(kind, place, tmp_path, capfd):
+    canary = tmp_path / "canary"
+    for number, content in enumerate(payloads(canary)):
+        file = tmp_path / f"{number}.{kind}"
+        file.write_bytes(content)
+        config = CONFIG.format(corpus=place.corpus, cache=tmp_path / "cache")
+        good = tmp_path / "good.toml"
+        good.write_text(config)
+        words = {
+            "tokenizer": ["data", "inspect", good, "--data.tokenizer", file],
+            "config": ["train", file], "catalog": ["estimate", "--catalog", file], "tokens": ["data", "inspect", good],
+        }.get(kind, ["data", "inspect", good, "--data.source", kind, "--data.paths", file])
+        if kind == "tokens":
+            assert main(["data", "inspect", str(good)]) == 0
+            for shard in (tmp_path / "cache").rglob("*.*"):
+                if shard.is_file():
+                    shard.write_bytes(content)
+        assert main([str(word) for word in words]) in (0, 2)
+        assert not canary.exists()
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+# ---- no path leads out -----------------------------------------------------------------------------------------------
+
+
+def seal(path: Path, manifest: dict) -> None:
+    """Write a manifest with the checksum that it should have."""
+    content = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(content)
+    (path / "manifest.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> tuple[Path, Path, dict]:
+    """A checkpoint whose tensors lie, well-formed, outside of its folder; the file, and the manifest."""
+    import torch
+
+    path = write_checkpoint(tmp_path / "step-00000001", [whole({"w": torch.ones(4)})])
+    outside = tmp_path / "outside.safetensors"
+    (path / "rank-00000.safetensors").rename(outside)
+    return path, outside, json.loads((path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{outside}", "../../{folder}/outside.safetensors",
+                                  "rank-00000.safetensors/../../outside.safetensors", "rank-00000.safetensors\n"])
+def test_a_name_in_a_manifest_cannot_leave_its_folder(name, checkpoint):
+    path, outside, manifest = checkpoint
+    name = name.format(outside=outside, folder=path.parent.name)
+    manifest["files"] = {name: manifest["files"].pop("rank-00000.safetensors")}
+    manifest["tensors"]["w"]["boxes"][0]["file"] = name
+    seal(path, manifest)
+    assert refused(path) == "manifest"
+
+
+def test_a_link_cannot_leave_its_folder(checkpoint):
+    path, outside, _ = checkpoint
+    (path / "rank-00000.safetensors").symlink_to(outside)
+    assert refused(path) == "a link out of the checkpoint's folder"
+
+
+def refused(path: Path) -> str:
+    """What both readers say, in short."""
+    import torch
+
+    state = whole({"w": torch.zeros(4)})
+    for read in (lambda: verify(path), lambda: load(path, state)):
+        with pytest.raises(CheckpointError) as error:
+            read()
+    assert state["w"][0].tensor.sum() == 0
+    return next(what for what in ("a link out of the checkpoint's folder", "manifest") if what in str(error.value))
+
+
+@pytest.mark.parametrize("how", ["../outside.bin", "{outside}", "link"])
+def test_a_shard_cannot_leave_its_folder(how, place, tmp_path):
+    config = build({"data": {"source": "text", "paths": [str(place.corpus)], "cache": str(tmp_path / "cache"),
+                             "sequence_length": 8}}).data
+    open_dataset(config, seed=0, split="train")
+    (folder,) = (path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shard = manifest["splits"]["train"]["shards"][0]
+    outside = folder.parent / "outside.bin"
+    (folder / shard["name"]).rename(outside)
+    if how == "link":
+        (folder / shard["name"]).symlink_to(outside)
+    else:
+        shard["name"] = how.format(outside=outside)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="damaged shard"):
+        open_dataset(config, seed=0, split="train")
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+SECRETS = {
+    "HF_TOKEN": "hf_planted_a1", "AWS_SECRET_ACCESS_KEY": "aws/planted+b2", "WANDB_API_KEY": "wandb-planted-c3",
+    "DATABASE_PASSWORD": "planted d4", "github_pat": "pat_planted_e5",
+}  # fmt: skip
+
+
+def test_a_run_is_private_and_keeps_secrets(place, tmp_path):
+    """Under the mask that most users have, with secrets in the environment: one run that ends, one that fails."""
+    folder = tmp_path / "run"
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    words = [sys.executable, "-m", "shoal", "train", place.toml, "--run-folder", folder, "--profile",
+             "--metrics.profile_after", "1", "--train.steps", "4", "--checkpoint.every", "2"]
+    done = subprocess.run(
+        list(map(str, words)), cwd=ROOT, env={**inherited, **SECRETS}, umask=0o022, capture_output=True, timeout=180,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert main(["report", str(folder)]) == 0
+    written = [folder, *folder.rglob("*")]
+    assert len(written) > 15
+    open_to_others = [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    assert open_to_others in ([], [folder / "report.html"])  # which this process made, with a mask of its own
+    said = done.stdout + done.stderr + b"".join(path.read_bytes() for path in written if path.is_file())
+    assert [name for name, value in SECRETS.items() if value.encode() in said] == []
+
+
+def test_a_message_shows_no_secret(place, capfd, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(place.toml), "--data.paths", f"/data?token={SECRETS['HF_TOKEN']}"]) == 2
+    said = capfd.readouterr().err
+    assert "[HF_TOKEN]" in said and SECRETS["HF_TOKEN"] not in said
+    assert "data.paths" in said and "is a secret by its name" in said
+
+
+def test_a_secret_in_a_config_is_refused(monkeypatch):
+    config = build({"data": {"source": "hub", "dataset": "owner/name?planted-secret-9"}})
+    check(config)
+    monkeypatch.setenv("MY_SECRET", "planted-secret-9")
+    with pytest.raises(UsageError, match=r"data.dataset = 'owner/name\?\[MY_SECRET\]' holds the value"):
+        check(config)
+
+
+@pytest.mark.parametrize(("name", "secret"), [
+    ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("OPENAI_API_KEY", True), ("PGPASSWORD", True), ("KEY", True),
+    ("MONKEY", False), ("KEYBOARD", False), ("PATH", False), ("HOME", False), ("TOKENIZERS_PARALLELISM", True),
+])
+def test_which_names_are_secret(name, secret):
+    assert (redact("it says abcdefgh", {name: "abcdefgh"}) == f"it says [{name}]") == secret
+    assert redact("it says true", {name: "true"}) == "it says true"  # too short to be one
