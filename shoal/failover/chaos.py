@@ -344,7 +344,10 @@ def differences(one: Path | None, other: Path | None, *, rounded: bool) -> list[
     if one is None or other is None or one.name != other.name:
         return [f"the last checkpoint is {other and other.name}, not {one and one.name}"]
     try:
-        first, second = (read_manifest(path).tensors for path in (one, other))
+        manifests = [read_manifest(path) for path in (one, other)]
+        if manifests[0].extra.get("data") != manifests[1].extra.get("data"):
+            return ["the corpus has changed since the undisturbed run"]
+        first, second = (manifest.tensors for manifest in manifests)
         if not rounded:
             differ = [name for name in first if first[name] != second.get(name)]
             return [f"{len(differ)} tensors of {len(first)} differ, the first is {differ[0]}"] if differ else []

@@ -12,6 +12,7 @@ from shoal.config import save
 from shoal.failover.chaos import KINDS, NEED_MOUNTS, Chaos, Trial, differences, last
 from shoal.failover.chaos_command import rows
 from shoal.failover.inject import COMMITTING, STAGING, damage
+from tests.train.runs import shoal
 
 from .conftest import STEPS, config_of
 
@@ -109,12 +110,12 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
     assert says in capfd.readouterr().err
 
 
-def test_the_command(corpus, tmp_path, capfd):
+def test_the_command(corpus, tmp_path):
     """Two trials, the table and the page."""
     save(config_of(corpus), tmp_path / "run.toml")
     page = tmp_path / "page.html"
     words = ["--trials", "2", "--faults", "kill-backward,exit-0", "--folder", str(tmp_path / "all"), "--out", str(page)]
-    assert main(["chaos", str(tmp_path / "run.toml"), *words]) == 0, capfd.readouterr()
-    said = capfd.readouterr().out
+    code, said = shoal("chaos", tmp_path / "run.toml", *words)
+    assert code == 0, said
     assert said.count("passed") == 2 and "kill-backward" in said
     assert "2 of 2 faults survived" in page.read_text()
