@@ -264,7 +264,7 @@ def recomputed(run: Pass) -> int:
 
 def _kinds(shape: ModelShape) -> set[bool]:
     """Whether there are layers with experts, and without."""
-    return {shape.sparse(i) for i in range(shape.layers)}
+    return {shape.sparse(i) for i in range(shape.layers)} if shape.experts else {False}
 
 
 def loss_workspace(run: Pass) -> int:

@@ -88,25 +88,27 @@ class Filled(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def filled(
-    shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, at_once: int | None, *index: int
+    shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, at_once: int, *index: int
 ) -> Filled:
     """A stage's buckets, counted once for all shards.
 
     Args:
         limit: the least bytes of a bucket.
         itemsize: of what fills them.
-        at_once: units whose parameters are gathered at one time; all unless given.
+        at_once: units whose parameters are gathered at one time, at most; 0 where none are.
     """
     units = _members(shape, splitting, part, *index)
     buckets = list(_buckets(units, limit, itemsize))
     kinds: dict[Size, int] = {}  # in the order in which they come
     kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
-    by_unit = [[kinds.setdefault(Size.of(b), len(kinds)) for b in _buckets([unit], 0, 1)] for unit in units]
-    if shape.tied and part.first and part.last and len(units) > 2:
-        by_unit[-1] = by_unit[-1] + by_unit[0]  # the head is the embedding once more
+    by_unit = []
+    if at_once:
+        by_unit = [[kinds.setdefault(Size.of(b), len(kinds)) for b in _buckets([unit], 0, 1)] for unit in units]
+        if shape.tied and part.first and part.last and len(units) > 2:
+            by_unit[-1] = by_unit[-1] + by_unit[0]  # the head is the embedding once more
     return Filled(
         buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))],
-        _windows([[k] for k in kind], 2), _windows(by_unit, at_once or len(by_unit)),
+        _windows([[k] for k in kind], 2), _windows(by_unit, at_once),
     )  # fmt: skip
 
 

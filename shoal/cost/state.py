@@ -68,7 +68,7 @@ def state_bytes(
     parameters = gradients = elements = experts = gathered = whole_gradients = 0
     moments = Moments(optimizer, policy.state.itemsize)
     limit = 0.0 if zero == 3 else layout.bucket_bytes
-    at_once = 1 + layout.prefetch if zero == 3 and layout.reshard_after_forward else None
+    at_once = 0 if zero < 3 else 1 + layout.prefetch if layout.reshard_after_forward else shape.layers + 2
     splitting = tuple(getattr(layout, name) for name in SPLITTING)
     for part in parts:
         stage = filled(shape, splitting, part, limit, reduce, at_once, tp_index, *expert_index[1:])
