@@ -92,6 +92,13 @@ def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, 
     assert len(events(folder, "failure")) == 1 and "it never came to its first step" in capfd.readouterr().err
 
 
+def test_a_rank_lost_after_the_last_step_costs_none(supervised, undisturbed, corpus):
+    code, folder = supervised(config_of(corpus), "exit@end:1:")
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    [failure] = events(folder, "failure")
+    assert failure["where"].startswith("ending after step 10") and not events(folder, "recovered")
+
+
 def test_a_usage_error_is_not_restarted(supervised, corpus, capfd):
     code, folder = supervised(config_of(corpus), "usage@6:1:B", always=True)
     assert code == 2 and len(events(folder, "failure")) == 1
