@@ -133,6 +133,7 @@ def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int
         checkpoints = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
         return lambda number: checkpoints.save(number, engine.state(), {})
     kept = Memory(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
+    kept.prepare(engine.state())
     return lambda number: kept.save(number, engine.state(), {})
 
 

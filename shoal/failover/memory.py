@@ -8,6 +8,7 @@ again only when every rank has finished the other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of, size_of
-from shoal.checkpoint.write import Staged, State, header_of, lay_out, part_of
+from shoal.checkpoint.write import Plan, Staged, State, header_of, lay_out, part_of
 from shoal.failover import slots
 from shoal.failover.host import check_room, free, make_home, own, sweep
 from shoal.failover.slots import Record, Slot
@@ -104,7 +105,7 @@ class Memory:
         if self._leads:
             make_home(home)
             own(home, run_folder)
-            slots.drop(home, lambda record: record.save == keep)
+            slots.drop(home, self.attempt, keep)
             for line in sweep(home):
                 report(line)
         gather(None, group)  # the folder is there
@@ -115,15 +116,21 @@ class Memory:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._pending: Future[tuple[bool, str]] | None = None
 
-    def check_room(self, state: State) -> None:
-        """Require that the host has room for all that its ranks will keep.
+    def prepare(self, state: State) -> None:
+        """Require that the host has room for all that its ranks will keep, and take what the first save needs.
 
         Raises:
             UsageError: on the ranks of a host that has not.
         """
-        sizes = broadcast(gather(lay_out(state).size, self._group), self._group)
+        plan = lay_out(state)
+        sizes = broadcast(gather(plan.size, self._group), self._group)
         here = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
         check_room(self._home, 2 * sum(sizes[r] for rank in here for r in (rank, *self.places.senders(rank))))
+        self._reserve(0, len(_header(plan)) + plan.size)
+
+    def _reserve(self, turn: int, size: int) -> None:
+        with contextlib.suppress(OSError):  # the save that needs it will tell
+            self._slots[turn][self._rank].reserve(size)
 
     def save(self, step: int, state: State, extra: dict[str, Any]) -> float:
         """Keep a state; returns the seconds for which the caller was held up.
@@ -136,7 +143,7 @@ class Memory:
         begin = time.perf_counter()
         self.wait()
         plan, slot = lay_out(state), self._slots[self._turn][self._rank]
-        header = header_of(plan.slots) if plan.slots else b""
+        header = _header(plan)
         staged, problem = None, ""
         try:
             memory = slot.room(len(header) + plan.size)
@@ -194,7 +201,9 @@ class Memory:
         if problems:
             return False, f"step {step} could not be kept in memory: {'; '.join(problems)}"
         if self._first and self._leads:  # what the attempt before left is not needed any more
-            slots.drop(self._home, lambda record: record.attempt == self.attempt)
+            slots.drop(self._home, self.attempt)
+        if self._first:
+            self._reserve(1 - self._turn, size)
         self._first = False
         return True, ""
 
@@ -220,6 +229,11 @@ class Memory:
             mine[rank].commit(text.numpy().tobytes())
         gather(None, self._group)
         return []
+
+
+def _header(plan: Plan) -> bytes:
+    """Of a rank's file; a rank that is primary for nothing has none."""
+    return header_of(plan.slots) if plan.slots else b""
 
 
 def in_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from shoal.checkpoint.load import check_part
 from shoal.checkpoint.manifest import CheckpointError, Part
 from shoal.checkpoint.write import file_name
 from shoal.failover.host import PART, is_private
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once, not one by one as they are first written
 
 
 class Record(BaseModel):
@@ -69,9 +71,18 @@ class Slot:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / PART).unlink(missing_ok=True)
-        if self._memory is None or self._memory.numel() != size:
-            self._memory = _mapped(self.file, size)
+        self.reserve(size)
         return self._memory
+
+    def reserve(self, size: int) -> None:
+        """Have that memory already: getting it takes longer than writing it.
+
+        Raises:
+            OSError: the memory cannot be had.
+        """
+        if self._memory is None or self._memory.numel() != size:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._memory = _mapped(self.file, size)
 
     def written(self) -> torch.Tensor:
         """What `room` gave last."""
@@ -91,7 +102,7 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)  # a full file system is an error here, and a bus error later
-        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
     finally:
         os.close(descriptor)
 
@@ -143,16 +154,14 @@ def newest_step(home: Path) -> int | None:
     return max(steps, default=None)
 
 
-def drop(home: Path, keep: Callable[[Record], bool]) -> None:
-    """Remove all slots that were written to their end, but for some."""
-    for folder in list_slots(home):
-        try:
-            if keep(read(folder)):
-                continue
-        except FileNotFoundError:  # its rank writes it anew
+def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:
+    """Remove what attempts before this one left, whole or torn, but for one save (step, attempt)."""
+    for folder in home.glob("node-*/*"):
+        if folder.name.startswith(f"{attempt}-"):
             continue
-        except CheckpointError:
-            pass
+        with contextlib.suppress(FileNotFoundError, CheckpointError):
+            if read(folder).save == keep:
+                continue
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -326,7 +326,7 @@ class Trainer:
             keep=restored and restored.save,
             report=self.display.note,
         )
-        memory.check_room(self.engine.state())
+        memory.prepare(self.engine.state())
         return memory
 
     def _looked_and_went_back(self, result: StepResult, timer: StepTimer) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import Checkpointer
+from shoal.failover import slots
 from shoal.failover.memory import Memory
 from shoal.failover.restore import restore
 from tests.checkpoint.cuts import whole
@@ -99,7 +100,7 @@ def test_what_memory_holds_of_something_else_is_refused_and_the_disk_taken(what,
     memory.save(5, state_of(5, **changes), {"model": model})
     memory.close(keep=True)
     if what == "a flipped bit":
-        flip(next((tmp_path / "home").glob("node-*/*/*.safetensors")))
+        flip(next(slots.list_slots(tmp_path / "home")[0].glob("*.safetensors")))
     found, notes = go_on(disk, tmp_path / "home")
     assert found.step == 3 and len(notes) == 1 and notes[0].startswith("in memory refused: ")
     named = {"another model": "layers: 3 saved, 2 here", "a tensor less": "has no tensor 'optimizer.m'",
