@@ -112,7 +112,7 @@ def test_a_weight_that_is_not_finite_is_named(layout, pool):
 def test_a_run_that_diverges_ends_loudly_once_and_keeps_its_last_good_state(base_config, tmp_path):
     folder = tmp_path / "run"
     diverge = ("--optimizer.learning_rate", "1e30", "--optimizer.clip_norm", "0", "--optimizer.warmup_steps", "0")
-    two = ("--parallel.dp", "1", "--parallel.zero", "0", "--parallel.tp", "2")
+    two = ("--parallel.dp", "1", "--parallel.zero", "0", "--parallel.tp", "2", "--failover.restarts", "0")
     code, output = shoal("train", base_config, "--run-folder", folder, *two, *diverge)
     assert code == 1
     (line,) = [line for line in output.splitlines() if "The weights are unchanged and saved." in line]
