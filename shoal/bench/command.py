@@ -1,6 +1,6 @@
 """`shoal bench`: step (shoal beside torch), attention (the kernels), peak (matrix product), transport (all-reduce),
 checkpoint (what saving costs), slices (of a sequence), context (a ring against its bound), long-context (what it makes
-room for), optimizers (an update of each rule)."""
+room for), optimizers (an update of each rule), experts and depths (what they learn beside dense models)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from shoal.bench import attention, peak, slices, transport
 from shoal.bench.checkpoint_command import CheckpointOptions, checkpoint
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
+from shoal.bench.depths_command import DepthsOptions, depths
 from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.numerics_command import NumericsOptions, numerics
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
@@ -347,5 +348,6 @@ COMMANDS = {
     "long-context": (LongContextOptions, long_context),
     "optimizers": (OptimizersOptions, optimizers),
     "experts": (ExpertsOptions, experts),
+    "depths": (DepthsOptions, depths),
     "numerics": (NumericsOptions, numerics),
 }

@@ -54,8 +54,11 @@ class ExpertsOptions(Section):
     seeds: PositiveInt = 3
     """learning: runs of each, with seeds from 0."""
 
-    steps: PositiveInt = 400
+    steps: PositiveInt = 1200
     """learning: steps of each run."""
+
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt] = switch.SHAPE
+    """learning: layers, width, and width of the dense block and of an expert."""
 
     out: Path | None = None
     """learning: a folder for switch.csv and switch.svg."""
@@ -94,10 +97,15 @@ def experts(options: ExpertsOptions, console: Console) -> int:
 def _learning(options: ExpertsOptions, console: Console) -> int:
     if options.out is not None and not options.out.is_dir():
         raise UsageError(f"bench experts --out {options.out}: there is no such folder.")
+    layers, hidden, _ = options.shape
+    if layers < 2 or hidden % 8:
+        raise UsageError(f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and there are 4 "
+                         "heads of an even width.\n  Use 2 layers or more, and a width that is a multiple of 8.")
     every = max(1, options.steps // 20)
     with console.status("") as status:
         runs = switch.measure(
-            options.seeds, steps=options.steps, every=every, experts=options.experts[0], say=status.update
+            options.seeds, steps=options.steps, every=every, experts=options.experts[0], shape=options.shape,
+            say=status.update,
         )
     for kind in switch.KINDS:
         mine = [run for run in runs if run.kind == kind]

@@ -10,13 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shoal.comm.mesh import Mesh
+from shoal.bench.small import engine_and_validation
 from shoal.config import RunConfig, build
-from shoal.data.batches import open_dataset
-from shoal.data.commands import prepare
 from shoal.report.panels import Panel, panels
-from shoal.train.check import check
-from shoal.train.engine import Engine
 
 KINDS = ("dense", "switch")
 
@@ -48,13 +44,19 @@ class Run:
         return float("inf")
 
 
-def config_of(kind: str, seed: int, *, steps: int, experts: int) -> RunConfig:
+SHAPE = (2, 32, 32)
+"""Layers, width, and width of the dense block: a model small for its steps, since experts pay where a dense model lacks
+weights, and after each has seen enough of the tokens."""
+
+
+def config_of(
+    kind: str, seed: int, *, steps: int, experts: int, shape: tuple[int, int, int] = SHAPE
+) -> RunConfig:
     """A run of the experiment. An expert is as wide as the dense block, so that a token meets as many weights."""
-    model: dict[str, Any] = {"name": "tiny", "layers": 4, "hidden": 64, "heads": 4, "ffn": 192}
+    layers, hidden, ffn = shape
+    model: dict[str, Any] = {"name": "tiny", "layers": layers, "hidden": hidden, "heads": 4, "ffn": ffn}
     if kind == "switch":
-        model["experts"] = {
-            "count": experts, "every": 2, "gate": "switch", "capacity_factor": 1.5, "balance_loss": 0.01,
-        }
+        model["experts"] = {"count": experts, "every": 2, "gate": "switch", "balance_loss": 0.01}
     return build({
         "model": model,
         "parallel": {"micro_batch": 16},
@@ -67,17 +69,14 @@ def config_of(kind: str, seed: int, *, steps: int, experts: int) -> RunConfig:
 
 
 def measure(
-    seeds: int, *, steps: int, every: int, experts: int, say: Callable[[str], None]
+    seeds: int, *, steps: int, every: int, experts: int, shape: tuple[int, int, int], say: Callable[[str], None]
 ) -> list[Run]:
     """Train both with each seed in turn."""
     runs = []
     for seed in range(seeds):
         for kind in KINDS:
-            config = config_of(kind, seed, steps=steps, experts=experts)
-            shape = check(config)
-            prepare(config.data)
-            data = {s: open_dataset(config.data, seed=seed, split=s) for s in ("train", "validation")}
-            engine = Engine(config, shape, Mesh(config.parallel, 0), data["train"])
+            config = config_of(kind, seed, steps=steps, experts=experts, shape=shape)
+            engine, validation = engine_and_validation(config)
             at, losses, dropped = [], [], []
             for step in range(steps):
                 engine.step(step)
@@ -85,11 +84,11 @@ def measure(
                     dropped.append(engine.routed().dropped)
                 if (step + 1) % every == 0:
                     at.append(step + 1)
-                    losses.append(engine.evaluate(data["validation"]))
+                    losses.append(engine.evaluate(validation))
                     say(f"{kind}, seed {seed}, step {step + 1} of {steps}: {losses[-1]:.3f}")
             runs.append(Run(
-                kind, seed, tuple(at), tuple(losses), mean(dropped) if dropped else 0.0, shape.parameters(),
-                shape.flops_per_token(config.data.sequence_length),
+                kind, seed, tuple(at), tuple(losses), mean(dropped) if dropped else 0.0, engine.shape.parameters(),
+                engine.shape.flops_per_token(config.data.sequence_length),
             ))
     return runs
 
@@ -119,7 +118,7 @@ def draw(runs: Sequence[Run], title: str) -> str:
         each = [list(zip(run.steps, run.losses, strict=True)) for run in runs if run.kind == kind]
         middle = [(mean(p[0] for p in points), mean(p[1] for p in points)) for points in zip(*each, strict=True)]
         lines[kind] = [middle, *each]
-    highest = max(run.losses[0] for run in runs)
+    highest = max(run.losses[len(run.losses) // 8] for run in runs)  # where they part is below the steepest part
     return panels(
         title, [Panel("equal FLOPs per token", lines, frozenset({"dense"}))], x="steps",
         y="validation loss, nats per token (thin: each seed)", highest=highest,

@@ -130,8 +130,8 @@ class MixtureOfDepths(nn.Module):
 
     def _foreseen(self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, block: Block) -> Tensor:
         """A slice of one sequence, each token decided by itself."""
-        if len(x) != 1:
-            raise ValueError(f"of {len(x)} sequences in slices not as many tokens pass: one at a time")
+        if len(x) != 1 or context.documents is not None:
+            raise ValueError("in slices not as many tokens of each sequence pass: one sequence and document only")
         index = (foreseen[0] > 0).nonzero().squeeze(1)  # [n]
         if not len(index):
             return x

@@ -46,7 +46,7 @@ def panels(title: str, charts: Sequence[Panel], *, x: str, y: str, highest: floa
         row, column = divmod(i, COLUMNS)
         page.place(column * WIDTH + 8, row * HEIGHT + 28, _panel(chart, right, low - 0.04 * (high - low), high, x, y))
     rows = -(-len(charts) // COLUMNS)
-    return page.document(COLUMNS * WIDTH + 16, rows * HEIGHT + 36, title)
+    return page.document(min(COLUMNS, len(charts)) * WIDTH + 16, rows * HEIGHT + 36, title)
 
 
 def _panel(chart: Panel, last: float, low: float, high: float, x: str, y: str) -> Canvas:

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from shoal.bench import switch
 from shoal.bench.experts import measure
+from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.switch import Run, config_of, draw, steps_to_dense, write_csv
+from shoal.errors import UsageError
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -23,7 +26,14 @@ def test_both_models_have_the_same_flops_but_for_the_router() -> None:
     )
     layers = len(sparse.experts.layers(sparse.layers))
     assert sparse.flops_per_token(64) - dense.flops_per_token(64) == 6 * layers * 8 * sparse.hidden
-    assert sparse.parameters() > 2 * dense.parameters()
+    assert sparse.parameters() > 1.5 * dense.parameters()
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 32), (2, 30, 32)])
+def test_a_shape_without_layers_for_experts_is_refused(shape: tuple[int, int, int]) -> None:
+    options = ExpertsOptions(learning=True, shape=shape)
+    with pytest.raises(UsageError, match="--shape"):
+        experts(options, Console())
 
 
 def runs() -> list[Run]:

@@ -139,7 +139,7 @@ def test_slices_decide_by_what_is_foreseen_token_by_token(name: str) -> None:
 
 
 def test_several_sequences_in_slices_are_refused() -> None:
-    with pytest.raises(ValueError, match="one at a time"):
+    with pytest.raises(ValueError, match="one sequence and document"):
         model_of(shape_of())(tokens_of(), part=Slice())
 
 

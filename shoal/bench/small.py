@@ -1,0 +1,18 @@
+"""Small models to train beside each other on the default corpus, on one device."""
+
+from __future__ import annotations
+
+from shoal.comm.mesh import Mesh
+from shoal.config import RunConfig
+from shoal.data.batches import Dataset, open_dataset
+from shoal.data.commands import prepare
+from shoal.train.check import check
+from shoal.train.engine import Engine
+
+
+def engine_and_validation(config: RunConfig) -> tuple[Engine, Dataset]:
+    """What trains a run of one rank, and the samples that it is not trained on."""
+    shape = check(config)
+    prepare(config.data)
+    train, validation = (open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation"))
+    return Engine(config, shape, Mesh(config.parallel, 0), train), validation
