@@ -225,7 +225,7 @@ def goodput(args: list[str]) -> int:
 
 
 def chaos(args: list[str]) -> int:
-    """Do to a run all that can happen to it, and see what it survives: shoal chaos [RUN.toml] --trials 50"""
+    """Do to a run all that can happen, and see what is lost: shoal chaos [RUN.toml] --trials 50"""
     from shoal.failover.chaos_command import ChaosOptions, run
 
     options, config = parse("chaos", ChaosOptions, args, sections=tuple(RunConfig.model_fields))
