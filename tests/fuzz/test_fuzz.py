@@ -24,4 +24,4 @@ def test_nothing_but_a_clear_error_comes_out(name, tmp_path):
         found[read(case)] += 1
 
     every()
-    assert min(found["accepted"], found["refused"]) > CASES[name] / 50  # else nothing was tried
+    assert found["accepted"] and found["refused"]  # else nothing was tried

@@ -43,7 +43,7 @@ def test_every_grain_on_layouts(pool, precision, float8, parallel):
     assert verdict.worst_gradient < 1e-12
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):
     config = in_float8(run, *case)
