@@ -60,9 +60,9 @@ def test_a_rank_that_hangs_is_seen_by_its_neighbour(file, tmp_path, undisturbed,
     assert not list(tmp_path.glob("shoal-beats-*"))
 
 
-def test_a_restart_without_what_it_needs_is_refused_at_the_start(file, tmp_path, monkeypatch):
-    code, said = shoal("train", file, launcher=AGENT)
-    assert code and "shoal: error: torchrun --max-restarts needs --run-folder" in said
+def test_a_restart_without_what_it_needs_is_refused_at_the_start(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="torchrun --max-restarts needs --run-folder"):
+        check_elastic(None, {"TORCHELASTIC_MAX_RESTARTS": "1", OWN_STORE: "1"})
     monkeypatch.delenv(OWN_STORE)
     with pytest.raises(UsageError, match=f"Start it as: {OWN_STORE}=1 torchrun"):
         check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1"})
