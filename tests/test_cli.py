@@ -43,6 +43,8 @@ TYPED = {
     "float8.gradient": ("e4m3", ["e4m3"]),
     "float8.keep": (("layers.0.*", "*.mlp.down"), ["layers.0.*", "*.mlp.down"]),
     "failover.memory_folder": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "failover.spike_window": (9, ["9"]),
+    "failover.reexecute_on": ("replica", ["replica"]),
     "train.precision": ("bf16", ["bf16"]),
     "train.attention": ("explicit", ["explicit"]),
     "train.device": ("cpu", ["cpu"]),
@@ -140,7 +142,7 @@ def test_train(called):
     assert main(["train", "--parallel.tp", "2", "--ranks", "2", "--run-folder", "x"]) == 1
     ((config,), options) = calls[0]
     assert config.parallel.tp == 2
-    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None}
+    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None, "keep_going": False}
 
 
 def test_verify(called):
