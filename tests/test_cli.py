@@ -176,6 +176,8 @@ def test_bench_forwards_everything(called):
 
 
 def test_checkpoint_verify(called, capsys):
+    import shoal.checkpoint.storage  # noqa: F401 - before what it lies in is stood in for
+
     called("shoal.checkpoint", "verify")
     assert main(["checkpoint", "verify", "x/step-10"]) == 0
     assert capsys.readouterr().out == "x/step-10: complete and undamaged\n"
