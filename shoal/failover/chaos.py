@@ -33,7 +33,8 @@ from shoal.errors import UsageError
 from shoal.failover.beat import read, record_path
 from shoal.failover.events import read_events
 from shoal.failover.host import home
-from shoal.failover.inject import COMMITTING, RAISED, STAGING, Planted, variable
+from shoal.failover.inject import COMMITTING, STAGING, Planted, variable
+from shoal.failover.kinds import KINDS, MENDED, NEED_MOUNTS, OPS_OF, Kind
 from shoal.failover.nursery import Nursery
 from shoal.failover.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pieces import Box, Piece
@@ -63,57 +64,6 @@ class Trial:
     problems: list[str] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
-
-    Attributes:
-        deed: of `Planted`; "" where it is done from outside.
-        moment: of `inject.OPS`, for what a rank does to itself.
-        says: what the messages must say, a pattern in which RANK is the rank.
-        late: the run has checkpoints before it happens.
-        codes: how the run may end: 0 where it mends itself; none for any other, after which it is mended and resumed.
-        rounded: the layout changes, so that the last state is equal to rounding.
-    """
-
-    deed: str
-    moment: str
-    says: str
-    late: bool = False
-    codes: tuple[int, ...] = (0,)
-    rounded: bool = False
-
-
-KILLED = r"rank RANK was killed by SIGKILL"
-KINDS = {
-    "kill-forward": Kind("kill", "forward", KILLED),
-    "kill-backward": Kind("kill", "backward", KILLED),
-    "kill-collective": Kind("kill", "collective", KILLED),
-    "kill-optimizer": Kind("kill", "optimizer", KILLED),
-    "kill-staging": Kind("kill", STAGING, KILLED),
-    "kill-committing": Kind("kill", COMMITTING, r"rank 0 was killed by SIGKILL"),
-    "kill-supervisor": Kind("", "", "", late=True),
-    "stop": Kind("stop", "any", r"rank RANK is stopped \(SIGSTOP\)"),
-    "exit-0": Kind("exit", "any", r"rank RANK exited with code 0, though it was not done"),
-    "exception": Kind("raise", "any", rf"rank RANK exited with code 1(.|\n)*ArithmeticError: {RAISED}"),
-    "nan": Kind("nan", "forward", r"First on rank RANK ", codes=(0, 1)),
-    "bit-checkpoint": Kind("flip", "any", r"step-\d+\S* is damaged", late=True),
-    "truncated-checkpoint": Kind("truncate", "any", r"step-\d+\S* is damaged", late=True),
-    "missing-file": Kind("remove", "any", r"step-\d+\S* cannot be read", late=True),
-    "bit-shard": Kind("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
-    "disk-full": Kind("", "", r"[Nn]o space left on device", late=True, codes=()),
-    "read-only": Kind("", "", r"[Rr]ead-only file system", late=True, codes=()),
-    "slow": Kind("slow", "forward", ""),
-    "lost-node": Kind("kill", "any", r"rank RANK was killed(.|\n)*devices are there: now on", rounded=True),
-    "returned-node": Kind("kill", "any", r"devices are there: now on(.|\n)*devices are there: now on", rounded=True),
-}  # fmt: skip
-"""By name."""
-
-MENDED = Kind("", "", "")
-NEED_MOUNTS = {"disk-full", "read-only"}
-OPS_OF = {"forward": "F", "backward": "BIW", "collective": "R", "optimizer": "S", "any": "FBIWRS"}
 
 
 class Chaos:

@@ -24,8 +24,9 @@ from rich.table import Table
 from shoal.config import RunConfig, Section, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError, did_you_mean
-from shoal.failover.chaos import KINDS, NEED_MOUNTS, Chaos, Trial, failing
+from shoal.failover.chaos import Chaos, Trial, failing
 from shoal.failover.events import read_events
+from shoal.failover.kinds import KINDS, NEED_MOUNTS
 from shoal.failover.supervisor import Supervisor
 from shoal.report.page import Fragment, page
 from shoal.report.write import check_name

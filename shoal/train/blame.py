@@ -7,6 +7,7 @@ the module.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,13 +39,14 @@ class _Finding:
     what: str
 
 
-class ValueWatch:
+class ValueWatch(ABC):
     """Is shown the values of a step on this rank, forward and backward: what `see` makes of them is its subclass's."""
 
     def __init__(self, engine: Engine):
         self.mesh, self.depth = engine.mesh, engine.program.depth
         self.position = 0
 
+    @abstractmethod
     def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
         """One value.
 
@@ -53,7 +55,6 @@ class ValueWatch:
                 how many values this rank has been shown (those who hold a stage are shown the same in the same order).
             what: the module or parameter.
         """
-        raise NotImplementedError
 
     def look(self, kind: int, part: int, what: str, value: Tensor) -> None:
         self.position += 1
