@@ -43,11 +43,6 @@ class Account:
         """Since the account was opened."""
         return time.monotonic() - self._began
 
-    @property
-    def share(self) -> float:
-        """Effective training time, 0 to 1."""
-        return self.counted / self.seconds
-
     def _at(self, steps: int) -> float:
         """Seconds spent by the time that so many steps were done; between two known points as if all took as long."""
         right = bisect_right(self._course, (steps, float("inf")))

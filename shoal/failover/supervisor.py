@@ -210,17 +210,17 @@ class Supervisor:
         partial.rename(self.folder / PROCESSES_FILE)
 
     def _tell_end(self, code: int) -> None:
-        account = self.account
+        counted, seconds = self.account.counted, self.account.seconds
         average = sum(self.recoveries) / len(self.recoveries) if self.recoveries else None
         write_event(
-            self.folder, "end", code=code, seconds=round(account.seconds, 2), counted=round(account.counted, 2),
-            effective=round(account.share, 4), failures=self.failures, lost=self.lost,
+            self.folder, "end", code=code, seconds=round(seconds, 2), counted=round(counted, 2),
+            effective=round(counted / seconds, 4), failures=self.failures, lost=self.lost,
             recovery=average and round(average, 2),
         )
         if self.recoveries:
             self._say(
                 f"failures: {self.failures}; steps made again: {self.lost}; {average:.1f} s to the next step on average"
-                f"; effective training time {account.share:.1%} of {account.seconds:.0f} s"
+                f"; effective training time {round(counted / seconds, 4):.1%} of {seconds:.0f} s"
             )
 
     def _say(self, what: str) -> None:

@@ -50,4 +50,4 @@ def test_the_share_is_of_the_wall_clock():
         account = Account()
         account.begun(0)
         account.stepped(3, 7.5)
-        assert account.share == pytest.approx(0.75)
+        assert account.counted / account.seconds == pytest.approx(0.75)
