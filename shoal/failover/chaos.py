@@ -33,7 +33,7 @@ from shoal.errors import UsageError
 from shoal.failover.beat import read, record_path
 from shoal.failover.events import read_events
 from shoal.failover.host import home
-from shoal.failover.inject import COMMITTING, STAGING, Planted, variable
+from shoal.failover.inject import COMMITTING, STAGING, Planted, disturbed, variable
 from shoal.failover.kinds import KINDS, MENDED, NEED_MOUNTS, OPS_OF, Kind
 from shoal.failover.nursery import Nursery
 from shoal.failover.supervisor import PROCESSES_FILE, Supervisor
@@ -227,15 +227,19 @@ class Chaos:
         run, checkpoints = folder / "run", folder / "run" / "checkpoints"
         try:
             def act() -> None:
-                if wait_until(lambda: done(run) >= step, seconds=120) and name == "disk-full":
+                if not wait_until(lambda: done(run) >= step, seconds=120):
+                    trial.problems.append(f"it did not come to step {step}")
+                elif name == "disk-full":
                     fill(folder / "filler")
                 else:
                     mount(f"mount --bind '{checkpoints}' '{checkpoints}' && mount -o remount,bind,ro '{checkpoints}'")
+                disturbed(run).touch()
 
             thread = threading.Thread(target=act)
             thread.start()
-            code = self._supervise(run, {})
+            code = self._supervise(run, variable([Planted("wait", 0, step, "F")]))
             thread.join()
+            disturbed(run).unlink()
             self._expect(trial, kind, code)
             (folder / "filler").unlink(missing_ok=True)
             if name == "read-only":

@@ -68,6 +68,11 @@ def variable(planted: list[Planted]) -> dict[str, str]:
     return {VARIABLE: json.dumps([asdict(each) for each in planted])}
 
 
+def disturbed(run: Path) -> Path:
+    """The file that says that what is done to a run from outside is done, beside the folder that the run's is in."""
+    return run.parent.with_name(f"{run.parent.name}-disturbed")
+
+
 def plant(trainer: Trainer) -> None:
     """Plant what is this rank's in this attempt."""
     mine = (trainer.mesh.rank, int(os.environ.get("SHOAL_ATTEMPT", 0)))
@@ -114,9 +119,9 @@ class Fault:
 
     def _around(self, name: str) -> None:
         """Have it happen while a checkpoint is written in the background."""
-        original: Callable[..., Any] = getattr(self.trainer.checkpoints, name)
+        original: Callable[..., Any] = getattr(self.trainer.states.disk, name)
 
-        def disturbed(*args: Any) -> Any:
+        def around(*args: Any) -> Any:
             if self.trainer.step >= self.planted.step:
                 self.soon(self.planted.fraction * max(self.lasted, 1e-3))
             begin = time.monotonic()
@@ -124,7 +129,7 @@ class Fault:
             self.lasted = time.monotonic() - begin
             return result
 
-        setattr(self.trainer.checkpoints, name, disturbed)
+        setattr(self.trainer.states.disk, name, around)
 
     def soon(self, seconds: float) -> None:
         """Do it in the middle of what this thread goes on with, where the deed can."""
@@ -151,11 +156,14 @@ class Fault:
                 raise ArithmeticError(RAISED)
             case "nan":
                 self.spoil()
+            case "wait":
+                while not disturbed(folder).exists():
+                    time.sleep(SLEEP)
             case "shard":
                 self.flip_shard()
                 end_here()
             case "flip" | "truncate" | "remove" as how:
-                self.trainer.checkpoints.wait()  # else a better one appears meanwhile
+                self.trainer.states.wait()  # else a better one appears meanwhile
                 newest = list_checkpoints(folder / "checkpoints")[-1].path
                 damage(sorted(newest.glob("*.safetensors")), how, self.random)
                 end_here()

@@ -14,23 +14,17 @@ import torch.distributed as dist
 from rich.console import Console
 
 from shoal.catalog import ModelShape
-from shoal.checkpoint import Checkpointer, CheckpointError
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.world import has_float8_products, peak_memory
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
-from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase
 from shoal.failover.events import write_event
 from shoal.failover.guard import Guard
-from shoal.failover.host import home
-from shoal.failover.memory import Memory
 from shoal.failover.reexecute import SilentCorruption
 from shoal.failover.replicas import ReplicasDiffer
-from shoal.failover.restore import Restored, restore
-from shoal.failover.spikes import Skips
 from shoal.train.blame import blame
 from shoal.train.bucket_size import settle_bucket_size
 from shoal.train.display import Display
@@ -39,8 +33,8 @@ from shoal.train.handicap import Handicaps, Watch, who_waits
 from shoal.train.histograms import Histograms
 from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.profile import Profiler, profiled_steps
-from shoal.train.run_folder import check_steps_left, checkpoints_of
 from shoal.train.sample import sample_checkpoint
+from shoal.train.states import States
 from shoal.train.timer import StepTimer
 from shoal.train.updates import NonFinite
 
@@ -87,26 +81,16 @@ class Trainer:
         handicaps = Handicaps.of(config.train, mesh.layout.world_size, restarted=restarted)
         relaxed = config.parallel.sync != "all-reduce"
         self.watch = Watch(self.engine, handicaps) if handicaps.any or relaxed else None
-        # A group of its own: saving goes on in the background of the training's collectives.
-        self.group = dist.new_group(backend="gloo") if mesh.layout.world_size > 1 else None
-        self.checkpoints = Checkpointer(
-            checkpoints_of(config, folder),
-            group=self.group,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.asynchronous,
-            fresh=not resume,
-            report=self.display.note,
-        )
-        restored = self._resume() if resume else None
+        data = samples["train"].fingerprint
+        self.states = States(config, shape, self.engine, folder, data, fresh=not resume, report=self.display.note)
+        restored = self.states.resume(restarted=restarted) if resume else None
         self.step = restored.step if restored else 0  # optimizer steps done
         self.source = restored.source if restored else ""
-        self.saved = self.step if restored and restored.save is None else -1  # on disk
-        self.memory = self._memory(restored) if config.failover.memory_every else None
         self.guard = Guard(self.engine, config.failover, self.step, restored.extra if restored else {})
-        self.stalled = 0.0  # seconds that saving held up training, since the last record
+        self.states.beside = self.guard.state
         self.beat.begun(self.step)
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)
-        self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.group) if profiled else None
+        self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.states.group) if profiled else None
         every = config.metrics.histograms
         self.histograms = Histograms(self.engine, every, folder) if every else None
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
@@ -135,10 +119,10 @@ class Trainer:
                         result = self.engine.step(self.step, stop=self._stop)
                 except NonFinite as error:
                     if error.untouched:  # the weights are still those of the step before
-                        self._save(block=True)
+                        self.states.save(self.step, block=True)
                     raise NonFinite(blame(self.engine, self.step, error)) from None
                 except SilentCorruption as error:
-                    self._distrust(self.guard.proven)
+                    self.states.distrust(self.guard.proven)
                     self._happened("silent corruption", ranks=error.ranks)
                     raise
                 timer.stop()
@@ -151,7 +135,7 @@ class Trainer:
                 stopped = result.stop and self.step < steps
                 self._after_step(result, timer, peak, last=stopped or self.step == steps)
             self.beat.phase(Phase.END)
-            self._save(block=True)
+            self.states.save(self.step, block=True)
             self._close()
             if self.watch:
                 every = [self.watch.times] * self.mesh.layout.world_size
@@ -197,9 +181,7 @@ class Trainer:
         return self.histograms.recording(self.step) if due else nullcontext()
 
     def _close(self) -> None:
-        self.checkpoints.close()
-        if self.memory:
-            self.memory.close()
+        self.states.close()
         if self.profiler:
             self.profiler.close()
         if self.writer:
@@ -238,9 +220,10 @@ class Trainer:
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not last:
             self.beat.phase(Phase.SAVE)
-            self._save(block=False)
-        if self.memory and self.step % self.config.failover.memory_every == 0 and not last:
-            self.stalled += self.memory.save(self.step, self.engine.state(), self._extra())
+            self.states.save(self.step, block=False)
+        every = self.config.failover.memory_every
+        if every and self.step % every == 0 and not last:
+            self.states.remember(self.step)
 
     def _ask_to_stop(self, *_) -> None:
         self._stop = True  # all ranks learn of it at the end of the step, and stop after the same one
@@ -251,7 +234,7 @@ class Trainer:
         memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         all_reduce(memory, self.mesh.group("world"), dist.ReduceOp.MAX)
         steps, seconds = timer.lap()
-        stalled, self.stalled = self.stalled, 0.0
+        stalled = self.states.take_stalled()
         if not self.first:
             return
         length = self.config.data.sequence_length
@@ -287,48 +270,6 @@ class Trainer:
         rate, unknown = all_reduce(total, self.mesh.group("world")).tolist()
         return None if unknown else rate
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
-    def _save(self, *, block: bool) -> None:
-        if self.saved == self.step:
-            self.checkpoints.wait()
-            return
-        self.stalled += self.checkpoints.save(self.step, self.engine.state(), self._extra(), block=block)
-        self.saved = self.step
-
-    def _extra(self) -> dict[str, Any]:
-        """What is saved beside the tensors."""
-        extra = {
-            "model": self.shape.model_dump(mode="json"),
-            "step": self.step,
-            "updates": self.engine.optimizer.count,
-            "optimizer": self.config.optimizer.name,
-            "layout": self.config.parallel.describe(),
-            "data": self.samples["train"].fingerprint,
-        }
-        if self.engine.loss_scale:
-            extra["loss_scale"] = self.engine.loss_scale.state()
-        if self.engine.skips.ranges:
-            extra["skipped"] = self.engine.skips.ranges
-        return extra | self.guard.state()
-
-    def _memory(self, restored: Restored | None) -> Memory:
-        """Keep the newest states in host memory from now on.
-
-        Raises:
-            UsageError: a host has no room for them.
-        """
-        memory = Memory(
-            home(self.folder, self.config.failover),
-            self.folder,
-            group=dist.new_group(backend="gloo") if self.mesh.layout.world_size > 1 else None,
-            node_ranks=self.config.failover.node_ranks,
-            keep=restored and restored.save,
-            report=self.display.note,
-        )
-        memory.prepare(self.engine.state())
-        return memory
-
     def _looked_and_went_back(self, result: StepResult, timer: StepTimer) -> bool:
         """Look for silent trouble after a step; whether the run has gone back to an earlier one.
 
@@ -338,7 +279,7 @@ class Trainer:
         try:
             slow = self.guard.after_step(self.step, timer.last)
         except ReplicasDiffer as error:
-            self._distrust(self.guard.proven)
+            self.states.distrust(self.guard.proven)
             self._happened("replicas differ", ranks=error.ranks)
             raise
         if slow:
@@ -357,24 +298,21 @@ class Trainer:
         What is left out is saved at once, so that a restart leaves it out too.
         """
         last, skips = self.step - 1, self.engine.skips
-        self.checkpoints.wait()
-        if self.memory:
-            self.memory.wait()
-        found, refused = self._restore(before=max(0, last - self.config.failover.spike_margin))
+        self.states.wait()
+        found, refused = self.states.restore(before=max(0, last - self.config.failover.spike_margin))
         if found is None:
             self.display.note("\n  ".join(["there is no state before it to go back to", *refused]))
             return False
         left_out = skips.without(found.step, last)
         self.engine.skip(left_out)
-        self._distrust(found.step)
-        self.step, self.saved = found.step, -1
+        self.states.distrust(found.step)
+        self.step = found.step
         self.guard.restore(self.step, found.extra)
         if self.writer:
             self.writer.close()
             self.writer = MetricsWriter(self.folder, self.step, self.config.metrics, plain(self.config))
-        self._save(block=True)
-        if self.memory:
-            self.memory.save(self.step, self.engine.state(), self._extra())
+        self.states.save(self.step, block=True)
+        self.states.remember(self.step)
         self.display.note(
             f"back to the state after step {self.step}, {found.source}; the batches of steps {self.step + 1} to "
             f"{last + 1} are left out ({sum(stop - start for start, stop in left_out.ranges)} in all)"
@@ -386,52 +324,3 @@ class Trainer:
         """Add to what happened to the run."""
         if self.first:
             write_event(self.folder, event, step=self.step, **values)
-
-    def _distrust(self, after: int) -> None:
-        """Let no restart go on from the states of later steps."""
-        self.checkpoints.set_aside(after)
-        if self.memory:
-            self.memory.forget(after)
-
-    def _restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
-        """Fill the engine from the newest good state, in memory or on disk; and why newer ones were refused."""
-        found, refused = restore(
-            checkpoints_of(self.config, self.folder),
-            home(self.folder, self.config.failover),
-            self.engine.state(),
-            group=self.group,
-            model=self.shape.model_dump(mode="json"),
-            before=before,
-        )
-        for line in refused:
-            self.display.note(line)
-        if found is not None:
-            if self.engine.loss_scale:
-                self.engine.loss_scale.restore(found.extra.get("loss_scale"))
-            self.engine.restored(found.extra.get("updates", found.step))
-        return found, refused
-
-    def _resume(self) -> Restored | None:
-        """Go on from the newest good state; None where a restart finds none.
-
-        Raises:
-            UsageError: there is none, or it has all the steps already.
-        """
-        found, refused = self._restore()
-        if found is None and self.restarted:
-            return None
-        if found is None:
-            raise CheckpointError(
-                "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
-            )
-        if not self.restarted:  # which may have been after the last step
-            check_steps_left(self.folder, found.step, self.config.train.steps)
-        saved = found.extra
-        if saved["data"] != self.samples["train"].fingerprint:
-            raise UsageError(
-                f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
-                f"(corpus {saved['data']}, now {self.samples['train'].fingerprint})."
-                "\n  Put the old files back, or start a new run."
-            )
-        self.engine.skip(Skips(saved.get("skipped", ())))
-        return found

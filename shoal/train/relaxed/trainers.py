@@ -189,7 +189,7 @@ class FreeTrainer(Trainer):
             self._log_until(self.step)
         every = self.config.checkpoint.every
         if stopped or self.step == self.config.train.steps or (every and self.step % every == 0):
-            self._save(block=True)
+            self.states.save(self.step, block=True)
         self._meet()
         return self.step
 
@@ -201,8 +201,7 @@ class FreeTrainer(Trainer):
         self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
         backend = dist.new_group(living, use_local_synchronization=True)
         self.among = Group(backend)
-        self.group = dist.new_group(living, backend="gloo", use_local_synchronization=True)
-        self.checkpoints.regroup(self.group)
+        self.states.regroup(living)
 
     def _tell_times(self) -> None:
         """The table of who waited, and how stale gradients were."""
