@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from shoal.comm.region import Region, host_identity
 from shoal.comm.shared import SharedGroup
 
 T = TypeVar("T")
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all of this process
 
 
 class Group:
@@ -38,6 +40,7 @@ class Group:
         self.backend, self.shared, self.link = backend, shared, link
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
+        _groups.add(self)
 
     def count(self, kind: str, x: Tensor, times: float) -> None:
         """Note that a collective sends each of ``x``'s bytes so many times.
@@ -68,6 +71,17 @@ class Group:
     def ranks(self) -> list[int]:
         """Their global ranks, in order."""
         return dist.get_process_group_ranks(self.backend)
+
+
+def leave_groups() -> None:
+    """Let go of every group's backend and shared memory; no group of this process is used again.
+
+    A group may outlive its world, in the graph of a backward pass that was never made. Each of gloo's has a thread that
+    wakes a hundred times a second for as long as somebody holds it.
+    """
+    for group in list(_groups):
+        del group.backend, group.shared
+    _groups.clear()
 
 
 def announce(device: torch.device) -> None:

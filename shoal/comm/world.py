@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.group import leave_groups
 from shoal.errors import UsageError
 
 COLLECTIVE_SECONDS = 600.0  # for which a rank waits for others before it gives up
@@ -64,6 +65,7 @@ def init_world(
 
 def destroy_world() -> None:
     """Leave the default process group and every group made from it; nothing to do where there is none."""
+    leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 

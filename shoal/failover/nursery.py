@@ -19,10 +19,10 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from types import TracebackType
 from typing import Any
 
@@ -90,9 +90,9 @@ class Nursery:
         self.log = log
         self._socket, theirs = socket.socketpair()
         with theirs, open(log, "a") as file:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [sys.executable, "-m", "shoal.failover.nursery", str(theirs.fileno()), str(os.getpid())],
-                env=dict(environment), stdin=subprocess.DEVNULL, stderr=file, pass_fds=(theirs.fileno(),),
+                env=dict(environment), stdin=DEVNULL, stderr=file, pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         self.pid = self._process.pid

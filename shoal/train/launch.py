@@ -285,7 +285,7 @@ class Crew:
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while len(self._ended()) < len(self.processes) and time.monotonic() < deadline:
-            # A rank that is killed closes its connections before it counts as ended, so that its peers may end first.
+            # A process closes its connections before it counts as ended, so that its peers may end first.
             ended |= self._fallen()
             if any(self._failure(rank).sure for rank in ended & self._bad()):
                 break
@@ -331,9 +331,12 @@ class Crew:
         return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
 
     def _fallen(self) -> set[int]:
-        """Those that ended by another signal than ours."""
+        """Those that ended of themselves, whatever was asked of them: by another signal than ours, or as if done."""
         codes = {rank: self.processes[rank].returncode for rank in self._ended()}
-        return {rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
+        return {
+            rank for rank, code in codes.items()
+            if (code < 0 and code != -signal.SIGTERM) or (code == 0 and self._early(rank))
+        }
 
     def _failure(self, rank: int) -> Failure:
         code, record = self.processes[rank].returncode, beat.read(beat.record_path(self.scratch, rank))

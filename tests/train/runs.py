@@ -30,6 +30,8 @@ from shoal.train.metrics import StepMetrics, read_metrics
 from shoal.train.run_folder import new_run
 from shoal.train.trainer import Trainer
 
+from .forked import Command, command
+
 ROOT = Path(__file__).parents[2]
 FOUR_RANKS = {"dp": 2, "zero": 1, "tp": 2, "micro_batch": 2}
 DEADLINE = 120.0  # seconds for one run, on a machine that is busy
@@ -58,10 +60,12 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
 
 def start(
     *words: str | Path, launcher: tuple[str, ...] = (), cwd: Path = ROOT, module: str = "shoal"
-) -> subprocess.Popen:
+) -> subprocess.Popen | Command:
     """``shoal WORDS``, as a process of its own; stderr goes to its stdout's pipe."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     environment["PYTHONPATH"] = str(ROOT)
+    if not launcher and module == "shoal":
+        return command([*map(str, words)], environment, cwd)
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), module, *map(str, words)],
         cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -76,7 +80,7 @@ def shoal(*words: str | Path, **options: Any) -> tuple[int, str]:
 
 
 def interrupt(
-    process: subprocess.Popen, folder: Path, step: int, act: Callable[[list[psutil.Process]], None]
+    process: subprocess.Popen | Command, folder: Path, step: int, act: Callable[[list[psutil.Process]], None]
 ) -> tuple[int, str, float]:
     """Let a run log ``step``, then act on its processes (the parent, then the ranks in order).
 

@@ -1,0 +1,150 @@
+"""Commands as forks of one process that has imported what they need: a test does not pay for imports.
+
+The code that runs is that of ``python -m shoal``, in a process and a session of its own; what is left out is starting
+an interpreter, for the command and for the nursery of its ranks. That is in `test_launch`, in the tests of torchrun, of
+a terminal and of bad input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from shoal.cli import main as shoal
+from shoal.failover import nursery
+from shoal.failover.nursery import Child, Nursery
+
+ORDER = "SHOAL_TEST_COMMAND"
+
+
+class Command:
+    """A command that was forked: the part of `subprocess.Popen` that tests need."""
+
+    def __init__(self, child: Child, log: Path):
+        self.pid, self.args, self._child, self._log = child.pid, (), child, log
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._child.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("shoal", timeout)
+            time.sleep(0.002)
+        return self._child.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self._log.read_text(), None
+
+    def send_signal(self, signum: int) -> None:
+        self._child.send_signal(signum)
+
+    def kill(self) -> None:
+        self._child.send_signal(signal.SIGKILL)
+
+
+@cache
+def folder() -> Path:
+    """Where commands write what they say, for as long as this process lives."""
+    made = tempfile.TemporaryDirectory(prefix="shoal-tests-")
+    atexit.register(made.cleanup)
+    return Path(made.name)
+
+
+@cache
+def commands(path: str) -> Nursery:
+    """The process that forks commands; it ends with this one."""
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    made = Nursery(environment, folder() / "nursery.log")
+    atexit.register(made.__exit__, None, None, None)
+    return made
+
+
+def command(words: list[str], environment: Mapping[str, str], cwd: Path) -> Command:
+    """Start ``shoal WORDS``."""
+    log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
+    order = json.dumps({"words": words, "cwd": str(cwd)})
+    forks = commands(environment["PYTHONPATH"])
+    child = forks.fork("tests.train.forked", {**environment, ORDER: order}, log, heard=False)
+    return Command(child, log)
+
+
+# ---- in the fork -----------------------------------------------------------------------------------------------------
+
+
+class ForkedNursery:
+    """The nursery of a command's ranks, a fork too: the part of `subprocess.Popen` that `Nursery` needs."""
+
+    def __init__(self, words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            atexit._clear()  # what the command registered is not this process's to do
+            os.setsid()
+            os.dup2(stderr.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = words[2:]
+            nursery.main()
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """The command."""
+    order = json.loads(os.environ.pop(ORDER))
+    os.chdir(order["cwd"])
+    nursery.Popen = ForkedNursery
+    sys.argv = ["shoal", *order["words"]]
+    return shoal(order["words"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
