@@ -6,7 +6,6 @@ Between its turns they are blocked on a pipe, so that they take no time from the
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.workload import Workload
-from shoal.comm.world import destroy_world, die_with_parent, init_world, loopback, peak_memory
+from shoal.comm.forks import become_worker, worker_context
+from shoal.comm.world import destroy_world, init_world, loopback, peak_memory
 from shoal.train.allocator import tune_allocator
 
 Step = Callable[[int], float]
@@ -78,13 +78,14 @@ class Crew:
         self.contender = contender
         self._done = 0
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
-        context = multiprocessing.get_context("spawn")
+        context = worker_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(contender.ranks):
             here, there = context.Pipe()
             store = str(Path(self._folder.name, "store"))
-            process = context.Process(target=_serve, args=(there, os.getpid(), contender, rank, store), daemon=True)
+            arguments = (there, dict(os.environ), contender, rank, store)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -136,8 +137,8 @@ class Crew:
         return [answers[pipe] for pipe in self._pipes]
 
 
-def _serve(pipe: Connection, parent: int, contender: Contender, rank: int, store: str) -> None:
-    die_with_parent(parent)
+def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, rank: int, store: str) -> None:
+    become_worker(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(contender.threads)
     if contender.tuned:

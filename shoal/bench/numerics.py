@@ -7,7 +7,6 @@ are 2^13 times as small. One run has gradients of that size, to see what float16
 from __future__ import annotations
 
 import csv
-import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shoal.comm.forks import worker_context
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import usable_cores
 from shoal.config import RunConfig, build, plain
@@ -96,7 +96,7 @@ def measure(names: Sequence[str], seeds: int, steps: int, say: Callable[[str], N
     jobs = [(name, seed) for seed in range(seeds) for name in names]
     prepare(config_of(REFERENCE, 0, steps).data)
     found = []
-    context = multiprocessing.get_context("spawn")
+    context = worker_context()
     with ProcessPoolExecutor(min(usable_cores(), len(jobs)), mp_context=context) as workers:
         configs = [plain(config_of(name, seed, steps)) for name, seed in jobs]
         for (name, seed), curve in zip(jobs, workers.map(_train, configs), strict=True):

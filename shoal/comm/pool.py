@@ -1,7 +1,7 @@
 """A pool of worker processes that runs a function on n ranks in well under a second.
 
-Starting a process and importing torch costs seconds, joining a process group costs milliseconds. So the workers are
-started once and kept, and each call gets a fresh process group of exactly the ranks that it asked for.
+Importing torch costs seconds, joining a process group costs milliseconds. So the workers are forks of a process that
+has imported it, started once and kept, and each call gets a fresh process group of exactly the ranks that it asked for.
 
     def total() -> float:
         x = torch.ones(1)
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -35,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.world import destroy_world, die_with_parent, init_world, loopback
+from shoal.comm.forks import become_worker, worker_context
+from shoal.comm.world import destroy_world, init_world, loopback
 
 START_SECONDS = 180.0  # to import torch, on a machine that is busy
 GRACE_SECONDS = 5.0  # for the peers of a failed rank to fail in turn
@@ -76,7 +76,7 @@ class Pool:
     def __init__(self, size: int, setup: Callable[[], object] | None = None):
         self.size = size
         self._setup = setup
-        self._context = multiprocessing.get_context("spawn")
+        self._context = worker_context()
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-")
         self._serial = count()
@@ -138,7 +138,7 @@ class Pool:
             here, there = self._context.Pipe()
             stack = Path(self._folder.name, f"stack-{next(self._serial)}")
             process = self._context.Process(
-                target=_serve, args=(there, os.getpid(), stack, self._setup), name="shoal-pool-worker", daemon=True
+                target=_serve, args=(there, dict(os.environ), stack, self._setup), name="shoal-pool-worker", daemon=True
             )
             process.start()
             there.close()  # so that the pipe ends when the worker does
@@ -243,8 +243,10 @@ def _stack_of(worker: _Worker) -> str:
 # ---- in the worker ---------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, parent: int, stack: Path, setup: Callable[[], object] | None) -> None:
-    die_with_parent(parent)
+def _serve(
+    pipe: Connection, environment: dict[str, str], stack: Path, setup: Callable[[], object] | None
+) -> None:
+    become_worker(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

@@ -26,14 +26,11 @@ from subprocess import DEVNULL, Popen
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from shoal.catalog import model_shape
 from shoal.comm.world import die_with_parent
-from shoal.models.transformer import Transformer
 
 PRELOADED = (
-    "shoal.train.trainer", "shoal.train.relaxed.trainers", "shoal.train.check", "torch.utils.tensorboard",
+    "shoal.comm.preload", "shoal.train.trainer", "shoal.train.relaxed.trainers", "shoal.train.check",
+    "torch.utils.tensorboard",
 )
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which may be sent to every process of a job
 BYTES = 1 << 16
@@ -240,11 +237,9 @@ def _tell(orders: socket.socket, **message: Any) -> None:
 
 
 def preload() -> None:
-    """Import what ranks will need; of torch also what it imports itself when a model is first built (800 modules)."""
+    """Import what ranks will need."""
     for name in PRELOADED:
         importlib.import_module(name)
-    with torch.device("meta"):  # shapes alone: nothing is computed, no thread started
-        Transformer(model_shape("tiny"))
 
 
 def main() -> None:
