@@ -137,6 +137,11 @@ def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:
         return pool.run(_train, ranks, config, shape, steps, timeout=3600.0)
 
 
+def makes_room(alone: int, most: int, budget: float) -> bool:
+    """Whether every rank stays inside a budget [bytes] that one device would not."""
+    return most <= budget < alone
+
+
 def _train(config: RunConfig, shape: ModelShape, steps: int) -> Kept:
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = SyntheticDataset(shape.vocab, config.data.sequence_length, config.train.seed)

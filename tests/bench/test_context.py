@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shoal.bench.context import Attention, ratio, seconds_of_a_step
+from shoal.bench.context import Attention, makes_room, ratio, seconds_of_a_step
 from shoal.cli import main
 
 
@@ -15,13 +15,9 @@ def test_a_ring_beside_its_bound() -> None:
     assert ratio({"ring": [3.0, 1.0, 2.0], "bound": [4.0, 4.0, 5.0]}) == 0.5
 
 
-def long_context(budget: float) -> int:
-    words = ["--ranks", "4", "--tokens", "1024", "--layers", "1", "--steps", "2", "--budget-mib", str(budget)]
-    return main(["bench", "long-context", *words])
-
-
 def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.CaptureFixture) -> None:
-    assert long_context(8.0) == 0
+    words = ["--ranks", "4", "--tokens", "1024", "--layers", "1", "--steps", "2", "--budget-mib", "8"]
+    assert main(["bench", "long-context", *words]) == 0
     out = capsys.readouterr().out
     alone, most = (float(share) for share in re.findall(r"B +\S? +(\d+\.\d+)", out.replace("│", " ").replace("┃", " ")))
     assert alone > 1 > most
@@ -31,10 +27,10 @@ def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.Captur
     assert first != second
 
 
-@pytest.mark.parametrize("budget", [1.0, 1000.0])
-def test_a_budget_that_shows_nothing_fails(budget: float) -> None:
+@pytest.mark.parametrize(("budget", "made"), [(1.0, False), (8.0, True), (20.0, True), (1000.0, False)])
+def test_a_budget_that_shows_nothing_fails(budget: float, made: bool) -> None:
     """Too small for a rank, or enough for one device."""
-    assert long_context(budget) == 1
+    assert makes_room(alone=32, most=8, budget=budget) is made
 
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm import ops, region, shared
+from shoal.comm import ops, shared
 from shoal.comm.group import Group, allocate
 from shoal.comm.mesh import Mesh
-from shoal.comm.pool import Pool, RankError
+from shoal.comm.pool import Pool
 from shoal.layout import Layout
 
 TRANSPORTS = ["auto", "backend"]
@@ -341,117 +338,3 @@ def test_messages_arrive_in_order(
 def test_messages_may_be_larger_than_the_ring_and_many(pool: Pool) -> None:
     """Both ranks send three times what the ring holds before either receives."""
     pool.run(round_trip, 2, "auto", [shared.PAIR_CAPACITY // 8 * 9, 0, 1, shared.PAIR_CAPACITY // 8 * 15], torch.uint8)
-
-
-# ---- the end of a rank, and of memory ---------------------------------------------------------------------------
-
-
-def killed_in_the_middle(large: bool) -> None:
-    group, x = world("auto"), torch.ones(10**7 if large else 10)
-    ops.all_reduce(x, group)
-    if dist.get_rank() == 1:
-        work = ops.start_all_reduce(x, group) if large else None
-        os.kill(os.getpid(), signal.SIGKILL)
-        work.wait()
-    ops.all_reduce(x, group)
-
-
-def open_regions() -> int:
-    """Regions that this process and all that it started have mapped."""
-    found, here = 0, psutil.Process()
-    for process in (here, *here.children(recursive=True)):
-        try:
-            found += sum("memfd:shoal" in each.path for each in process.memory_maps())
-        except psutil.Error:
-            continue
-    return found
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["before it", "in it"])
-def test_the_others_end_with_an_error_when_a_rank_is_killed(large: bool) -> None:
-    before = set(os.listdir("/dev/shm"))
-    with Pool(3) as own:
-        with pytest.raises(RankError) as error:
-            own.run(killed_in_the_middle, 3, large)
-        causes = dict(error.value.failures)
-        assert "SIGKILL" in causes[1]
-        for rank in (0, 2):
-            assert "PeerLost" in causes[rank] and "rank 1" in causes[rank] and "has ended" in causes[rank]
-    assert set(os.listdir("/dev/shm")) == before
-    assert open_regions() == 0
-
-
-def leaves_early() -> None:
-    group = world("auto")
-    if dist.get_rank() == 1:
-        raise ArithmeticError("the real cause")
-    ops.all_reduce(torch.ones(3), group)
-
-
-def test_the_others_end_with_an_error_when_a_rank_raises(pool: Pool) -> None:
-    start = time.monotonic()
-    with pytest.raises(RankError, match="the real cause") as error:
-        pool.run(leaves_early, 2)
-    assert "has left the group" in dict(error.value.failures)[0]
-    assert time.monotonic() - start < 4
-
-
-def never_comes(rank: int) -> str:
-    group = world("auto")
-    group.shared.progress.timeout = 0.3
-    if dist.get_rank() == rank:
-        time.sleep(1.0)
-        return ""
-    with pytest.raises(TimeoutError) as error:
-        ops.all_reduce(torch.ones(3), group)
-    return str(error.value)
-
-
-def test_waiting_ends_at_the_timeout_and_names_the_rank(pool: Pool) -> None:
-    assert "waits for rank 2" in pool.run(never_comes, 3, 2)[0]
-
-
-def without_memory(where: str) -> tuple[bool, float]:
-    """One rank cannot make or map the region."""
-
-    def refuse(*_: object) -> int:
-        raise OSError("no memory")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if where == "make" and dist.get_rank() == 0:
-            patch.setattr(region.Region, "create", refuse)
-        if where == "map" and dist.get_rank() == 1:
-            patch.setattr(region.mmap, "mmap", refuse)
-        group = Mesh(Layout(tp=2), dist.get_rank()).group("tp")
-    return group.shared is None, ops.all_reduce(torch.ones(1), group).item()
-
-
-@pytest.mark.parametrize("where", ["make", "map"])
-def test_without_memory_all_take_the_backend(pool: Pool, where: str) -> None:
-    assert pool.run(without_memory, 2, where) == [(True, 2.0)] * 2
-
-
-def outside_first() -> float | None:
-    """The middle stage is outside of the first group that the others make, and goes on to something else."""
-    made = Mesh(Layout(pp=3), dist.get_rank())
-    ends = made.group("pp:0,2")
-    if ends is None:
-        dist.recv(torch.empty(1), 0)
-        return None
-    if dist.get_rank() == 0:
-        dist.send(torch.empty(1), 1)
-    return ops.all_reduce(torch.ones(1), ends).item()
-
-
-def test_a_group_waits_for_its_members_alone(pool: Pool) -> None:
-    assert pool.run(outside_first, 3) == [2.0, None, 2.0]
-
-
-def on_two_hosts() -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.comm.group.host_identity", lambda: f"host {dist.get_rank() // 2}")
-        return Mesh(Layout(dp=2, tp=2), dist.get_rank()).group("tp").shared is None
-
-
-def test_a_world_on_two_hosts_takes_the_backend(pool: Pool) -> None:
-    assert all(pool.run(on_two_hosts, 4))
