@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.catalog import ModelShape, model_shape
+from shoal.catalog.depths import Depths
+from shoal.catalog.experts import Experts
 from shoal.errors import UsageError
 from shoal.layout import AXES, Layout
 
@@ -166,6 +168,36 @@ def test_sequence_parallel_divides_the_sequence():
     check(tp=4, sequence_length=255)
 
 
+def test_a_grid_of_tensor_parallel_ranks():
+    check(tp=4, tp_x=2)
+    check(tp=4, tp_x=2, sequence_parallel=True, sequence_length=254)  # of which each rank takes half
+    assert "parallel.tp_x = 2 needs parallel.tp > 1" in refusal(tp_x=2)
+    message = refusal(tp=4, tp_x=4)
+    assert "parallel.tp_x = 4 does not make a grid of tp 4: it must divide it, and be less" in message
+    assert "Fits tp 4: 1, 2." in message
+    assert "does not divide model.hidden = 254" in refusal(tp=8, tp_x=4, shape=TINY.model_copy(update={"hidden": 254}))
+    shape = TINY.model_copy(update={"heads": 12, "kv_heads": 6, "ffn": 684})
+    message = refusal(tp=12, tp_x=3, shape=shape.model_copy(update={"hidden": 252}))
+    assert "leaves tp / tp_x = 4, which fits model.kv_heads = 6 neither way" in message
+    assert "Fits tp 12: 1, 2, 4, 6." in message
+    message = refusal(tp=4, tp_x=2, sequence_parallel=True, sequence_length=255)
+    assert "255 is not a multiple of tp / tp_x = 2" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "said"),
+    [
+        ({"tp_overlap": True}, {}, "tp_overlap"),
+        ({}, {"experts": Experts(count=4, per_token=1, ffn=8)}, "experts"),
+        ({}, {"depths": Depths(capacity=0.5)}, "depths"),
+    ],
+)
+def test_what_a_grid_does_not_combine_with(fields, model, said):
+    message = refusal(tp=4, tp_x=2, shape=TINY.model_copy(update=model), **fields)
+    assert "parallel.tp_x = 2 with" in message
+    assert f"Leave tp_x or {said} out." in message
+
+
 def test_what_shards_no_parameters_gathers_none():
     assert "parallel.prefetch = 2, but parallel.zero = 1 keeps parameters whole" in refusal(dp=2, zero=1, prefetch=2)
     assert "parallel.reshard_after_forward = false" in refusal(dp=2, zero=2, reshard_after_forward=False)
@@ -210,6 +242,7 @@ def test_choices_are_closed(wrong):
         ({"dp": 2}, "dp 2 (DDP)"),
         ({"dp": 4, "zero": 3, "zero_shard": 2}, "dp 4 (ZeRO-3, shard 2)"),
         ({"tp": 2, "sequence_parallel": True, "pp": 2}, "tp 2 + sequence parallel x pp 2 (1f1b)"),
+        ({"tp": 8, "tp_x": 2}, "tp 8 (grid 2 x 4)"),
     ],
 )
 def test_describe(fields, line):

@@ -74,20 +74,22 @@ class Mesh:
         Besides `AXES` and `EXPERT_AXES`, there are several as one (`shoal.layout.axes_of`), and these parts of axes:
         "pp:a,b", the places a and b of the pipeline (as those that share a tied embedding), this rank alone if it is
         at neither;
-        "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number;
+        "tp_x", the neighbours in tp that split the hidden state; "tp_y", the other axis of their grid;
+        "tp/n", the n neighbours in tp that hold the same key/value head where tp exceeds their number, and "tp_y/n";
         "ulysses", the neighbours in cp that exchange tokens for heads; "ring", those that keys and values go round.
         """
         if axis.startswith("pp:"):
             ranks = [self.ranks("pp")[int(place)] for place in axis[3:].split(",")]
             return ranks if self.rank in ranks else [self.rank]
-        if axis.startswith("tp/"):
-            n, ranks = int(axis[3:]), self.ranks("tp")
-            start = ranks.index(self.rank) // n * n
-            return ranks[start : start + n]
-        if axis in ("ulysses", "ring"):
-            ranks, n = self.ranks("cp"), self.layout.ulysses
-            here = ranks.index(self.rank)
-            return ranks[here // n * n :][:n] if axis == "ulysses" else ranks[here % n :: n]
+        if "/" in axis:
+            whole, n = axis.split("/")
+            return self._neighbours(whole, int(n))
+        if axis in ("tp_x", "tp_y", "ulysses", "ring"):  # an axis as a grid, the first of each the inner one
+            whole, n = ("tp", self.layout.tp_x) if axis.startswith("tp") else ("cp", self.layout.ulysses)
+            if axis in ("tp_x", "ulysses"):
+                return self._neighbours(whole, n)
+            ranks = self.ranks(whole)
+            return ranks[ranks.index(self.rank) % n :: n]
         axes = axes_of(self.layout, axis)
         if axes and axes[0] in EXPERT_AXES[1:]:
             grid, place = self._expert_place
@@ -95,6 +97,12 @@ class Mesh:
             return grid[where].flatten().tolist()
         where = tuple(slice(None) if name in axes else self.coordinate[name] for name in AXES)
         return self.grid[where].flatten().tolist()
+
+    def _neighbours(self, axis: str, n: int) -> list[int]:
+        """Those of this rank where an axis is cut into runs of n."""
+        ranks = self.ranks(axis)
+        start = ranks.index(self.rank) // n * n
+        return ranks[start : start + n]
 
     def with_layout(self, layout: Layout) -> Mesh:
         """The same ranks and groups for a layout of the same shape."""

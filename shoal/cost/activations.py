@@ -1,9 +1,9 @@
 """Bytes that a forward pass leaves for its backward, tensor by tensor.
 
 Shapes: b sequences, s tokens, h hidden, a heads of width d, k key/value heads, f inside the feed-forward block, v
-vocabulary, t tensor-parallel ranks; with context parallelism s is what the fullest rank has of a sequence. Every entry
-of a list here is one tensor that autograd keeps on one rank; tensors that several operations share are there once,
-weights (which are held anyway) not at all.
+vocabulary, t tensor-parallel ranks (a grid of x y; in one dimension x is 1 and y is t); with context parallelism s is
+what the fullest rank has of a sequence. Every entry of a list here is one tensor that autograd keeps on one rank;
+tensors that several operations share are there once, weights (which are held anyway) not at all.
 
 The papers' closed forms, for the layers of GPT with 16-bit activations and dropout, are in `korthikanti`.
 """
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
     Attributes:
         shape: the model.
-        layout: its tp, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
+        layout: its tp, tp_x, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
         s: tokens of a whole sequence.
         itemsize: bytes of the compute dtype.
         kernel: of attention.
@@ -69,8 +69,13 @@ class Pass(NamedTuple):
 
     @property
     def tokens_here(self) -> int:
-        """b s, or b s/t between the tensor-parallel regions where the sequence is split."""
-        return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
+        """b s, or b s/y between the tensor-parallel regions where the sequence is split."""
+        return self.tokens // self.layout.token_multiple
+
+    @property
+    def hidden_here(self) -> int:
+        """h, or h/x of a grid's rank."""
+        return self.shape.hidden // self.layout.tp_x
 
     @property
     def exact(self) -> int:
@@ -92,12 +97,19 @@ def layer(run: Pass, recompute: Recompute | None = None, *, sparse: bool = False
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
-        return [Saved("layer input", "[b, s, h]", run.itemsize * run.tokens_here * run.shape.hidden)]
+        return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
     return [*_norm(run), *_attention(run, mode), *_norm(run), *(_experts(run) if sparse else _mlp(run))]
 
 
 def _norm(run: Pass) -> list[Saved]:
-    n, h, e = run.tokens_here, run.shape.hidden, run.itemsize
+    n, h, e = run.tokens_here, run.hidden_here, run.itemsize
+    if run.layout.tp_x > 1:  # in parts, with sums over ranks between
+        same = run.shape.family == "llama" and e >= 4
+        return [
+            Saved("norm input" if same else "centred, fp32", "[b, s, h/x]", run.exact * n * h),
+            Saved("1/std", "[b, s]", run.exact * n),
+            Saved("normalised", "[b, s, h/x]", e * n * h),
+        ]
     if run.shape.family == "gpt":
         stat = e if not run.fused_norm else run.exact
         return [Saved("norm input", "[b, s, h]", e * n * h), Saved("norm mean, 1/std", "[b, s]", 2 * stat * n)]
@@ -120,7 +132,7 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
     saved = [
-        Saved("attention input", "[b, s, h]", e * n * shape.hidden),
+        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
@@ -130,19 +142,29 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
     elif mode == "none":
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
-    return [*saved, Saved("attention output", "[b, s, a d/t]", e * n * q)]
+    if run.layout.tp_x == 1 or (mode == "none" and run.kernel == "sdpa"):  # whose backward needs it
+        saved.append(Saved("attention output", "[b, s, a d/t]", e * n * q))
+    return [*saved, *_gathered(run, "attention output", "a d", q)]
+
+
+def _gathered(run: Pass, what: str, letters: str, width: int) -> list[Saved]:
+    """On a grid, what a block's last product is of: the parts, each of ``width`` numbers a token, along x."""
+    x = run.layout.tp_x
+    return [Saved(f"{what}, gathered", f"[b, s, {letters}/y]", run.itemsize * run.tokens * width * x)] if x > 1 else []
 
 
 def _ring(run: Pass, q: int) -> list[Saved]:
     """Attention round a ring, of q numbers a token in its queries: no scores, whatever the kernel."""
     e, n, d = run.itemsize, run.tokens, run.shape.head_dim
     saved = [
-        Saved("attention input", "[b, s, h]", e * n * run.shape.hidden),
+        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[2, b, k/t, s, d]", 2 * e * n * kv_heads(run.shape, run.layout) * d),
         Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * q // d),
         Saved("attention output", "[b, s, a d/t]", e * n * q),
     ]
+    if run.layout.tp_x > 1:
+        return saved + _gathered(run, "attention output", "a d", q)
     # The other order of heads and tokens is another tensor.
     return [*saved, Saved("exchanged output", "[b, s, a d/t]", e * n * q)] if run.layout.ulysses > 1 else saved
 
@@ -165,8 +187,9 @@ def blocks(s: int) -> list[tuple[int, int]]:
 def _mlp(run: Pass, width: int | None = None) -> list[Saved]:
     e, n, f = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    entering = Saved("mlp input", "[b, s, h]", e * n * run.shape.hidden)
-    return [entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside)]
+    entering = Saved("mlp input", "[b, s, h/x]", e * n * run.hidden_here)
+    *inner, last = (Saved(what, "[b, s, f/t]", e * n * f) for what in inside)
+    return [entering, *inner, *(_gathered(run, last.what, "f", f) or [last])]
 
 
 def _experts(run: Pass) -> list[Saved]:
@@ -247,11 +270,11 @@ def stage(run: Pass, layers: int, *, first: bool, last: bool, sparse: int = 0) -
     if sparse:
         saved += layer(run, sparse=True) * sparse
     saved += head(run) if last else []
-    hidden = run.itemsize * run.tokens_here * run.shape.hidden
+    hidden = run.itemsize * run.tokens_here * run.hidden_here
     if not first and not any(tensor.what in ("norm input", "layer input") for tensor in saved):
-        saved.append(Saved("stage input", "[b, s, h]", hidden))
+        saved.append(Saved("stage input", "[b, s, h/x]", hidden))
     if not last:
-        saved.append(Saved("stage output", "[b, s, h]", hidden))
+        saved.append(Saved("stage output", "[b, s, h/x]", hidden))
     return saved
 
 

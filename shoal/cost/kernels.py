@@ -109,13 +109,13 @@ class Kernels:
     @cached_property
     def products(self) -> np.ndarray:
         """Of a layer's forward; backward has two for each."""
-        r, (q, kv), n = self.runs, self.widths, self.runs.tokens
-        up = (1 + r.gated) * r.ffn / r.tp
-        attention = self.product(n, r.hidden, q + 2 * kv, self.layer_rate) + self.product(
-            n, q, r.hidden, self.layer_rate
+        r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
+        up = (1 + r.gated) * r.ffn / r.tp_y
+        attention = self.product(n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate) + self.product(
+            n, q * r.tp_x, hidden, self.layer_rate
         )
-        block = self.product(n, r.hidden, up, self.layer_rate) + self.product(
-            n, r.ffn / r.tp, r.hidden, self.layer_rate
+        block = self.product(n, hidden, up, self.layer_rate) + self.product(
+            n, r.ffn / r.tp_y, hidden, self.layer_rate
         )
         return attention + r.active * block
 
@@ -150,7 +150,7 @@ class Kernels:
     def tokens_between(self) -> np.ndarray:
         """Between the tensor-parallel regions of a layer."""
         r = self.runs
-        return np.where(r.sequence_parallel > 0, r.tokens / r.tp, r.tokens)
+        return np.where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
 
     @cached_property
     def elements(self) -> np.ndarray:
@@ -158,14 +158,17 @@ class Kernels:
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
         wide = self.of("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
-        inner = self.tokens_between * r.hidden * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
+        inner = self.tokens_between * r.hidden / r.tp_x * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
         return E * inner / self.hbm
 
     @cached_property
     def exchange(self) -> np.ndarray:
-        """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it."""
-        r = self.runs
-        return self.group(r.tp, 1).reduce(E * r.tokens * r.hidden)
+        """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
+        with half of what a layer's forward scatters and gathers along x."""
+        r, (q, kv) = self.runs, self.widths
+        along_y = self.group(r.tp_y, r.tp_x).reduce(E * r.tokens * r.hidden / r.tp_x)
+        inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
+        return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
     def launches(self) -> np.ndarray:

@@ -69,7 +69,7 @@ def memory_rate(cluster: Cluster) -> float:
 
 
 def layer_of(
-    shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, cp: int,
+    shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
     sequence_parallel: bool, recompute: str, later: float,
 ) -> Layer:  # fmt: skip
     """The times of a layer.
@@ -84,7 +84,7 @@ def layer_of(
     runs = Runs.of([{
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
-        "s": s, "b": b, "microbatches": 1, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel,
+        "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
         "recompute": RECOMPUTE.index(recompute), "attention": ATTENTION.index("flash-2"), "overlap_tensor": 1,
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
         "hbm": machine.memory_bandwidth / wide, "memory": machine.memory_bytes,

@@ -57,7 +57,7 @@ class Held:
 
 Unit = list[Held]
 """What is gathered at once: the embedding, a layer, the final norm and the head."""
-SPLITTING = ("tp", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
+SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
 
 
 def units_of(
@@ -67,10 +67,14 @@ def units_of(
     h, bias = shape.hidden, shape.family == "gpt"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tp, group = layout.tp, min(layout.tp, shape.kv_heads)
-    summed = "tp" if tp > 1 and layout.sequence_parallel else ""
+    y, x = layout.tp_y, layout.tp_x
+    y_index, x_index = divmod(tp_index, x)  # of a grid; in one dimension (tp_index, 0)
+    summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
 
-    def whole(name: str, *size: int) -> Held:
-        return Held(name, size, Box.whole(size), math.prod(size), summed, tp)
+    def whole(name: str, *size: int) -> Held:  # but for the hidden dim, its last, of which a grid's rank has a part
+        *others, last = size
+        box = Box((*(0 for _ in others), x_index * (last // x)), (*others, last // x))
+        return Held(name, size, box, box.numel, summed, y)
 
     def rows(name: str, *size: int, parts: int = tp, alone: bool = False) -> Held:
         copies, each = tp // parts, -(-size[0] // parts)
@@ -80,16 +84,22 @@ def units_of(
         return Held(name, size, box, each * math.prod(size[1:]), partial, copies, alone)
 
     def columns(name: str, out: int, width: int) -> Held:
-        part = width // tp
-        return Held(name, (out, width), Box((0, tp_index * part), (out, part)), out * part)
+        box = Box((x_index * (out // x), y_index * (width // y)), (out // x, width // y))
+        return Held(name, (out, width), box, box.numel)
 
     def norm(name: str) -> Iterator[Held]:
         yield whole(f"{name}.weight", h)
         if bias:
             yield whole(f"{name}.bias", h)
 
+    def block_of(name: str, size: int, parts: int) -> Held:  # on a grid
+        copies, each = y // min(y, parts), size // min(y, parts)
+        box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
+        return Held(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
+
     def into(name: str, size: int, parts: int = tp) -> Iterator[Held]:  # column-parallel
-        yield rows(f"{name}.weight", size, h, parts=parts)
+        weight = f"{name}.weight"
+        yield rows(weight, size, h, parts=parts) if x == 1 else block_of(weight, size, parts)
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 

@@ -28,7 +28,7 @@ class Runs:
         experts, active: of a layer, and how many a token goes through; 1 and 1 without a router.
         s, b: tokens of a sequence, and sequences of a micro-batch.
         microbatches: of one replica in a step.
-        tp, pp, virtual, dp, cp, ep: degrees.
+        tp, pp, virtual, dp, cp, ep: degrees; tp_x, tp_y: of the grid that tp is in two dimensions.
         shard: ranks over which ZeRO's stage of ``zero`` shards.
         sequence_parallel: 0 or 1.
         recompute: index into `RECOMPUTE`.
@@ -64,6 +64,7 @@ class Runs:
     experts: np.ndarray = 1
     active: np.ndarray = 1
     tp: np.ndarray = 1
+    tp_x: np.ndarray = 1
     pp: np.ndarray = 1
     virtual: np.ndarray = 1
     dp: np.ndarray = 1
@@ -114,6 +115,11 @@ class Runs:
     def size(self) -> int:
         """How many."""
         return len(self.layers)
+
+    @property
+    def tp_y(self) -> np.ndarray:
+        """See above."""
+        return self.tp / self.tp_x
 
     @property
     def ranks(self) -> np.ndarray:

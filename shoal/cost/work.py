@@ -22,13 +22,14 @@ def layer_forward(run: Pass, slices: Sequence[int] = ()) -> tuple[int, int, int]
     Args:
         slices: tokens of each, where sequences come in slices that see those before them.
     """
-    shape, t, n = run.shape, run.layout.tp, run.tokens
+    shape, t, y, n = run.shape, run.layout.tp, run.layout.tp_y, run.tokens
     q = shape.heads * shape.head_dim // t
-    kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
+    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # of tp_x ranks together
     matrices = 3 if shape.family == "llama" else 2
     scores = sum(rows * seen for part in _scored(run, slices) for rows, seen in part)
     core = 4 * run.layout.micro_batch * scores * q
-    return 2 * n * shape.hidden * (2 * q + 2 * kv), core, 2 * n * shape.hidden * matrices * (shape.ffn // t)
+    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
+    return projections, core, 2 * n * shape.hidden * matrices * (shape.ffn // t)
 
 
 def _scored(run: Pass, slices: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -64,6 +64,11 @@ class Layout(BaseModel):
     tp: Degree = 1
     """Tensor-parallel ranks: matrices are split inside each layer (Shoeybi et al. 2019)."""
 
+    tp_x: Degree = 1
+    """So many of the tensor-parallel ranks split the hidden state between all layers, and the input of every matrix
+    there: matrices are split both ways, over a grid of tp_x x tp/tp_x ranks (Pope et al. 2022, section 3.2.2). Sends
+    less than one dimension from some 8 ranks on."""
+
     sequence_parallel: bool = False
     """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
 
@@ -156,13 +161,20 @@ class Layout(BaseModel):
         """Replicas that hold the same shard."""
         return self.dp // self.dp_shard
 
+    @property
+    def tp_y(self) -> int:
+        """Tensor-parallel ranks that split what is inside a layer: all, or the other axis of their grid."""
+        return self.tp // self.tp_x
+
     def overlaps_products(self, background: bool) -> bool:
         """Whether tensor parallelism's collectives and products are made part by part (see `tp_overlap`).
 
         Args:
             background: whether transfers go on while a rank computes.
         """
-        return self.tp > 1 and (self.sequence_parallel and background if self.tp_overlap == "auto" else self.tp_overlap)
+        if self.tp == 1 or self.tp_x > 1:
+            return False
+        return self.sequence_parallel and background if self.tp_overlap == "auto" else self.tp_overlap
 
     @property
     def shards(self) -> int:
@@ -176,8 +188,8 @@ class Layout(BaseModel):
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a rank are a multiple of: tp, where it splits them again."""
-        return self.tp if self.sequence_parallel else 1
+        """What the tokens of a rank are a multiple of: the ranks that split them again, of tensor parallelism."""
+        return self.tp_y if self.sequence_parallel else 1
 
     @property
     def expert_tensor(self) -> int:
@@ -232,7 +244,8 @@ class Layout(BaseModel):
             sharded = f", ZeRO-{self.zero}" if self.zero and self.dp == 1 else ""
             parts.append(f"cp {self.cp} ({how}{sharded})")
         if self.tp > 1:
-            parts.append(f"tp {self.tp}" + (" + sequence parallel" if self.sequence_parallel else ""))
+            grid = f" (grid {self.tp_x} x {self.tp_y})" if self.tp_x > 1 else ""
+            parts.append(f"tp {self.tp}{grid}" + (" + sequence parallel" if self.sequence_parallel else ""))
         if self.ep > 1 or self.etp is not None:
             parts.append(f"ep {self.ep}" + (f" (etp {self.etp})" if self.etp is not None else ""))
         if self.pp > 1:

@@ -92,6 +92,11 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
 
 def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
     if layout.tp == 1:
+        if layout.tp_x > 1:
+            raise UsageError(
+                f"parallel.tp_x = {layout.tp_x} needs parallel.tp > 1: it makes a grid of the tensor-parallel ranks."
+                "\n  Set parallel.tp to a multiple of it, or leave tp_x out."
+            )
         if layout.sequence_parallel:
             raise UsageError(
                 "parallel.sequence_parallel = true needs parallel.tp > 1: it splits the sequence over the "
@@ -115,13 +120,46 @@ def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: i
             f"(each rank takes some) or be a multiple of it (each head is replicated)."
             f"\n  Nearest tp that fits the model: {_nearest_tp(layout, shape)}."
         )
-    if layout.sequence_parallel and sequence_length % layout.tp:
-        near = max(sequence_length, 2 * layout.cp * layout.tp if layout.cp > 1 else 0)
+    _check_grid(layout, shape)
+    parts = layout.token_multiple
+    if sequence_length % parts:
+        near = max(sequence_length, 2 * layout.cp * parts if layout.cp > 1 else 0)
+        name = "tp" if layout.tp_x == 1 else "tp / tp_x ="
         raise UsageError(
-            f"data.sequence_length = {sequence_length} is not a multiple of tp {layout.tp}, as sequence parallelism "
-            f"needs: each rank takes sequence_length / tp tokens."
-            f"\n  Nearest lengths that are: {_nearest_multiples(near, layout.tp)}."
+            f"data.sequence_length = {sequence_length} is not a multiple of {name} {parts}, as sequence parallelism "
+            f"needs: each rank takes sequence_length / {parts} tokens."
+            f"\n  Nearest lengths that are: {_nearest_multiples(near, parts)}."
         )
+
+
+def _check_grid(layout: Layout, shape: ModelShape) -> None:
+    """Of tensor parallelism in two dimensions."""
+    x, y = layout.tp_x, layout.tp_y
+    if x == 1:
+        return
+    field = f"parallel.tp_x = {x}"
+    fits = [
+        n for n in divisors(layout.tp)[:-1]
+        if shape.hidden % n == 0 and (shape.kv_heads % (layout.tp // n) == 0 or (layout.tp // n) % shape.kv_heads == 0)
+    ]
+    if x not in fits:
+        if layout.tp % x or x == layout.tp:
+            why = f"does not make a grid of tp {layout.tp}: it must divide it, and be less"
+        elif shape.hidden % x:
+            why = f"does not divide model.hidden = {shape.hidden}, of which each rank takes hidden / tp_x"
+        else:
+            why = (
+                f"leaves tp / tp_x = {y}, which fits model.kv_heads = {shape.kv_heads} neither way: it must divide "
+                "them or be a multiple of them"
+            )
+        raise UsageError(f"{field} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
+    for refused, what, mend in (
+        (shape.experts is not None, "with experts, whose ranks take their tokens from one dimension", "experts"),
+        (shape.depths is not None, "with model.depths, whose routers score a whole hidden state", "depths"),
+        (layout.tp_overlap is True, "with tp_overlap = true, which makes the products of one dimension", "tp_overlap"),
+    ):
+        if refused:
+            raise UsageError(f"{field} {what}.\n  Leave tp_x or {mend} out.")
 
 
 def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:

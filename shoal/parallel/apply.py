@@ -17,6 +17,7 @@ from shoal.parallel.data import ShardedParameters
 from shoal.parallel.depths import apply_mixture_of_depths, chosen_spread
 from shoal.parallel.expert import apply_expert_parallel
 from shoal.parallel.float8 import Float8, apply_float8
+from shoal.parallel.grid import apply_grid
 from shoal.parallel.held import HeldParameters
 from shoal.parallel.recompute import apply_recompute
 from shoal.parallel.split import Split
@@ -92,7 +93,10 @@ def _build_stage(
     postponed = Postponed()
     # On the meta device, so that no rank ever allocates a whole matrix.
     overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
-    splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
+    if layout.tp_x > 1:
+        splits = apply_grid(model, shape, mesh, postponed)
+    else:
+        splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
     chosen = chosen_spread(shape, mesh, spread)
     splits |= apply_expert_parallel(model, shape, mesh, spread, chosen)
     splits = share_tied(splits, shape, part, depth)

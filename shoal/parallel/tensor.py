@@ -14,7 +14,9 @@ modules at a region's edges then have a `Passage` instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +68,23 @@ class TensorParallel:
         """Out of a block: sum the partial outputs. [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
         return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
 
+    def enter_whole(self, x: Tensor) -> Tensor:
+        """Into a product over all of h: what this rank has of the hidden state -> [b, s, h]."""
+        return self.enter(x)
+
+    def leave_whole(self, x: Tensor) -> Tensor:
+        """Out of a sum over all ranks: [b, s, h] -> what this rank has of the hidden state."""
+        return self.leave(x)
+
 
 # ---- the kinds of split ----------------------------------------------------------------------------------------
+
+
+class Kind(Protocol):
+    """What becomes of a module."""
+
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+        """Split it in place; returns how its parameters are split."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ class Column:
     """Split by output: rank r holds the r-th part of the rows of the weight and of the bias."""
 
     def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
-        return [_rows(module, name, part, at, at.size) for part, _ in list(module.named_parameters())]
+        return [keep_rows(module, name, part, at, at.size) for part, _ in list(module.named_parameters())]
 
 
 class KeyValue:
@@ -107,7 +124,7 @@ class KeyValue:
 
     def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
         parts = min(at.size, at.shape.kv_heads)
-        return [_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
+        return [keep_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ class Row:
         out_features, in_features = module.weight.shape
         part = in_features // at.size
         box = Box((0, at.rank * part), (out_features, part))
-        module.weight = _empty(box.shape, module.weight)
+        module.weight = empty_like(module.weight, box.shape)
         module.forward = lambda x: _row_forward(module, x, at, self.tokenwise)
         return [Split(f"{name}.weight", (out_features, in_features), box, box.shape)]
 
@@ -138,9 +155,9 @@ class VocabularyEmbedding:
     """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
 
     def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[Split]:
-        split = _rows(module, name, "weight", at, at.size)
+        split = keep_rows(module, name, "weight", at, at.size)
         start = split.box.offset[0]
-        module.forward = lambda tokens: at.leave(_look_up(module, tokens - start, split.box.shape[0]))
+        module.forward = lambda tokens: at.leave_whole(_look_up(module, tokens - start, split.box.shape[0]))
         return [split]
 
 
@@ -165,8 +182,8 @@ class VocabularyHead:
         if at.overlap:
             module.forward = lambda x: product(module, x, at.entry())
         else:
-            Region().apply(module, name, at)
-        return [_rows(module, name, "weight", at, at.size)]
+            module.register_forward_pre_hook(lambda _, args: (at.enter_whole(*args),))
+        return [keep_rows(module, name, "weight", at, at.size)]
 
 
 class VocabularyLoss:
@@ -217,14 +234,7 @@ def apply_tensor_parallel(
     at = TensorParallel(
         group, rank, size, mesh.layout.sequence_parallel, shape, postponed or Postponed(), overlap
     )
-    splits: dict[str, Split] = {}
-    if at.size > 1:
-        for name, module in list(model.named_modules()):
-            for pattern, kind in TENSOR_PARALLEL.items():
-                if matches(pattern, name):
-                    splits |= {split.name: split for split in kind.apply(module, name, at)}
-        if shape.tied and model.embed is not None and model.head is not None:
-            model.head.weight = model.embed.token.weight
+    splits = split_modules(model, TENSOR_PARALLEL, at) if at.size > 1 else {}
     for name, parameter in model.named_parameters():
         if name not in splits:
             whole = tuple(parameter.shape)
@@ -233,6 +243,18 @@ def apply_tensor_parallel(
                 sum_over=("tp",) if at.sequence_parallel else (), copies=at.size, primary=at.rank == 0,
             )
     return {name: splits[name] for name, _ in model.named_parameters()}
+
+
+def split_modules(model: nn.Module, table: Mapping[str, Kind], at: TensorParallel) -> dict[str, Split]:
+    """Split the modules that a table names; returns how each of their parameters is, by its name."""
+    splits: dict[str, Split] = {}
+    for name, module in list(model.named_modules()):
+        for pattern, kind in table.items():
+            if matches(pattern, name):
+                splits |= {split.name: split for split in kind.apply(module, name, at)}
+    if at.shape.tied and model.embed is not None and model.head is not None:
+        model.head.weight = model.embed.token.weight
+    return {name: splits[name] for name, _ in model.named_parameters() if name in splits}
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -246,7 +268,7 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(choices) and all(p in c or c == ["*"] for p, c in zip(parts, choices, strict=True))
 
 
-def _rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> Split:
+def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> Split:
     """Keep one of ``parts`` equal runs of rows of a parameter; the last runs may be short and are padded."""
     parameter = getattr(module, part)
     whole = tuple(parameter.shape)
@@ -255,15 +277,16 @@ def _rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: in
     start = min(at.rank // copies * rows, whole[0])
     box = Box((start, *(0 for _ in whole[1:])), (min(rows, whole[0] - start), *whole[1:]))
     local = (rows, *whole[1:])
-    setattr(module, part, _empty(local, parameter))
+    setattr(module, part, empty_like(parameter, local))
     return Split(
         f"{name}.{part}", whole, box, local,
         sum_over=(f"tp/{copies}",) if copies > 1 else (), copies=copies, primary=at.rank % copies == 0,
     )
 
 
-def _empty(shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-    return nn.Parameter(like.new_empty(shape))
+def empty_like(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    """Another of this shape, with no values yet."""
+    return nn.Parameter(parameter.new_empty(shape))
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):

@@ -144,18 +144,20 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
     parameters.expect(given)
 
 
-def project(module: nn.Module, x: Tensor, passage: Passage = HERE) -> tuple[Tensor, ...]:
-    """What `projections` of a module make of one input."""
+def project(module: nn.Module, x: Tensor, passage: Passage = HERE, *, biased: bool = True) -> tuple[Tensor, ...]:
+    """What `projections` of a module make of one input; without ``biased`` their products alone."""
     linears = [getattr(module, name) for name in module.projections]
     if any(hasattr(linear, "product") for linear in linears):  # each in its own way
         return tuple(linear(x) for linear in linears)
-    return products(linears, x, passage)
+    return products(linears, x, passage, biased=biased)
 
 
-def products(linears: Sequence[nn.Linear], x: Tensor, passage: Passage = HERE) -> tuple[Tensor, ...]:
+def products(
+    linears: Sequence[nn.Linear], x: Tensor, passage: Passage = HERE, *, biased: bool = True
+) -> tuple[Tensor, ...]:
     """x W^T + b of each of some linear layers: [.., in] -> [.., out]."""
-    hand = getattr(linears[0], "hand", Hand())
-    return _Products.apply(hand, passage, len(linears), x, *(m.weight for m in linears), *(m.bias for m in linears))
+    hand, biases = getattr(linears[0], "hand", Hand()), (m.bias if biased else None for m in linears)
+    return _Products.apply(hand, passage, len(linears), x, *(m.weight for m in linears), *biases)
 
 
 def product(module: nn.Linear, x: Tensor, passage: Passage = HERE) -> Tensor:

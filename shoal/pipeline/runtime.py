@@ -57,7 +57,8 @@ class Runtime:
         program: of all pipeline ranks; this rank's part is taken by the mesh's pp index.
         stages: the stages that this rank holds.
         mesh: where messages go.
-        hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp with sequence parallelism).
+        hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
+            h/tp_x).
         dtype: of these activations.
         slices: of this rank's tokens of a sequence, how many are in each slice, where the program has slices.
         tokens: which tokens of a sequence are this rank's, [s] of them; None for all.

@@ -233,13 +233,14 @@ def changes(estimate: Estimate, most: int = 4) -> list[tuple[str, str]]:
               for n in (2 * layout.pp, layout.pp // 2) if n and layout.dp * layout.pp % n == 0]
     if layout.tp > 1:
         tried.append(("sequence_parallel", {"sequence_parallel": not layout.sequence_parallel}))
+        tried += [(f"tp_x {n}", {"tp_x": n}) for n in (2 * layout.tp_x, layout.tp_x // 2) if n]
     if layout.pp > 1:
         tried += [(f"schedule {name}", {"schedule": name}) for name in ("interleaved-1f1b", "zb-h1")]
     found = []
     for text, change in tried:
         changed = layout.model_copy(update=change)
         if changed.tp == 1:
-            changed = changed.model_copy(update={"sequence_parallel": False})
+            changed = changed.model_copy(update={"sequence_parallel": False, "tp_x": 1})
         if changed == layout:
             continue
         try:

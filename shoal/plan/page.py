@@ -66,14 +66,14 @@ def timebar(estimate: Estimate) -> str:
 def operations(estimate: Estimate) -> dict[str, Work]:
     """The products of one layer on one rank, by name."""
     run = estimate.run
-    shape, t, e = run.shape, run.layout.tp, run.policy.compute.itemsize
-    n = run.layout.micro_batch * run.sequence_length
+    shape, y, e = run.shape, run.layout.tp_y, run.policy.compute.itemsize
+    n, hidden = run.layout.micro_batch * run.sequence_length, shape.hidden // run.layout.tp_x
     return {
-        "q": matrix_product(n, shape.hidden, shape.heads * shape.head_dim // t, e),
-        "up": matrix_product(n, shape.hidden, shape.ffn // t, e),
-        "down": matrix_product(n, shape.ffn // t, shape.hidden, e),
-        "head": matrix_product(n, shape.hidden, -(-shape.vocab // t), e),
-        "residual": Work(n * shape.hidden, 3 * e * n * shape.hidden),
+        "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, e),
+        "up": matrix_product(n, hidden, shape.ffn // y, e),
+        "down": matrix_product(n, shape.ffn // y, hidden, e),
+        "head": matrix_product(n, shape.hidden, -(-shape.vocab // run.layout.tp), e),
+        "residual": Work(n * hidden, 3 * e * n * hidden),
     }
 
 

@@ -2,7 +2,8 @@
 
 `layouts` is all of them, one by one; the search goes through the same levels and leaves out what cannot be among the
 best. Left to the user: the asynchronous schedules and relaxed synchronisation, which compute something else; zb-auto,
-terapipe and schedules from files; offloading; and what the estimate does not tell apart (bucket_mb, prefetch).
+terapipe and schedules from files; offloading; grids of tensor-parallel ranks (tp_x); and what the estimate does not
+tell apart (bucket_mb, prefetch).
 """
 
 from __future__ import annotations

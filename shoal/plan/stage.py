@@ -206,7 +206,9 @@ class Stages:
             experts = shape.experts
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
         later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
-        split = layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel, layout.recompute, later
+        split = (
+            layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel, layout.recompute, later,
+        )  # fmt: skip
         key = ("layer", sparse, run.cluster.name, run.precision, run.sequence_length, *split)
         if key not in self.known:
             itemsize = run.policy.compute.itemsize
@@ -332,7 +334,7 @@ class Stages:
     def link(self) -> Links:
         """From a pipeline rank to the next."""
         run, pipeline = self.run, group_of(self.run.layout, "pp", self.cluster)
-        moved = run.policy.compute.itemsize * self.forward.tokens_here * run.shape.hidden
+        moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
         return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
 
     @cached_property

@@ -43,7 +43,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     )
     check_precision(config, shape)
     check_histograms(config)
-    check_overlap(config)
+    check_products(config)
     check_link(config)
     check_profile(config)
     check_relaxed(config)
@@ -108,24 +108,26 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
             )
 
 
-def check_overlap(config: RunConfig) -> None:
-    """Refuse products made part by part where they are compiled, or in 8 bits.
+def check_products(config: RunConfig) -> None:
+    """Refuse products made part by part, or on a grid of ranks, where they are compiled or in 8 bits.
 
     Raises:
         UsageError: naming the two fields.
     """
-    if config.parallel.tp_overlap is not True:
-        return
-    if config.train.compile:
-        raise UsageError(
-            "parallel.tp_overlap = true with train.compile = true, which takes products and collectives as they are."
-            "\n  Leave one of them out."
-        )
-    if FORMATS[config.train.precision].products != "compute":
-        raise UsageError(
-            f"parallel.tp_overlap = true with train.precision = '{config.train.precision}', which scales a product's "
-            "input as a whole.\n  Leave tp_overlap out, or use bf16."
-        )
+    layout, scaled = config.parallel, FORMATS[config.train.precision].products != "compute"
+    for name, value, special, how in (
+        ("tp_overlap", "true", layout.tp_overlap is True, "takes products and collectives as they are"),
+        ("tp_x", layout.tp_x, layout.tp_x > 1, "takes products and collectives as they are in one dimension"),
+    ):
+        if special and config.train.compile:
+            raise UsageError(
+                f"parallel.{name} = {value} with train.compile = true, which {how}.\n  Leave one of them out."
+            )
+        if special and scaled:
+            raise UsageError(
+                f"parallel.{name} = {value} with train.precision = '{config.train.precision}', which scales a "
+                f"product's input as a whole.\n  Leave {name} out, or use bf16."
+            )
 
 
 def check_link(config: RunConfig) -> None:

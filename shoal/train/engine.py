@@ -119,7 +119,7 @@ class Engine:
         lengths = self.spread.lengths(rank)
         return Runtime(
             program, self.stages, self.here,
-            hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden),
+            hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden // layout.tp_x),
             dtype=self.policy.compute, slices=lengths,
             tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )

@@ -125,6 +125,8 @@ class Histograms:
             rows, columns = (part != all_of for part, all_of in zip(split.box.shape, split.whole, strict=True))
             first = mesh.index("tp") == 0
             summed = columns and mesh.layout.sequence_parallel  # its output is scattered along the sequence
+            if columns and mesh.layout.tp_x > 1:
+                rows = mesh.index("tp_y") == 0  # the others along y have the same output
             if columns or first:
                 yield module.register_forward_pre_hook(partial(self._input, name))
             if rows or summed or first:

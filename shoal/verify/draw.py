@@ -38,7 +38,9 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     ])
     depth = pp * (virtual or SCHEDULES[schedule].virtual) // SCHEDULES[schedule].copies
     zero = choose((0, 1, 2, 3))
+    tp_x = choose((1, 2)) if tp == 4 else 1
     sequence_parallel = tp > 1 and choose((False, True))
+    parts = tp // tp_x if sequence_parallel else 1  # that tensor-parallel ranks cut their tokens into
     parallel = {
         "dp": dp,
         "zero": zero,
@@ -51,6 +53,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         "recompute": choose(("none", "selective", "full")),
         "bucket_mb": choose((25.0, 0.004)),
     }
+    if tp_x > 1:
+        parallel["tp_x"] = tp_x
     if virtual:
         parallel["virtual_stages"] = virtual
     slices = choose((2, 1, 3) if not sequence_parallel else (2, 1)) if schedule == "terapipe" else 1
@@ -59,17 +63,17 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    may = routers and schedule not in NO_ROUTERS
+    may = routers and schedule not in NO_ROUTERS and tp_x == 1
     sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
         "layers": max(depth + choose((0, 1, 2)), sparse.get("first", 0) + sparse.get("every", 1)),
-        "hidden": choose((8, 13, 22)),
+        "hidden": choose((8, 13, 22) if tp_x == 1 else (8, 14, 22)),
         "heads": heads,
         "kv_heads": choose([
             n for n in range(heads, 0, -1)
-            if heads % n == 0 and (n % tp == 0 or tp % n == 0)
+            if heads % n == 0 and (n % tp == 0 or tp % n == 0)  # and so too of tp / 2
             and (max(1, n // tp) % ulysses == 0 or ulysses % max(1, n // tp) == 0)
         ]),
         "head_dim": choose((4, 6)),
@@ -82,10 +86,10 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         parallel["ulysses"] = ulysses
         if ulysses < cp:
             parallel["cp_order"] = choose(("zig-zag", "striped", "contiguous"))
-        length = slices * 2 * cp * (tp if sequence_parallel else 1)  # what every rank needs, and some more
-        length += choose((0, 1, 5)) * (tp if sequence_parallel else 1)
+        length = slices * 2 * cp * parts  # what every rank needs, and some more
+        length += choose((0, 1, 5)) * parts
     else:
-        length = tp * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
+        length = parts * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
     data = {"source": "synthetic", "sequence_length": length, "document_mask": choose((False, True))}
     train = {
         "global_batch": dp * parallel["micro_batch"] * accumulation,
@@ -94,7 +98,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         "seed": choose(range(100)),
     }
     parallel["overlap"] = choose((True, False))
-    if tp > 1:
+    if tp > 1 and tp_x == 1:
         parallel["tp_overlap"] = choose((True, False))
     parallel["offload"] = choose(("none", "optimizer", "parameters") if zero == 3 else ("none", "optimizer"))
     if zero == 3:
@@ -105,7 +109,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         uneven = [(1 + more, *[1] * (depth - 1)), (*[1] * (depth - 1), 1 + more)]
         parallel["stage_layers"] = choose((None, *uneven))
     if may:
-        model["depths"] = _draw_depths(choose, length, model["layers"], cp, tp if sequence_parallel else 1)
+        model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
     return build({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
@@ -114,7 +118,8 @@ def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig
     run = draw_run(choose, max_ranks, routers=optimizer not in PRECISIONS)
     # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
     settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
-    model = run.model.model_copy(update={"hidden": choose((13, 22)), "ffn": run.parallel.tp * choose((40, 131))})
+    wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
+    model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
     settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
     settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
     settings["rates"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))

@@ -23,6 +23,7 @@ from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
 from shoal.parallel.context.order import count
 from shoal.parallel.context.ring import Ring
+from shoal.parallel.grid import Grid
 from shoal.parallel.weight import sum_of_products
 from shoal.pipeline import runtime, split
 from shoal.pipeline.program import Op, Program
@@ -96,6 +97,19 @@ def _last_chunk_without_sum(right: Callable) -> Callable:
         return total
 
     return reduced_products
+
+
+def _own_partial_sums(right: Callable) -> Callable:
+    def own_units(at: Grid, partial_sums, users) -> list[Tensor]:
+        x, rank = at.x.size(), at.x.rank()
+        both = zip(partial_sums, users, strict=True)
+        return [sums.unflatten(-1, (x // n, -1))[..., rank // n, :] for sums, n in both]
+
+    return own_units
+
+
+def _local_statistics(right: Callable) -> Callable:
+    return lambda at, sums: sums * at.x.size()
 
 
 def _forget_sum(forgotten: Callable[[str], bool]) -> Callable[[Callable], Callable]:
@@ -283,6 +297,14 @@ FAULTS: dict[str, Fault] = {
     "chunk-sum": Fault(
         "the last token is not summed over the ranks where a product is made in runs of tokens",
         overlap, "reduced_products", _last_chunk_without_sum, {"tp": 2, "tp_overlap": True},
+    ),
+    "grid-sum": Fault(
+        "each rank of a grid goes on with its own terms of a product whose input is split",
+        Grid, "own_units", _own_partial_sums, {"tp": 4, "tp_x": 2},
+    ),
+    "grid-norm": Fault(
+        "each rank of a grid normalises by its own part of the hidden state",
+        Grid, "total", _local_statistics, {"tp": 4, "tp_x": 2},
     ),
     "vocabulary-padding": Fault(
         "the padding of the vocabulary takes part in the softmax",

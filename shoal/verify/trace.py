@@ -86,9 +86,10 @@ def part(key: str, whole: Tensor, mesh: Mesh, vocab: int, tokens: Tensor | None 
     if module == "head":
         rows = -(-vocab // tp)
         return whole[..., index * rows : (index + 1) * rows]
-    if mesh.layout.sequence_parallel:
-        return whole.chunk(tp, dim=1)[index]
-    return whole
+    x, y = mesh.layout.tp_x, mesh.layout.tp_y
+    if x > 1:
+        whole = whole.chunk(x, dim=2)[index % x]
+    return whole.chunk(y, dim=1)[index // x] if mesh.layout.sequence_parallel else whole
 
 
 def trace_errors(

@@ -116,6 +116,24 @@ def test_what_tensor_parallel_ranks_keep(
         assert said == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "parallel"), [
+    ("tiny", "fp32", "sdpa", "none", {}),
+    ("tiny", "bf16", "sdpa", "none", {"sequence_parallel": True}),
+    ("tiny-gpt", "bf16", "explicit", "none", {"sequence_parallel": True}),
+    ("tiny-gpt", "fp32", "sdpa", "selective", {"cp": 2}),
+    ("tiny", "bf16", "sdpa", "none", {"cp": 2, "ulysses": 2}),
+    ("tiny", "bf16", "sdpa", "full", {"cp": 2}),
+])
+def test_what_ranks_of_a_grid_keep(
+    pool: Pool, family: str, precision: str, kernel: str, recompute: str, parallel: dict
+) -> None:
+    heads = 8 if "ulysses" in parallel else 4
+    config = run_of(family, recompute, kernel, False, precision, s=48, tp=4, tp_x=2, **parallel)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"heads": heads, "head_dim": 6})})
+    for found, said in pool.run(both, config.parallel.world_size, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "parallel",

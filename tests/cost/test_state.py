@@ -68,6 +68,17 @@ def test_experts(pool: Pool, split: dict[str, int], zero: int) -> None:
             assert said == found
 
 
+@pytest.mark.parametrize("parallel", [{"zero": 3}, {"zero": 1, "sequence_parallel": True}, {"pp": 2}])
+def test_a_grid(pool: Pool, parallel: dict) -> None:
+    """A key/value head for each two ranks, and one for all; rows of optimizer states that are cut along both axes."""
+    for optimizer, family, heads in (("adamw", "tiny-gpt", 2), ("adafactor", "tiny", 1), ("adam8bit", "tiny", 4)):
+        model = {"name": family, "hidden": 64, "ffn": 320, "kv_heads": heads}
+        config = small_run({"dp": 2 // parallel.get("pp", 1), "tp": 4, "tp_x": 2, **parallel}, model, precision="bf16")
+        config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
+        for found, said in pool.run(held, 8, config):
+            assert said == found
+
+
 @pytest.mark.parametrize("optimizer", sorted(RULES))
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:

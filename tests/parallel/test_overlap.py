@@ -98,3 +98,12 @@ def test_what_cannot_overlap_is_refused(parallel: dict, train: dict, what: str) 
         check(run_of(True, parallel, **train))
     for choice in ("auto", False):
         check(run_of(choice, parallel, **train))
+
+
+@pytest.mark.parametrize(("train", "what"), [
+    ({"compile": True}, r"tp_x = 2 with train\.compile = true"),
+    ({"precision": "fp8"}, "tp_x = 2 with train.precision = 'fp8'"),
+])
+def test_what_cannot_be_on_a_grid_is_refused(train: dict, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        check(run_of("auto", {"tp": 4, "tp_x": 2}, **train))

@@ -13,12 +13,14 @@ from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
 from shoal.models.transformer import IGNORE, Transformer
+from shoal.parallel.grid import GRID, apply_grid
 from shoal.parallel.split import Split
 from shoal.parallel.tensor import TENSOR_PARALLEL, apply_tensor_parallel, matches
 
 LLAMA = ModelShape(
     family="llama", layers=1, hidden=10, heads=8, kv_heads=2, head_dim=4, ffn=12, vocab=13, max_sequence=8, tied=False
 )
+WIDE = LLAMA.model_copy(update={"hidden": 12, "ffn": 16, "kv_heads": 8})
 GPT = LLAMA.model_copy(update={"family": "gpt", "kv_heads": 8})
 
 
@@ -32,16 +34,19 @@ def load(model: nn.Module, splits: dict[str, Split], whole: nn.Module) -> None:
             p[tuple(slice(n) for n in box.shape)] = values[name][box.slices]
 
 
-def errors(shape: ModelShape, sequence_parallel: bool, overlap: bool) -> dict[str, float]:
+def errors(shape: ModelShape, layout: Layout, overlap: bool) -> dict[str, float]:
     """On one rank: the largest difference of everything that each layer gives, by layer."""
-    mesh = Mesh(Layout(tp=dist.get_world_size(), sequence_parallel=sequence_parallel), dist.get_rank())
+    mesh = Mesh(layout, dist.get_rank())
     torch.manual_seed(0)
     whole = Transformer(shape).double()
     with torch.no_grad():
         for p in whole.parameters():
             p.normal_(std=0.3)
     split = copy.deepcopy(whole)
-    splits = apply_tensor_parallel(split, shape, mesh, overlap=overlap)
+    if layout.tp_x > 1:
+        splits = apply_grid(split, shape, mesh)
+    else:
+        splits = apply_tensor_parallel(split, shape, mesh, overlap=overlap)
     load(split, splits, whole)
     tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
     targets[0, :5] = IGNORE
@@ -49,6 +54,7 @@ def errors(shape: ModelShape, sequence_parallel: bool, overlap: bool) -> dict[st
     x = torch.randn(3, 8, shape.hidden, dtype=torch.float64)
     layers = {
         "embed": lambda model, x: model.embed(tokens, torch.arange(tokens.shape[1])) + x,
+        "norm": lambda model, x: model.norm(x),
         "attention": lambda model, x: model.layers["0"].attention(x, context),
         "mlp": lambda model, x: model.layers["0"].mlp(x),
         "block": lambda model, x: model.layers["0"](x, context),
@@ -57,7 +63,10 @@ def errors(shape: ModelShape, sequence_parallel: bool, overlap: bool) -> dict[st
 
     def part(t: Tensor) -> Tensor:
         """What this rank has of activations [b, s, h]; the loss is whole."""
-        return t.chunk(mesh.size("tp"), 1)[mesh.index("tp")] if sequence_parallel and t.dim() else t
+        if t.dim() == 0:
+            return t
+        t = t.chunk(layout.tp_x, 2)[mesh.index("tp") % layout.tp_x]
+        return t.chunk(layout.tp_y, 1)[mesh.index("tp") // layout.tp_x] if layout.sequence_parallel else t
 
     found = {}
     for layer, run in layers.items():
@@ -90,32 +99,56 @@ def errors(shape: ModelShape, sequence_parallel: bool, overlap: bool) -> dict[st
 def test_split_layers_compute_what_whole_ones_do(
     pool: Pool, shape: ModelShape, ranks: int, sequence_parallel: bool, overlap: bool
 ) -> None:
-    for rank, found in enumerate(pool.run(errors, ranks, shape, sequence_parallel, overlap)):
+    layout = Layout(tp=ranks, sequence_parallel=sequence_parallel)
+    for rank, found in enumerate(pool.run(errors, ranks, shape, layout, overlap)):
         for layer, error in found.items():
             assert error < 1e-12, f"{layer} on rank {rank}"
 
 
-def memory(shape: ModelShape) -> tuple[int, int]:
-    mesh = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank())
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("ranks", "x"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        WIDE,
+        WIDE.model_copy(update={"family": "gpt", "kv_heads": 4}),
+        WIDE.model_copy(update={"kv_heads": 1, "vocab": 5}),
+    ],
+    ids=["llama", "gpt", "one head"],
+)
+def test_layers_split_over_a_grid_compute_what_whole_ones_do(
+    pool: Pool, shape: ModelShape, ranks: int, x: int, sequence_parallel: bool
+) -> None:
+    """With key/value heads for each rank, for each along y, and fewer; ids for each rank, and fewer."""
+    layout = Layout(tp=ranks, tp_x=x, sequence_parallel=sequence_parallel)
+    for rank, found in enumerate(pool.run(errors, ranks, shape, layout, False)):
+        for layer, error in found.items():
+            assert error < 1e-12, f"{layer} on rank {rank}"
+
+
+def memory(shape: ModelShape, tp_x: int) -> tuple[int, int]:
+    mesh = Mesh(Layout(tp=dist.get_world_size(), tp_x=tp_x), dist.get_rank())
     with torch.device("meta"):
         model = Transformer(shape)
         whole = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
-        apply_tensor_parallel(model, shape, mesh)
+        (apply_grid if tp_x > 1 else apply_tensor_parallel)(model, shape, mesh)
     return whole, sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
 
 
-def test_every_matrix_is_held_once(pool: Pool) -> None:
+@pytest.mark.parametrize("tp_x", [1, 2])
+def test_every_matrix_is_held_once(pool: Pool, tp_x: int) -> None:
     shape = LLAMA.model_copy(update={"kv_heads": 4, "vocab": 12})
-    for whole, here in pool.run(memory, 4, shape):
+    for whole, here in pool.run(memory, 4, shape, tp_x):
         assert here * 4 == whole
 
 
-def test_the_table_names_every_module_with_a_matrix_and_nothing_twice() -> None:
+@pytest.mark.parametrize("table", [TENSOR_PARALLEL, GRID], ids=["one dimension", "grid"])
+def test_the_table_names_every_module_with_a_matrix_and_nothing_twice(table: dict) -> None:
     for shape in (LLAMA, GPT):
         with torch.device("meta"):
             modules = dict(Transformer(shape).named_modules())
         for name, module in modules.items():
-            rules = [pattern for pattern in TENSOR_PARALLEL if matches(pattern, name)]
+            rules = [pattern for pattern in table if matches(pattern, name)]
             assert len(rules) <= 1, name
             if isinstance(module, nn.Linear | nn.Embedding):
                 assert rules, name

@@ -4,8 +4,11 @@ from collections import Counter
 
 import pytest
 
+from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig
+from shoal.cost.tensor import layer_bytes
+from shoal.layout import Layout
 from tests.parallel.counting import engine_of
 from tests.verify.runs import small_run
 
@@ -143,6 +146,70 @@ def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
         assert sent["all-gather"] == pytest.approx(hidden + 2 * TOKENS * 4 * (ranks - 1))
         assert sent["reduce-scatter"] == pytest.approx(hidden)
         assert sent["all-reduce"] == pytest.approx(norms)
+
+
+def grid_volume(config: RunConfig) -> dict[str, Counter]:
+    """As `tensor_volume`, by axis of the grid."""
+    engine = engine_of(config)
+    engine.step(0)
+    before = engine.mesh.sent()
+    engine.step(1)
+    sent = engine.mesh.sent()
+    sent.subtract(before)
+    found: dict[str, Counter] = {}
+    for (axis, kind), size in sent.items():
+        if size:
+            found.setdefault(axis, Counter())[kind] = size
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("family", "ranks", "x"), [("tiny", 4, 2), ("tiny-gpt", 8, 2), ("tiny", 8, 4)])
+def test_a_layer_on_a_grid_sends_what_the_formula_says(
+    pool: Pool, family: str, ranks: int, x: int, sequence_parallel: bool
+) -> None:
+    """In each direction. Besides: the embedding scatters [b, s, h] along x and is summed along y, the head gathers it
+    along x; and in backward the other way round."""
+    model = {"name": family, "layers": LAYERS, "heads": 8, "kv_heads": 4, "head_dim": 4, "ffn": 24}
+    parallel = {"tp": ranks, "tp_x": x, "sequence_parallel": sequence_parallel, "micro_batch": 1}
+    config = small_run(parallel, model, global_batch=1)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": TOKENS})})
+    shape = config.model.shape(vocab=259, sequence_length=TOKENS)
+    layer = layer_bytes(shape, config.parallel, TOKENS, 4)
+    size, y, kinds = engine_size(config) * TOKENS, ranks // x, ("all-gather", "reduce-scatter")
+    ends = size / x * 2 * (y - 1) / y  # a sum along y
+    final = layer.norms / 2
+    for sent in pool.run(grid_volume, ranks, config):
+        for kind in kinds:
+            assert sent["tp_x"][kind] == pytest.approx(LAYERS * layer.along_x + 2 * size * (x - 1) / x)
+        assert sent["tp_x"]["all-reduce"] == pytest.approx(2 * (LAYERS * layer.norms + final))
+        summed = 2 * (LAYERS * layer.along_y + ends)
+        if sequence_parallel:
+            assert [sent["tp_y"][kind] for kind in kinds] == pytest.approx([summed / 2, summed / 2])
+        else:
+            assert sent["tp_y"] == {"all-reduce": pytest.approx(summed)}
+
+
+def test_a_grid_sends_less_the_more_ranks_there_are() -> None:
+    """As 1/sqrt(tp), where one dimension goes on sending as much."""
+    shape = model_shape("gpt3-175b")
+    flat, grid = ([layer_bytes(shape, Layout(tp=n * n, tp_x=x), 1, 2).blocks for n, x in sides]
+                  for sides in ([(4, 1), (8, 1)], [(4, 4), (8, 8)]))
+    assert flat[0] < flat[1]
+    assert grid[1] / grid[0] == pytest.approx(1 / 2, rel=0.2)
+    assert grid[1] < flat[1] / 2
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_of_a_grid_send_what_the_axes_would_alone(pool: Pool, zero: int) -> None:
+    config = tensor_run(4, dp=2, tp_x=2, zero=zero)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 2})})
+    alone = pool.run(grid_volume, 4, tensor_run(4, tp_x=2))[0]
+    for along in pool.run(grid_volume, 8, config):
+        assert {axis: along[axis] for axis in ("tp_x", "tp_y")} == {axis: alone[axis] for axis in ("tp_x", "tp_y")}
+    for sent, buckets, _ in pool.run(volume, 8, config):
+        last = buckets[-1] if zero == 3 else 0
+        assert of_parameters(sent) == ((3 if zero == 3 else 2) * sum(buckets) - last) / 2
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -44,6 +44,7 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
 @pytest.mark.parametrize("parallel", [
     {"dp": 2, "tp": 2, "zero": 3},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
+    {"tp": 4, "tp_x": 2, "sequence_parallel": True},
     {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"},
 ])
 def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict) -> None:

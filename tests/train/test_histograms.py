@@ -15,6 +15,7 @@ from .runs import small_config, train_in
 LAYOUTS = [
     {"dp": 2, "zero": 3, "tp": 2, "recompute": "full"},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
+    {"tp": 4, "tp_x": 2},
     {"dp": 2, "zero": 2, "zero_shard": 1},
 ]
 

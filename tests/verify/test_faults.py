@@ -15,6 +15,8 @@ EXPECTED = {
     "entry-gradient": ("backward", "norm"),  # what the head sends back
     "ring-sum": ("forward", "layers.0.attention"),
     "chunk-sum": ("forward", "layers.0.attention"),
+    "grid-sum": ("forward", "layers.0.attention"),
+    "grid-norm": ("forward", "layers.0.attention_norm"),
     "vocabulary-padding": ("forward", "loss"),
     "norm-gradients": ("gradient", "norm.weight"),
     "key-value-copies": ("gradient", "layers.2.attention.k.weight"),
