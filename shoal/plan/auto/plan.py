@@ -1,0 +1,132 @@
+"""A sharding of a whole graph: how every operator is done, and every collective between them, with its price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.comm.sharding.moves import SLICE
+from shoal.comm.sharding.notation import NamedMesh, Sharding
+from shoal.comm.sharding.route import Transfer, elements_of
+from shoal.plan.auto.choices import Split, sizes_of, whole
+from shoal.plan.auto.graph import BACKWARD, FORWARD, Graph
+from shoal.plan.auto.ilp import Solution, solve
+from shoal.plan.auto.problem import UPDATE, Builder, Problem
+
+Key = tuple[str, Sharding, Sharding]
+"""A tensor's name, how it lies, and how it shall lie."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Moves of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        phase: forward, backward, or once in a step, for all micro-batches.
+        seconds: of all of it.
+        sent: bytes that the busiest device sends.
+    """
+
+    name: str
+    phase: str
+    transfers: tuple[Transfer, ...]
+    seconds: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every device does in a training step.
+
+    Attributes:
+        graph: with the updates of parameters and all that is given back as operators.
+        splits: how each operator is done; constants have none, every device makes them.
+        moves: from how tensors lie to how they are read.
+        found: the moves that send something, in the order of the graph.
+        seconds: of a step of one micro-batch, with its share of what is done once.
+        memory, saved: bytes of the fullest device: weights, gradients and optimizer states; what a micro-batch keeps.
+        proven: whether no sharding costs less by these prices, operators that follow others left as they are.
+    """
+
+    mesh: NamedMesh
+    graph: Graph
+    splits: dict[str, Split]
+    moves: dict[Key, tuple[Transfer, ...]]
+    found: tuple[Move, ...]
+    seconds: float
+    memory: float
+    saved: float
+    proven: bool = True
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all moves, those that are made once with their share."""
+        return sum(move.seconds for move in self.found)
+
+    def lies(self, name: str) -> Sharding:
+        """How a tensor lies where it is made."""
+        return self.splits[name].out if name in self.splits else whole(len(self.graph.ops[name].shape))
+
+    def weights(self) -> dict[str, tuple[Sharding, Sharding, Sharding]]:
+        """Of each trained parameter: how it is kept, how it is first multiplied, how its optimizer's state is kept."""
+        return {op.name: (self.lies(op.name), self._used(op.name), self.lies(UPDATE + op.name))
+                for op in self.graph.parameters if UPDATE + op.name in self.splits}  # fmt: skip
+
+    def _used(self, name: str) -> Sharding:
+        """How the first operator that reads it takes it."""
+        users = (op for op in self.graph.ops.values() if name in op.operands)
+        first = next(users)
+        return self.splits[first.name].operands[first.operands.index(name)]
+
+
+def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
+    """The plan that a solution of a problem means."""
+    splits: dict[str, Split] = {}
+    for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
+        splits.update(decision.choices[choice])
+    ops, prices = builder.ops, builder.prices
+    moves: dict[Key, tuple[Transfer, ...]] = {}
+    found: list[Move] = []
+
+    def moved(name: str, before: Sharding, after: Sharding, phase: str, share: float = 1.0) -> None:
+        op = ops[name]
+        path = moves.setdefault((name, before, after), prices.path(op, before, after))
+        if any(transfer.move.kind != SLICE for transfer in path):
+            elements, _ = elements_of(path, prices.mesh, sizes_of(op.shape))
+            seconds = share * prices.move(op, before, after)
+            found.append(Move(name, phase if share == 1 else "step", path, seconds, elements * prices.bytes_of(op)))
+
+    for phase in (FORWARD, BACKWARD):
+        done: set[Key] = set()
+        for name, op in ops.items():
+            if op.phase != phase or name not in splits:
+                continue
+            for operand, lies in zip(op.operands, splits[name].operands, strict=True):
+                before = splits[operand].out if operand in splits else whole(len(ops[operand].shape))
+                if before != lies and (operand, before, lies) not in done:
+                    done.add((operand, before, lies))
+                    moved(operand, before, lies, phase, builder.weight(operand, phase))
+            if splits[name].made != splits[name].out:
+                moved(name, splits[name].made, splits[name].out, phase)
+            if name.startswith(UPDATE):
+                weight = name.removeprefix(UPDATE)
+                if splits[name].out != splits[weight].out:
+                    moved(weight, splits[name].out, splits[weight].out, phase, builder.once)
+    return Plan(
+        prices.mesh, builder.graph, splits, moves, tuple(found), solution.cost,
+        problem.memory(solution.chosen, 0), problem.memory(solution.chosen, 1) - problem.memory(solution.chosen, 0),
+        solution.proven,
+    )  # fmt: skip
+
+
+def shard(builder: Builder, capacity: float | None = None, in_flight: int = 1) -> Plan:
+    """The cheapest plan of a graph on a mesh.
+
+    Raises:
+        NothingFits: none needs as little memory as ``capacity`` bytes on a device.
+    """
+    problem = builder.problem()
+    return plan_of(builder, problem, solve(problem, capacity, in_flight))
+
+
+

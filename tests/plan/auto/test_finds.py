@@ -1,0 +1,71 @@
+"""What the integer program finds by itself: Megatron's splits, data parallelism, ZeRO, and mixtures of them."""
+
+import pytest
+import torch
+
+from shoal.comm.sharding.notation import NamedMesh
+from shoal.plan.auto.graph import BACKWARD, FORWARD, graph_of
+from shoal.plan.auto.ilp import solve
+from shoal.plan.auto.plan import plan_of, shard
+from shoal.plan.auto.problem import GIVEN
+from tests.plan.auto.modules import MLP, Attention, builder, transformer
+
+LINE = NamedMesh("x", (8,))
+
+
+def meta(module, *shape):
+    """The graph of a layer among others, at a size at which it pays to split it."""
+    with torch.device("meta"):
+        return graph_of(module, (torch.empty(shape, device="meta"),), input_gradients=True)
+
+
+def sums(plan, phase):
+    """What is communicated in a phase, as (kind, axes)."""
+    return [(str(t.move.kind), t.move.axes) for move in plan.found if move.phase == phase for t in move.transfers
+            if t.algorithm]  # fmt: skip
+
+
+def among_others(build):
+    """The plan of a layer whose input and output every device has whole, as between Megatron's regions."""
+    problem = build.problem()
+    ends = {name for name, op in build.ops.items() if op.kind in ("input", "gradient") or name.startswith(GIVEN)}
+
+    def whole(choice):
+        return all(not split.out.used for name, split in choice.items() if name in ends)
+
+    problem = problem.restricted(whole)
+    return plan_of(build, problem, solve(problem))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_megatrons_mlp(nodes):
+    with torch.device("meta"):
+        module = MLP(4096, 16384)
+    plan = among_others(builder(meta(module, 1, 512, 4096), "8xA100" if nodes == 1 else "2x4xA100", LINE))
+    assert plan.proven
+    assert str(plan.lies("up.weight")) == "[Ax, B]", "column: split by output"
+    assert str(plan.lies("down.weight")) == "[A, Bx]", "row: split by input"
+    assert sums(plan, FORWARD) == sums(plan, BACKWARD) == [("all-reduce", "x")]
+    assert sums(plan, "step") == []
+
+
+def test_megatrons_attention():
+    with torch.device("meta"):
+        module = Attention(4096, 32)
+    plan = among_others(builder(meta(module, 1, 512, 4096), "8xA100", LINE))
+    for name in ("query", "key", "value"):
+        assert str(plan.lies(f"{name}.weight")) == "[Ax, B]", "column: heads"
+    assert str(plan.lies("mix.weight")) == "[A, Bx]", "row"
+    assert sums(plan, FORWARD) == sums(plan, BACKWARD) == [("all-reduce", "x")]
+
+
+def test_megatrons_layer_of_shoals_own_model():
+    with torch.device("meta"):
+        module = transformer("llama", hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, max_sequence=512)
+        tokens = torch.zeros(1, 512, dtype=torch.int64)
+        plan = shard(builder(graph_of(module, (tokens, tokens)), "8xA100", LINE))
+    for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
+        assert str(plan.lies(f"layers.0.{name}.weight")) == "[Ax, B]"
+    for name in ("attention.out", "mlp.down"):
+        assert str(plan.lies(f"layers.0.{name}.weight")) == "[A, Bx]"
+    assert not plan.lies("layers.0.mlp_norm.weight").used
