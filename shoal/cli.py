@@ -208,6 +208,14 @@ def plan(args: list[str]) -> int:
     return run(options)
 
 
+def plan_auto(args: list[str]) -> int:
+    """Find how to split any module, operator by operator: shoal plan auto --model tiny --cluster 4xhere --check"""
+    from shoal.plan.auto.command import AutoOptions, run
+
+    options, _ = parse("plan auto", AutoOptions, args)
+    return run(options)
+
+
 def calibrate(args: list[str]) -> int:
     """Measure this machine for estimates and plans: shoal calibrate --out here.toml"""
     from shoal.bench.calibration.command import CalibrateOptions, run
@@ -264,6 +272,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "simulate": simulate,
     "estimate": estimate,
     "plan": plan,
+    "plan auto": plan_auto,
     "calibrate": calibrate,
     "goodput": goodput,
     "validate": validate_estimates,

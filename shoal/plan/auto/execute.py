@@ -163,7 +163,7 @@ def reference(module: torch.nn.Module, inputs: tuple, plan: Plan, seed: int = 0)
 
     Outputs that are no scalars get random gradients.
     """
-    from shoal.plan.auto.graph import forward_of
+    from shoal.plan.auto.trace import forward_of
 
     forward = forward_of(module, inputs)
     graph = plan.graph

@@ -1,8 +1,4 @@
-"""The operators of one training step, forward and backward, of any module: `torch.export`, differentiated.
-
-The exported forward pass (or a part of it, for a stage) is traced together with its gradients by autograd, in ATen
-operators: products of matrices, element-wise operators, sums, views. So the backward pass is operators like the forward
-one, and what it communicates needs no rules of its own.
+"""The operators of one training step, forward and backward, as plain data.
 
     parameters, buffers, inputs ----> forward operators ----> outputs
                                           |  saved
@@ -17,21 +13,11 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from shoal.errors import UsageError
-
-aten = torch.ops.aten
 FORWARD, BACKWARD = "forward", "backward"
-SAME = {"alias", "detach", "clone", "lift_fresh_copy", "contiguous", "lift"}
-"""Operators that copy at most: what blocks hold need not be contiguous."""
 VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice",
          "select"}  # fmt: skip
-WHOLE_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_backward_data", "_log_softmax")
-"""What is not taken apart."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +69,8 @@ class Op:
         Args:
             args: in place of its own, where these name sizes of whole tensors.
         """
+        if self.op == "product":
+            return torch.einsum(self.args[2], *tensors)
         left = iter(tensors)
         return overload(self.target)(*put(args or self.args, left), **put(self.kwargs, left))
 
@@ -145,282 +133,7 @@ def overload(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, room or "aten"), name), kind)
 
 
-# ---- from a module ---------------------------------------------------------------------------------------------------
-
-
-def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
-    """The forward pass of a module in training, on example inputs; no numbers are computed.
-
-    Raises:
-        UsageError: it has no graph (its path depends on numbers), changes buffers, or draws random numbers.
-    """
-    try:
-        program = torch.export.export(module, inputs)
-    except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(
-            f"{type(module).__name__}: torch.export finds no graph of it: {first.strip()}"
-            "\n  Its forward pass must not depend on the values of tensors."
-        ) from error
-    signature = program.graph_signature
-    if changed := [*signature.buffers_to_mutate.values(), *getattr(signature, "user_inputs_to_mutate", {}).values()]:
-        raise UsageError(
-            f"{type(module).__name__}: its forward pass changes {', '.join(map(str, changed))}, "
-            "which devices would do differently.\n  Take batch norms and counters out, or freeze them by .eval()."
-        )
-    return program
-
-
-@dataclass
-class Forward:
-    """An exported forward pass, flat: one node for each operator and each tensor from outside.
-
-    Attributes:
-        sources: from a placeholder's name to (kind, name in the module).
-        values: of parameters and buffers, by these names.
-    """
-
-    module: fx.GraphModule
-    sources: dict[str, tuple[str, str]]
-    values: dict[str, Tensor]
-
-    @property
-    def outputs(self) -> list[fx.Node]:
-        """What it gives back."""
-        (out,) = (node for node in self.module.graph.nodes if node.op == "output")
-        return [value for value in out.args[0] if isinstance(value, fx.Node)]
-
-
-def forward_of(module: nn.Module, inputs: tuple) -> Forward:
-    """Export a module; parameters that are one tensor under several names get the first of these."""
-    program = export(module, inputs)
-    signature, first = program.graph_signature, {}
-    names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
-    sources: dict[str, tuple[str, str]] = {}
-    values: dict[str, Tensor] = dict(module.named_parameters())
-    for node in program.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if (name := signature.inputs_to_parameters.get(node.name)) is not None:
-            sources[node.name] = ("parameter", names[name])
-        elif (name := signature.inputs_to_buffers.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.state_dict.get(name, program.constants.get(name))
-        elif (name := signature.inputs_to_lifted_tensor_constants.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.constants[name]
-        else:
-            sources[node.name] = ("input", node.name)
-    return Forward(program.graph_module, sources, values)
-
-
-def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> Graph:
-    """The operators of a training step of a module.
-
-    Args:
-        inputs: examples, whose shapes count and whose values do not.
-        input_gradients: make the gradients of floating-point inputs as well, as a layer among others does.
-    """
-    forward = forward_of(module, inputs)
-    wanted = {node.name for node in forward.module.graph.nodes if node.op == "placeholder"} if input_gradients else ()
-    return differentiated(forward, wanted)
-
-
-def differentiated(forward: Forward, wanted=()) -> Graph:
-    """A forward pass with its gradients.
-
-    Args:
-        wanted: placeholders, besides parameters, whose gradients are made where they are floating-point numbers.
-
-    Raises:
-        UsageError: it draws random numbers, or nothing in it is trained.
-    """
-    graph, places, learned = forward.module.graph, [], []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            kind, name = forward.sources[node.name]
-            value = node.meta.get("val")
-            tensor = value if isinstance(value, Tensor) else None
-            asked = kind == "parameter" or (kind == "input" and node.name in wanted)
-            learns = asked and tensor is not None and tensor.is_floating_point()
-            places.append((node, kind, name, tensor))
-            if learns and (kind, name) not in [(k, n) for _, k, n, _ in learned]:
-                learned.append((node, kind, name, tensor))
-    if not learned:
-        raise UsageError("nothing in this module is trained: it has no parameters of floating-point numbers")
-    fakes = next(tensor for *_, tensor in learned).fake_mode
-    once: dict[tuple[str, str], Tensor] = {}
-    with fakes:
-        for _, kind, name, tensor in places:
-            if tensor is not None and (kind, name) not in once:
-                once[kind, name] = torch.empty_like(tensor)
-        gradients = [torch.empty_like(out.meta["val"]) for out in forward.outputs if _trains(out)]
-    keys = list(once)
-
-    def step(tensors: list[Tensor], gradients: list[Tensor]):
-        given = dict(zip(keys, tensors, strict=True))
-        for _, kind, name, _ in learned:
-            given[kind, name] = given[kind, name].detach().requires_grad_()
-        flat = [given.get((kind, name)) for _, kind, name, _ in places]
-        outs = [out for out in fx.Interpreter(forward.module).run(*flat) if isinstance(out, Tensor)]
-        trained = [out for out in outs if out.requires_grad]
-        found = torch.autograd.grad(
-            trained, [given[kind, name] for _, kind, name, _ in learned], grad_outputs=gradients, allow_unused=True
-        )
-        return outs, list(found)
-
-    with sdpa_kernel(SDPBackend.MATH), fakes:
-        traced = make_fx(step, decomposition_table=_decompositions(), tracing_mode="fake")
-        joint = traced(list(once.values()), gradients)
-    kinds = [(kind, name) for kind, name in keys]
-    kinds += [("gradient", out.name) for out in forward.outputs if _trains(out)]
-    return _read(joint, kinds, [name if kind == "parameter" else node.name for node, kind, name, _ in learned])
-
-
-def _trains(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return value.is_floating_point() and (node.op != "placeholder") and _learned(node)
-
-
-@cache
-def _learned(node: fx.Node) -> bool:
-    """Whether a gradient of it goes anywhere: it depends on a tensor from outside of floating-point numbers."""
-    if node.op == "placeholder":
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.is_floating_point()
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and not value.is_floating_point():
-        return False
-    return any(_learned(argument) for argument in node.all_input_nodes)
-
-
-@cache
-def _decompositions() -> dict:
-    from torch._decomp import core_aten_decompositions, get_decompositions
-
-    table = dict(core_aten_decompositions())
-    table.update(get_decompositions([aten.native_layer_norm_backward]))
-    table[aten.native_layer_norm.default] = _layer_norm
-    table[aten.addmm.default] = table[aten.baddbmm.default] = table[aten.addmv.default] = _add_product
-    table[aten.mean.dim] = _mean
-    table[aten.mean.default] = lambda x, dtype=None: _mean(x, list(range(x.dim())), dtype=dtype)
-    table[aten.var.correction], table[aten.var_mean.correction] = _var, _var_mean
-    for name in WHOLE_OPS:
-        for kind in getattr(aten, name).overloads():
-            table.pop(getattr(getattr(aten, name), kind), None)
-    return table
-
-
-def _mean(x: Tensor, dim=None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    dims = list(range(x.dim())) if not dim else list(dim)
-    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
-
-
-def _var_mean(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    dims = list(range(x.dim())) if not dim else list(dim)
-    mean = _mean(x, dims, True)
-    count = math.prod(x.shape[d] for d in dims) - (1 if correction is None else correction)
-    var = aten.sum.dim_IntList((x - mean) ** 2, dims, keepdim) / count
-    return var, mean if keepdim else aten.squeeze.dims(mean, dims)
-
-
-def _layer_norm(x: Tensor, shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    var, mean = _var_mean(x, list(range(x.dim() - len(shape), x.dim())), correction=0, keepdim=True)
-    inverse = (var + eps).rsqrt()
-    out = (x - mean) * inverse
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias, mean, inverse
-
-
-def _add_product(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    product = aten.bmm(a, b) if a.dim() == 3 else aten.mv(a, b) if b.dim() == 1 else aten.mm(a, b)
-    return (product if alpha == 1 else product * alpha) + (x if beta == 1 else x * beta)
-
-
-def _var(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
-# ---- from a trace ----------------------------------------------------------------------------------------------------
-
-
-def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> Graph:
-    """Plain data from the traced graph; what only renames tensors goes."""
-    new: dict[fx.Node, Any] = {}
-    ops: dict[str, Op] = {}
-    places = iter(kinds)
-    outputs: tuple[str, ...] = ()
-    gradients: dict[str, str] = {}
-
-    def of(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return new[value]
-        if isinstance(value, (tuple, list)):
-            return type(value)(of(v) for v in value)
-        if isinstance(value, dict):
-            return {key: of(v) for key, v in value.items()}
-        return value
-
-    for node in joint.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder":
-            kind, name = next(places)
-            called = name if kind == "parameter" else f"{kind} {name}"
-            ops[called] = Op(called, kind, name, tuple(value.shape), value.dtype)
-            new[node] = Ref(called)
-        elif node.op == "output":
-            found = node.args[0][-len(learned) :]
-            outputs = tuple(of(out).name for out in node.args[0][: -len(learned)])
-            gradients = {
-                (name if name in ops else f"input {name}"): of(gradient).name
-                for name, gradient in zip(learned, found, strict=True) if gradient is not None
-            }
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            room, name = node.target._schema.name.split("::")
-            if name == "_assert_tensor_metadata":
-                continue
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                raise UsageError(
-                    f"{node.target}: every device would draw random numbers of its own.\n  Plan without dropout: p = 0."
-                )
-            operand = of(node.args[0]) if node.args else None
-            if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
-                new[node] = operand
-                continue
-            target = f"{'' if room == 'aten' else room + '::'}{name}.{node.target._overloadname}"
-            changes = node.target._schema.is_mutable
-            if changes:
-                target = target.replace("_.", ".")
-            ops[node.name] = Op(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
-            new[node] = Ref(node.name)
-            if changes:
-                for old, ref in list(new.items()):  # what was changed is from here on what came of it
-                    new[old] = Ref(node.name) if ref == operand else ref
-        elif node.op == "call_function":  # getitem of an operator with several outputs
-            many, index = ops[new[node.args[0]].name], node.args[1]
-            target, args = "getitem.int", (Ref(many.name), index)
-            if many.op == "split_with_sizes":
-                x, sizes, dim = (*many.args, 0)[:3]
-                target, args = "slice.Tensor", (x, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
-            ops[node.name] = Op(node.name, "call", target, *_made(value), args)
-            new[node] = Ref(node.name)
-        else:
-            raise UsageError(f"{node.op} {node.target}: a tensor that is no parameter, buffer or input")
-    return _phased(ops, outputs, gradients)
-
-
-def _made(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    return (), torch.uint8  # a tuple of tensors, which only getitem reads
-
-
-def _unchanged(node: fx.Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]
-    return before.shape == after.shape and before.dtype == after.dtype
-
-
-def _phased(ops: dict[str, Op], outputs: tuple[str, ...], gradients: dict[str, str]) -> Graph:
+def phased(ops: dict[str, Op], outputs: tuple[str, ...], gradients: dict[str, str]) -> Graph:
     """Without what nobody needs; each operator as late as it can be."""
     forward: set[str] = set()
     needed: set[str] = set()

@@ -18,6 +18,7 @@ import numpy as np
 from shoal.plan.auto.problem import Problem
 
 SECONDS = 120.0  # of a solve, at most
+GAP = 1e-6  # of the cost: how near to the optimum is near enough
 
 
 class NothingFits(Exception):
@@ -126,7 +127,7 @@ def _beaten(worse: np.ndarray) -> set[int]:
     goes: set[int] = set()
     for b in range(len(worse)):
         for a in np.flatnonzero(worse[:, b] <= 0):
-            if a != b and a not in goes:
+            if a != b and a not in goes and (a < b or worse[b, a] > 0):
                 goes.add(b)
                 break
     return goes
@@ -178,7 +179,7 @@ class _Program:
             constraints=LinearConstraint(matrix, self.least, self.most),
             integrality=np.array([1] * binaries + [0] * (len(self.objective) - binaries)),
             bounds=Bounds(0.0, np.array(self.upper)),
-            options={"mip_rel_gap": 1e-9, "time_limit": SECONDS},
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         if found.x is None:
             raise NothingFits

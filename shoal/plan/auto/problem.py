@@ -18,7 +18,7 @@ from shoal.comm.sharding.notation import Sharding
 from shoal.plan.auto.choices import Split, follow, settled, splits, states, whole
 from shoal.plan.auto.graph import BACKWARD, FORWARD, VIEWS, Graph, Op, Ref
 from shoal.plan.auto.price import Prices
-from shoal.plan.auto.spaces import LOOKUPS, PRODUCTS, RESHAPES, Space, space_of
+from shoal.plan.auto.spaces import LOOKUPS, RESHAPES, Space, space_of
 
 UPDATE, GIVEN = "update ", "given "
 """Before a parameter's name: the operator that changes it, which lies as the optimizer's state does; before the name of
@@ -182,7 +182,7 @@ class Builder:
 
     def _decides(self, op: Op, space: Space) -> bool:
         """Whether it is a product, or joins what came on different ways."""
-        if op.op in PRODUCTS or op.op in LOOKUPS or op.name.startswith(ENDS):
+        if op.op == "product" or op.op in LOOKUPS or op.name.startswith(ENDS):
             return True
         leaders = {self.leader[name] for name in op.operands if name in self.leader}
         return space.together and len(leaders) > 1 and all(self.ops[n].shape == op.shape for n in op.operands)
@@ -199,7 +199,7 @@ class Builder:
     # ---- one decision ------------------------------------------------------------------------------------------------
 
     def _decision(self, name: str) -> Decision:
-        choices = [self._followed(name, split) for split in self._root(name)]
+        choices = [self.followed(name, split) for split in self._root(name)]
         kinds = [self._priced(choice) for choice in choices]
         costs, memory, saved = (np.array(column) for column in zip(*kinds, strict=True))
         return Decision(name, choices, costs, memory, saved)
@@ -216,7 +216,7 @@ class Builder:
             for split in splits(space, self.mesh) for out in settled(split.made, op.shape, self.mesh)
         ]  # fmt: skip
 
-    def _followed(self, name: str, root: Split) -> dict[str, Split]:
+    def followed(self, name: str, root: Split) -> dict[str, Split]:
         done = {name: root}
         for member in self.members[name][1:]:
             op, space, main = self.ops[member], self.spaces[member], self.main[member]

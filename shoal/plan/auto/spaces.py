@@ -1,6 +1,6 @@
 """Every operator as a loop nest: its iteration space, which dims of its tensors run along which of it, what is summed.
 
-    mm            [A, B] x [B, C] -> [A, C]        B is in no output: along it, outputs are parts of a sum
+    product       [A, B] x [B, C] -> [A, C]        B is in no output: along it, outputs are parts of a sum
     add           [A, B] + [B]    -> [A, B]
     softmax       [A, .]          -> [A, .]        a dim without a letter must be whole
     view          [A, .]          -> [A, ., .]     of dims that are folded or unfolded, the outermost can be split
@@ -23,7 +23,6 @@ from shoal.plan.auto.graph import Op, Ref, overload
 Dims = tuple[str, ...]
 """The letter of each dim of a tensor, "" for one that must be whole."""
 
-PRODUCTS = ("mm", "bmm", "mv", "dot")
 RESHAPES = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 LOOKUPS = ("embedding", "embedding_dense_backward")
 
@@ -62,8 +61,6 @@ def space_of(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space | None:
     """
     if op.op in RULES:
         return RULES[op.op](op, shapes)
-    if op.op in PRODUCTS:
-        return _product(op, shapes)
     if op.op in RESHAPES:
         return _reshape(op, shapes)
     if op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags:
@@ -99,20 +96,12 @@ def _pointwise(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
 
 
 def _product(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
-    """A product of matrices, of batches of them, or of a matrix and a vector."""
-    a, b = shapes
-    batch = "E" if len(a) == 3 else ""
-    left = [*batch, "A", "B"][-len(a) :] if len(a) > 1 else ["B"]
-    right = [*batch, "B", "C"] if len(b) > 1 else ["B"]
-    out = [letter for letter in (*batch, *"AC") if letter in left + right]
-    found = {**dict(zip(left, a, strict=True)), **dict(zip(right, b, strict=True))}
-    sizes = {letter: n for letter, n in found.items() if n > 1}
-
-    def whole_where_one(letters: list[str]) -> Dims:
-        return tuple(letter if letter in sizes else "" for letter in letters)
-
-    return Space(sizes, (whole_where_one(left), whole_where_one(right)), whole_where_one(out),
-                 flops=2.0 * math.prod(found.values()))  # fmt: skip
+    """A product of matrices, with any number of dims that are batch, rows, summed, or columns."""
+    inputs, out = op.args[2].split("->")
+    letters = inputs.split(",")
+    found = {letter: n for dims, shape in zip(letters, shapes, strict=True)
+             for letter, n in zip(dims, shape, strict=True)}  # fmt: skip
+    return Space(found, tuple(map(tuple, letters)), tuple(out), flops=2.0 * math.prod(found.values()))
 
 
 def _reshape(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
@@ -218,7 +207,7 @@ def _embedding_backward(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space | 
 
 
 RULES: dict[str, Callable[[Op, tuple[tuple[int, ...], ...]], Space | None]] = {
-    "permute": _permute, "expand": _expand, "sum": _sum,
+    "product": _product, "permute": _permute, "expand": _expand, "sum": _sum,
     "amax": _reduction, "amin": _reduction, "any": _reduction, "all": _reduction,
     "_softmax": _along((), 1), "_log_softmax": _along((), 1), "_softmax_backward_data": _along((0,), 2),
     "gather": _along((0,), 1), "scatter": _along((), 1), "slice": _along((0,), 1),

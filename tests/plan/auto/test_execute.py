@@ -9,9 +9,9 @@ import torch
 from shoal.comm.sharding.notation import NamedMesh
 from shoal.models.transformer import initialise
 from shoal.plan.auto.execute import compare, reference
-from shoal.plan.auto.graph import graph_of
 from shoal.plan.auto.ilp import Solution, solve
 from shoal.plan.auto.plan import plan_of
+from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import MLP, Attention, Odd, builder, transformer
 
 LINE, GRID = NamedMesh("x", (4,)), NamedMesh("xy", (2, 2))

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from shoal.comm.sharding.notation import NamedMesh
-from shoal.plan.auto.graph import BACKWARD, FORWARD, graph_of
+from shoal.plan.auto.graph import BACKWARD, FORWARD
 from shoal.plan.auto.ilp import solve
 from shoal.plan.auto.plan import plan_of, shard
 from shoal.plan.auto.problem import GIVEN
+from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import MLP, Attention, builder, transformer
 
 LINE = NamedMesh("x", (8,))
@@ -49,10 +50,11 @@ def test_megatrons_mlp(nodes):
     assert sums(plan, "step") == []
 
 
-def test_megatrons_attention():
+@pytest.mark.parametrize("batch", [1, 3])
+def test_megatrons_attention(batch):
     with torch.device("meta"):
         module = Attention(4096, 32)
-    plan = among_others(builder(meta(module, 1, 512, 4096), "8xA100", LINE))
+    plan = among_others(builder(meta(module, batch, 128, 4096), "8xA100", LINE))
     for name in ("query", "key", "value"):
         assert str(plan.lies(f"{name}.weight")) == "[Ax, B]", "column: heads"
     assert str(plan.lies("mix.weight")) == "[A, Bx]", "row"

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.comm.sharding.notation import NamedMesh
-from shoal.plan.auto.graph import graph_of
 from shoal.plan.auto.ilp import NothingFits, solve, undominated
 from shoal.plan.auto.problem import Decision, Problem, Shared
+from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import builder
 
 
