@@ -61,6 +61,11 @@ class Shared:
     seconds: np.ndarray
     readers: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
+    def cost(self, chosen: list[int]) -> float:
+        """Seconds of one choice for each decision."""
+        needed = set().union(*(needs[chosen[reader]] for reader, needs in self.readers))
+        return float(sum(self.seconds[self.rows[chosen[self.source]], state] for state in needed))
+
 
 @dataclass
 class Problem:
@@ -78,10 +83,7 @@ class Problem:
         """Seconds of one choice for each decision; infinite if it cannot be done."""
         total = sum(d.costs[c] for d, c in zip(self.decisions, chosen, strict=True))
         total += sum(matrix[chosen[i], chosen[j]] for (i, j), matrix in self.pairs.items())
-        for group in self.shared:
-            needed = set().union(*(needs[chosen[reader]] for reader, needs in group.readers))
-            total += sum(group.seconds[group.rows[chosen[group.source]], state] for state in needed)
-        return float(total)
+        return float(total + sum(group.cost(chosen) for group in self.shared))
 
     def memory(self, chosen: list[int], in_flight: int = 1) -> float:
         """Bytes of one choice for each decision, with so many micro-batches kept for the backward pass."""

@@ -1,0 +1,203 @@
+"""A forward pass cut into layers, and any run of them as a forward pass of its own.
+
+Operators are clustered in their order (Zheng et al. 2022, section 5.2, equation 6): of all cuts into L layers, none of
+which computes more than (1 + delta) of its share, those whose widest boundary carries the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from shoal.plan.auto.graph import Graph
+from shoal.plan.auto.trace import Forward, differentiated
+
+DELTA = 0.5  # of a layer's share of the FLOPs that it may have more
+CUTS = 150  # that are looked at: those that carry least
+
+
+@dataclass
+class Layers:
+    """A forward pass in layers.
+
+    Attributes:
+        count: of layers wanted; fewer where there are fewer places to cut.
+    """
+
+    forward: Forward
+    count: int
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """What is computed from parameters or inputs, in order; the rest every stage makes for itself."""
+        live: set[fx.Node] = set()
+        for node in self.forward.module.graph.nodes:
+            if node.op == "placeholder" or live.intersection(node.all_input_nodes):
+                live.add(node)
+        return [node for node in self.forward.module.graph.nodes if node in live and node.op == "call_function"]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where each layer ends in `nodes`."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        carried = [0] * (len(self.nodes) + 1)  # bytes of what is made before a place and read behind it
+        for node, i in place.items():
+            last = max((place[user] for user in node.users if user in place), default=i)
+            for cut in range(i + 1, last + 1):
+                carried[cut] += _bytes(node)
+        work = [0.0]
+        for node in self.nodes:
+            work.append(work[-1] + _flops(node))
+        inner = sorted(sorted(range(1, len(self.nodes)), key=lambda cut: carried[cut])[:CUTS])
+        return _cut([0, *inner, len(self.nodes)], carried, work, self.count)
+
+    def boundary(self, cut: int) -> int:
+        """Bytes of elements of 8 that go from layers before a place to those behind it."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        at = self.ends[cut - 1] if cut else 0
+        return sum(_bytes(node) for node in self.nodes[:at] if any(place.get(user, -1) >= at for user in node.users))
+
+    def inside(self, first: int, last: int) -> list[fx.Node]:
+        """The operators of some layers."""
+        return self.nodes[self.ends[first - 1] if first else 0 : self.ends[last - 1]]
+
+    def shares(self, first: int, last: int) -> bool:
+        """Whether a parameter of these layers is one of others too."""
+        mine = set(self.inside(first, last))
+        return any(
+            node.op == "placeholder" and self.forward.sources[node.name][0] == "parameter"
+            and len({user in mine for other in self._same(node) for user in other.users}) > 1
+            for node in self.forward.module.graph.nodes
+        )  # fmt: skip
+
+    def _same(self, node: fx.Node) -> list[fx.Node]:
+        source = self.forward.sources[node.name]
+        return [n for n in self.forward.module.graph.nodes
+                if n.op == "placeholder" and self.forward.sources[n.name] == source]  # fmt: skip
+
+    def part(self, first: int, last: int) -> Forward:
+        """Some layers; what they read of others are inputs, what others read of them are outputs."""
+        return _part(self.forward, self.inside(first, last))
+
+    def graph(self, first: int, last: int) -> Graph:
+        """A training step of some layers, with the gradients of what they read of others."""
+        part = self.part(first, last)
+        own = {node.name for node in self.forward.module.graph.nodes if node.op == "placeholder"}
+        others = [node for node in part.module.graph.nodes if node.op == "placeholder" and node.name not in own]
+        return differentiated(part, {node.name for node in others})
+
+    def like(self, first: int, last: int) -> tuple:
+        """What makes two runs of layers the same problem: their operators, shapes and wiring."""
+        number: dict[fx.Node, int] = {}
+        key = []
+        for node in self.part(first, last).module.graph.nodes:
+            number[node] = len(number)
+            value = node.meta.get("val")
+            shape = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            args = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
+            key.append((node.op, str(node.target) if node.op == "call_function" else "", repr(args), shape))
+        return tuple(key)
+
+
+def _cut(places: list[int], carried: list[int], work: list[float], count: int) -> list[int]:
+    """Ends of layers, by dynamic programming: the least (widest boundary, most FLOPs) of `count` layers."""
+    count = min(count, len(places) - 1)
+    most = (1 + DELTA) * work[-1] / count
+    for limit in (most, math.inf):  # one operator may compute more than a layer's share
+        best: list[dict[int, tuple[tuple[float, float], list[int]]]] = [{0: ((0.0, 0.0), [])}]
+        for _ in range(count):
+            step: dict[int, tuple[tuple[float, float], list[int]]] = {}
+            for start, ((wide, heavy), ends) in best[-1].items():
+                for end in places:
+                    if end <= start or work[end] - work[start] > limit:
+                        continue
+                    inner = carried[end] if end < places[-1] else 0
+                    found = ((max(wide, inner), max(heavy, work[end] - work[start])), [*ends, end])
+                    if end not in step or found[0] < step[end][0]:
+                        step[end] = found
+            best.append(step)
+        if places[-1] in best[-1]:
+            return best[-1][places[-1]][1]
+    return [places[-1]]
+
+
+def _part(forward: Forward, nodes: list[fx.Node]) -> Forward:
+    mine, graph = set(nodes), fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    sources: dict[str, tuple[str, str]] = {}
+
+    def bring(node: fx.Node) -> fx.Node:
+        """A tensor from outside: an input, or a constant made again."""
+        if node not in new:
+            if node in mine:
+                raise AssertionError("operators come in order")
+            constant = node.op == "call_function" and node not in live
+            if constant:
+                for argument in node.all_input_nodes:
+                    bring(argument)
+                new[node] = graph.node_copy(node, lambda n: new[n])
+            else:
+                new[node] = places[node]
+            new[node].meta = dict(node.meta)
+        return new[node]
+
+    live: set[fx.Node] = set()
+    for node in forward.module.graph.nodes:
+        if node.op == "placeholder" or live.intersection(node.all_input_nodes):
+            live.add(node)
+    outside = _outside(nodes, mine, live)
+    places = {}
+    for node in outside:
+        places[node] = graph.placeholder(node.name)
+        places[node].meta = dict(node.meta)
+        known = node.op == "placeholder"
+        sources[places[node].name] = forward.sources[node.name] if known else ("input", node.name)
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            bring(argument)
+        new[node] = graph.node_copy(node, lambda n: new[n])
+        new[node].meta = dict(node.meta)
+    out = [node for node in nodes if any(user not in mine for user in node.users)]
+    graph.output(tuple(new[node] for node in out))
+    return Forward(fx.GraphModule(torch.nn.Module(), graph), sources, forward.values)
+
+
+def _outside(nodes: list[fx.Node], mine: set[fx.Node], live: set[fx.Node]) -> list[fx.Node]:
+    """Tensors that some operators read of others, or from outside, constants looked through."""
+    found: dict[fx.Node, None] = {}
+    todo = list(nodes)
+    seen: set[fx.Node] = set(nodes)
+    while todo:
+        for argument in todo.pop().all_input_nodes:
+            if argument in seen or argument in mine:
+                continue
+            seen.add(argument)
+            if argument in live:
+                found[argument] = None
+            else:
+                todo.append(argument)
+    order = {node: i for i, node in enumerate(next(iter(nodes)).graph.nodes)}
+    return sorted(found, key=order.__getitem__)
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (tuple, list)) else [value]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _flops(node: fx.Node) -> float:
+    """Of the products in an operator, forward."""
+    name = getattr(node.target, "_schema", None)
+    name = name.name.split("::")[1] if name else ""
+    value = node.meta.get("val")
+    if name in ("linear", "matmul", "mm", "bmm", "addmm"):
+        operand = node.args[1 if name == "addmm" else 0].meta["val"]
+        return 2.0 * value.numel() * operand.shape[-1]
+    if name == "scaled_dot_product_attention":
+        return 4.0 * value.numel() * node.args[1].meta["val"].shape[-2]
+    return 0.0
