@@ -23,7 +23,8 @@ def every(layers, nodes, per_node):
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32), layers=st.integers(1, 4),
-    shape=st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (1, 3)]), microbatches=st.integers(1, 8), impossible=st.sampled_from([0.0, 0.4]),
+    shape=st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (1, 3)]),
+    microbatches=st.integers(1, 8), impossible=st.sampled_from([0.0, 0.4]),
 )  # fmt: skip
 def test_the_best_of_all_pipelines_is_found(seed, layers, shape, microbatches, impossible):
     rng = np.random.default_rng(seed)
