@@ -10,6 +10,8 @@ The papers' closed forms, for the layers of GPT with 16-bit activations and drop
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from shoal.catalog import ModelShape
@@ -88,17 +90,53 @@ def total(saved: list[Saved]) -> int:
     return sum(tensor.bytes for tensor in saved)
 
 
-def layer(run: Pass, recompute: Recompute | None = None, *, sparse: bool = False) -> list[Saved]:
+def layer(
+    run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False
+) -> list[Saved]:
     """One layer.
 
     Args:
         recompute: instead of the layout's.
         sparse: whether it has experts.
+        skips: whether only some tokens pass through it.
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
         return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
+    if skips:
+        taken = run._replace(s=run.shape.depths.taken(run.s))
+        inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
+        return [*_router(run, taken), *inside]
     return [*_norm(run), *_attention(run, mode), *_norm(run), *(_experts(run) if sparse else _mlp(run))]
+
+
+def _router(run: Pass, taken: Pass) -> list[Saved]:
+    """What decides which tokens pass through a layer, and what puts them back; k tokens of a sequence do.
+
+    Args:
+        taken: of these, as many here as anywhere.
+    """
+    shape, e, x = run.shape, run.itemsize, run.exact
+    n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, shape.depths.predictor
+    cast = "" if x == e else ", fp32"
+    saved = [
+        Saved(f"router input{cast}", "[b, s, h]", x * n * h),
+        Saved("predictor", "[b, s, p]", 2 * x * n * width),
+        Saved("foreseen, chosen", "[b, s]", 2 * x * n),
+        Saved("loss", "[]", x),
+        Saved("places of chosen tokens", "[b, k]", 8 * m),
+        Saved("weights of chosen tokens", "[b, k]", e * m),
+        Saved("results, weighted", "[b, k, h]", 2 * e * m * h),
+    ]
+    if cast:
+        saved.append(Saved("router and predictor, fp32", "[h], [p]", x * (h + width)))
+    if shape.depths.weight == "sigmoid":
+        saved.append(Saved("sigmoid of scores", "[b, s]", x * n))
+    if shape.family == "llama":
+        saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.head_dim // 2)))
+    if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
+        saved.append(Saved("mask of chosen tokens", "[b, 1, k, k]", taken.tokens * taken.s))
+    return saved
 
 
 def _norm(run: Pass) -> list[Saved]:
@@ -258,20 +296,20 @@ def head(run: Pass) -> list[Saved]:
     return saved
 
 
-def stage(run: Pass, layers: int, *, first: bool, last: bool, sparse: int = 0) -> list[Saved]:
+def stage(run: Pass, layers: Iterable[int], *, first: bool, last: bool) -> list[Saved]:
     """All that one micro-batch keeps alive on a stage between its forward and its backward.
 
     Besides what autograd keeps these are the stage's input and output, where they are other tensors.
 
     Args:
-        sparse: how many of the layers have experts.
+        layers: their numbers.
     """
-    saved = context(run) + (embedding(run) if first else []) + layer(run) * (layers - sparse)
-    if sparse:
-        saved += layer(run, sparse=True) * sparse
+    saved = context(run) + (embedding(run) if first else [])
+    for (sparse, skips), count in Counter(_kind(run.shape, i) for i in layers).items():
+        saved += layer(run, sparse=sparse, skips=skips) * count
     saved += head(run) if last else []
     hidden = run.itemsize * run.tokens_here * run.hidden_here
-    if not first and not any(tensor.what in ("norm input", "layer input") for tensor in saved):
+    if not first and not any(tensor.what in ("norm input", "layer input", "router input") for tensor in saved):
         saved.append(Saved("stage input", "[b, s, h/x]", hidden))
     if not last:
         saved.append(Saved("stage output", "[b, s, h/x]", hidden))
@@ -282,12 +320,16 @@ def recomputed(run: Pass) -> int:
     """Bytes that come back for one layer, the largest, while its backward runs."""
     if run.layout.recompute == "none":
         return 0
-    return max(total(layer(run, "none", sparse=s)) - total(layer(run, sparse=s)) for s in _kinds(run.shape))
+    kinds = {_kind(run.shape, i) for i in range(run.shape.layers)}
+    return max(
+        total(layer(run, "none", sparse=sparse, skips=skips)) - total(layer(run, sparse=sparse, skips=skips))
+        for sparse, skips in kinds
+    )
 
 
-def _kinds(shape: ModelShape) -> set[bool]:
-    """Whether there are layers with experts, and without."""
-    return {shape.sparse(i) for i in range(shape.layers)} if shape.experts else {False}
+def _kind(shape: ModelShape, i: int) -> tuple[bool, bool]:
+    """Whether a layer has experts, and whether only some tokens pass through it."""
+    return shape.sparse(i), shape.skips(i)
 
 
 def loss_workspace(run: Pass) -> int:

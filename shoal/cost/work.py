@@ -47,15 +47,26 @@ def stage_flops(run: Pass, part: StagePart, slices: Sequence[int] = ()) -> int:
     A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
     out, before its last product.
     """
-    shape, n, layers = run.shape, run.tokens, len(part.layers)
+    shape, some = run.shape, sum(map(run.shape.skips, part.layers))
+    head = 2 * run.tokens * shape.hidden * -(-shape.vocab // run.layout.tp) if part.last else 0
+    layers = (len(part.layers) - some) * _layer(run, slices)
+    if some:
+        # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
+        up = 2 * run.tokens_here * shape.hidden * shape.depths.predictor
+        routing = (3 if run.layout.recompute == "full" else 2) * up
+        layers += some * (_layer(run._replace(s=shape.depths.taken(run.s))) + routing)
+    return layers + 3 * head
+
+
+def _layer(run: Pass, slices: Sequence[int] = ()) -> int:
+    """A layer's forward and backward, with what is computed again."""
     projections, core, mlp = layer_forward(run, slices)
     core_again = core
     if run.kernel == "explicit":
-        width = run.layout.micro_batch * shape.heads * shape.head_dim // run.layout.tp
+        width = run.layout.micro_batch * run.shape.heads * run.shape.head_dim // run.layout.tp
         core_again -= 2 * width * sum(rows * seen for rows, seen in (part[-1] for part in _scored(run, slices)))
     again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
-    head = 2 * n * shape.hidden * -(-shape.vocab // run.layout.tp) if part.last else 0
-    return layers * (3 * (projections + core + mlp) + again) + 3 * head
+    return 3 * (projections + core + mlp) + again
 
 
 def step_flops(

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cost.parameters import StagePart
+from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.bounds import first_rank, in_turns
@@ -83,7 +84,15 @@ def search(run: Run, space: Space | None = None, *, count: int = 10, progress: P
         run: its layout is ignored.
         count: how many to list, each of another mesh, pipeline, micro-batch or recomputation.
         progress: called with branches done, all branches, and what is found so far.
+
+    Raises:
+        UsageError: only some tokens pass through layers of the model.
     """
+    if run.shape.depths is not None:
+        raise UsageError(
+            "model.depths: layouts of layers that only some tokens pass through are estimated, but not searched."
+            "\n  Search for the model without it, and estimate the best (shoal estimate)."
+        )
     begin = time.perf_counter()
     searching = Search(run, space or Space(), count)
     searching.all(progress)

@@ -9,6 +9,7 @@ of the weight is made.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,12 +27,16 @@ from shoal.cost.experts import routed_rows
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.state import StateBytes, state_bytes
-from shoal.errors import UsageError
 from shoal.layout import axes_of
 from shoal.plan.run import KINDS, Run
 from shoal.simulate.times import Links
 
+ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
+
+
+Kinds = tuple[tuple[tuple[bool, bool], int], ...]
+"""How many layers are of each kind: (with experts, through which only some tokens pass)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class StageTimes:
         tensor_backward: of backward's collectives, those that wait.
         context: of its forward's ring and exchange of heads, what attention's products do not hide.
         context_backward: of backward's.
-        experts: of the exchanges of rows, in each direction.
+        experts: of the exchanges of rows, of experts or of tokens that pass through a layer, in each direction.
         gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
         launches, launches_backward: what the host adds, where it is slower than the accelerator.
     """
@@ -114,17 +119,9 @@ class Stages:
         run: whose layout and schedule have been checked, and fill the cluster.
         known: states that were counted, layers that were priced and groups of ranks, by what decides them; stages of
             other layouts of the same run may share it.
-
-    Raises:
-        UsageError: only some tokens pass through layers of the model.
     """
 
     def __init__(self, run: Run, known: dict | None = None):
-        if run.shape.depths is not None:
-            raise UsageError(
-                "model.depths: the time and memory of layers that only some tokens pass through are not estimated."
-                "\n  Leave model.depths out for those of the whole model, or measure."
-            )
         self.run = run
         layout = run.layout
         self.known = {} if known is None else known
@@ -164,7 +161,7 @@ class Stages:
         """Of some stages together, counted once for those that are alike."""
         key = (
             self.holding,
-            *((len(part.layers), self.sparse(part), part.first, part.last, part.shared) for part in parts),
+            *((self.kinds(part), part.first, part.last, part.shared) for part in parts),
         )
         if key not in self.known:
             run = self.run
@@ -173,19 +170,19 @@ class Stages:
 
     def stage_of(self, part: StagePart) -> StageTimes:
         """Of one stage, priced once for those that are alike."""
-        key = (len(part.layers), self.sparse(part), part.first, part.last)
+        key = (self.kinds(part), part.first, part.last)
         if key not in self.priced:
-            self.priced[key] = self._stage(len(part.layers), self.sparse(part), part.first, part.last, part)
+            self.priced[key] = self._stage(*key, part)
         return self.priced[key]
 
     @cached_property
     def linear(self) -> np.ndarray:
         """[3, 5] seconds of a forward and of both halves of a backward: of a layer, of one with experts, of being the
         first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make up all stages."""
-        sparse = int(self.run.shape.experts is not None)
-        counts = ((0, 0, False, False), (1, 0, False, False), (1, sparse, False, False), (0, 0, True, False),
-                  (0, 0, False, True))  # fmt: skip
-        found = [self._stage(*of) for of in counts]
+        dense, sparse = {(False, False): 1}, {(self.run.shape.experts is not None, False): 1}
+        counts = (({}, False, False), (dense, False, False), (sparse, False, False), ({}, True, False),
+                  ({}, False, True))  # fmt: skip
+        found = [self._stage(tuple(of.items()), *ends) for of, *ends in counts]
         any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
         return np.stack([*(other - any_stage for other in others), any_stage], axis=1)
 
@@ -193,15 +190,25 @@ class Stages:
         """Layers of a stage that have experts."""
         return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
 
-    def layer(self, *, sparse: bool = False) -> Layer:
+    def kinds(self, part: StagePart) -> Kinds:
+        """How many layers of a stage there are with experts or without, through which all tokens pass or some."""
+        shape = self.run.shape
+        if shape.experts is None and shape.depths is None:
+            return (((False, False), len(part.layers)),)
+        return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
+
+    def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
         """The times of one layer of one micro-batch.
 
         Args:
             sparse: with experts, as a dense one that is as wide as what a token meets: as if a rank's experts were one
                 product, which they nearly are where each has many rows.
+            skips: of the tokens that pass through such a layer, with what decides which they are: its passes over the
+                hidden state, as many as `ROUTING` says.
         """
         run, layout = self.run, self.run.layout
         shape = run.shape
+        s = shape.depths.taken(run.sequence_length) if skips else run.sequence_length
         if sparse:
             experts = shape.experts
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
@@ -209,12 +216,14 @@ class Stages:
         split = (
             layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel, layout.recompute, later,
         )  # fmt: skip
-        key = ("layer", sparse, run.cluster.name, run.precision, run.sequence_length, *split)
+        key = ("layer", sparse, skips, run.cluster.name, run.precision, s, *split)
         if key not in self.known:
-            itemsize = run.policy.compute.itemsize
-            self.known[key] = layer_of(
-                shape, run.cluster, KINDS[run.policy.compute.name], itemsize, run.sequence_length, *split
-            )
+            kind, itemsize = KINDS[run.policy.compute.name], run.policy.compute.itemsize
+            found = layer_of(shape, run.cluster, kind, itemsize, s, *split)
+            if skips:
+                moved = ROUTING * self.forward.tokens_here * shape.hidden * itemsize
+                found = found._replace(elements=found.elements + moved / self.hbm)
+            self.known[key] = found
         return self.known[key]
 
     def _exchange(self) -> float:
@@ -227,6 +236,17 @@ class Stages:
             sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter, which sends as much
         return sent
 
+    def _travel(self) -> float:
+        """Seconds of one direction of a layer that some tokens pass through: to where they are computed, and back."""
+        run, layout = self.run, self.run.layout
+        axis = "sequence" if layout.sequence_parallel else "cp"
+        group = self.group(axis)
+        if group.ranks == 1:
+            return 0.0
+        taken = self.forward._replace(s=run.shape.depths.taken(run.sequence_length))
+        rows = taken.tokens_here * (group.ranks - 1) / group.ranks
+        return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
+
     def _spread(self, state: StateBytes) -> list[tuple[int, Ring, Ring]]:
         """Parameters of a rank, the ranks that they are sharded over, and those that replicate the shards: experts have
         their own."""
@@ -235,19 +255,19 @@ class Stages:
             found.append((state.experts, self.group("edp_shard"), self.group("edp_replicate")))
         return found
 
-    def _stage(
-        self, layers: int, sparse: int, first: bool, last: bool, part: StagePart | None = None
-    ) -> StageTimes:
-        """Of a stage of some layers, ``sparse`` of which have experts; without what ZeRO adds, if no part is given."""
+    def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
+        """Of a stage of some layers; without what ZeRO adds, if no part is given."""
         run, layout = self.run, self.run.layout
-        share = sparse / max(1, layers)
-        layer = self.layer()
-        if share:
-            both = zip(layer, self.layer(sparse=True), strict=True)
-            layer = Layer(*((1 - share) * dense + share * other for dense, other in both))
-        rows = share * self._exchange() if share else 0.0
+        layers, whole, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
+        parts = []  # of a mean layer
+        for (sparse, skips), count in kinds if layers else (((False, False), 1),):
+            share, one = count / (layers or 1), self.layer(sparse=sparse, skips=skips)
+            parts.append([share * seconds for seconds in one])
+            rows += share * ((self._exchange() if sparse else 0.0) + (self._travel() if skips else 0.0))
+            waits = self._context(one.attention, skips=skips)
+            context, context_backward = context + share * waits[0], context_backward + share * waits[1]
+        layer = Layer(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
         head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
-        context, context_backward = self._context(layer.attention)
         ends = (first + last) * layer.exchange / 2
         one = layer.products + layer.attention + layer.elements
         again = {
@@ -280,7 +300,7 @@ class Stages:
         )
         return StageTimes(**{name: self.slower * seconds for name, seconds in vars(found).items()})
 
-    def _context(self, core: float) -> tuple[float, float]:
+    def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
 
         A block travels while the one before is computed with; the gradients of the last one travel alone.
@@ -288,7 +308,8 @@ class Stages:
         run, layout = self.run, self.run.layout
         if layout.cp == 1:
             return 0.0, 0.0
-        sent = layer_bytes(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
+        s = run.shape.depths.taken(run.sequence_length) if skips else run.sequence_length
+        sent = layer_bytes(run.shape, layout, s, run.policy.compute.itemsize)
         heads = ring_of(self.cluster, layout.ulysses, layout.tp)
         exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
         if layout.ring == 1:
@@ -302,7 +323,7 @@ class Stages:
     def finish_of(self, part: StagePart) -> tuple[float, float, float]:
         """Seconds after a stage's last backward: what is left of its reduction, its update, its gather; once for those
         that are alike."""
-        key = (len(part.layers), self.sparse(part), part.first, part.last, part.shared)
+        key = (self.kinds(part), part.first, part.last, part.shared)
         if key not in self.finished:
             self.finished[key] = self._finish(part)
         return self.finished[key]
@@ -346,10 +367,9 @@ class Stages:
 
     def kept_of(self, part: StagePart) -> int:
         """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
-        sparse = self.sparse(part)
-        key = (len(part.layers), sparse, part.first, part.last)
+        key = (self.kinds(part), part.first, part.last)
         if key not in self.kept:
-            saved = activations.stage(self.forward, len(part.layers), first=part.first, last=part.last, sparse=sparse)
+            saved = activations.stage(self.forward, part.layers, first=part.first, last=part.last)
             self.kept[key] = activations.total(saved)
         return self.kept[key]
 

@@ -121,17 +121,17 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
             else with NCCL, which needs none, and norms that are one operation, as on CUDA.
 
     Raises:
-        UsageError: the model has experts, or layers that only some tokens pass through: what each computes depends on
-            numbers, which nothing has here.
+        UsageError: the model has experts, or layers that only some tokens pass through, and ranks share sequences: what
+            each computes or sends depends on numbers, which nothing has here.
     """
     if shape.experts:
         raise UsageError(
             "A dry run has no numbers, so no router can choose experts.\n  Count the model without experts, or measure."
         )
-    if shape.depths:
+    if shape.depths and (config.parallel.cp > 1 or config.parallel.sequence_parallel):
         raise UsageError(
-            "A dry run has no numbers, so no router can choose which tokens pass through a layer (model.depths)."
-            "\n  Count the model without it, or measure."
+            "A dry run has no numbers, so no router can choose which tokens pass through a layer (model.depths), and "
+            "with cp or sequence_parallel it depends on them what is sent.\n  Count the run without these, or measure."
         )
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     mesh = DryMesh(config.parallel, rank, by_gloo=as_here)

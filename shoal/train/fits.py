@@ -59,10 +59,7 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device) -> list[
     for rank in range(layout.pp):
         parts = parts_of(shape, program, rank)
         kept = {
-            stage: activations.total(activations.stage(
-                forward, len(part.layers), first=part.first, last=part.last,
-                sparse=sum(shape.sparse(layer) for layer in part.layers),
-            ))
+            stage: activations.total(activations.stage(forward, part.layers, first=part.first, last=part.last))
             for stage, part in zip(program.stages_of(rank), parts, strict=True)
         }
         state = state_bytes(shape, layout, policy, config.optimizer.name, parts)

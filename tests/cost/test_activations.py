@@ -49,8 +49,7 @@ def both(config: RunConfig) -> tuple[int, int]:
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
     )
     part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
-    sparse = sum(map(engine.shape.sparse, part.layers))
-    said = activations.stage(run, len(part.layers), first=part.first, last=part.last, sparse=sparse)
+    said = activations.stage(run, part.layers, first=part.first, last=part.last)
     return sum(kept(engine).values()), activations.total([s for s in said if kept_by_autograd(s, layout)])
 
 
@@ -59,6 +58,11 @@ def kept_by_autograd(saved: Saved, layout: Layout) -> bool:
     if saved.what in ("stage input", "stage output"):
         return False
     return not (layout.recompute == "full" and saved.what in ("cos, sin", "mask"))
+
+
+def with_depths(config: RunConfig, **fields: object) -> RunConfig:
+    depths = {"depths": {"capacity": 0.5, "predictor": 5, **fields}}
+    return config.model_copy(update={"model": build({"model": plain(config)["model"] | depths}).model})
 
 
 def run_of(
@@ -80,6 +84,28 @@ def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str
     model = config.model_copy(update={"model": build({"model": plain(config)["model"] | {"experts": experts}}).model})
     ((found, said),) = pool.run(both, 1, model)
     assert 0 <= found - said <= 16
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("family", "precision"), [("tiny", "fp32"), ("tiny", "bf16"), ("tiny-gpt", "bf16")])
+@pytest.mark.parametrize("weight", ["score", "sigmoid"])
+def test_what_a_layer_of_some_tokens_keeps(
+    pool: Pool, weight: str, family: str, precision: str, recompute: str
+) -> None:
+    """To the byte."""
+    base = run_of(family, recompute, "sdpa", False, precision, s=96)
+    ((found, said),), ((before, said_before),) = (
+        pool.run(both, 1, config) for config in (with_depths(base, weight=weight), base)
+    )
+    assert found - before == said - said_before
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}])
+def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
+    """Where ranks share sequences not as many of each rank's own tokens are among them."""
+    config = with_depths(run_of("tiny", "none", "sdpa", True, "fp32", s=96, **parallel))
+    for found, said in pool.run(both, 2, config):
+        assert said == pytest.approx(found, rel=0.02 if set(parallel) == {"tp"} else 0.1)
 
 
 @settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.catalog.clusters import cluster, node_names
+from shoal.catalog import model_shape
+from shoal.catalog.clusters import cluster
+from shoal.catalog.depths import Depths
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig, plain
@@ -18,6 +20,7 @@ from shoal.parallel.context.order import spread
 from shoal.parallel.context.sight import places_of
 from shoal.parallel.depths import SharedPlaces, by_rank
 from shoal.plan.estimate import Estimate, Run
+from shoal.plan.search import search
 from shoal.simulate.dry_run import dry_run
 from shoal.train.check import check
 from shoal.train.metrics import StepMetrics
@@ -147,10 +150,29 @@ def test_what_does_not_go_together_is_refused(changes: dict, what: str) -> None:
         check(RunConfig.model_validate(config))
 
 
-def test_no_formula_pretends_to_know_it() -> None:
-    config = run_of({})
-    shape = check(config)
+@pytest.mark.parametrize("parallel", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}])
+def test_a_dry_rank_does_not_guess_what_others_send(parallel: dict[str, Any]) -> None:
+    config = run_of(parallel)
     with pytest.raises(UsageError, match=r"model\.depths"):
-        dry_run(config, shape, 0)
-    with pytest.raises(UsageError, match=r"model\.depths"):
-        Estimate(Run(shape, config.parallel, cluster(node_names()[0]), 8, 4))
+        dry_run(config, check(config), 0)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["one", "sp", "cp"])
+def test_fewer_tokens_take_less_time_and_memory(parallel: dict[str, Any]) -> None:
+    """Estimated: of 4 layers 2 take half of the tokens, a sixteenth, or all."""
+    whole, layout = model_shape("llama-3-8b"), Layout(**parallel)
+    machine = cluster(f"{layout.world_size}xH100" if layout.world_size > 1 else "h100-sxm")
+
+    def estimate(**depths: float) -> Estimate:
+        some = Depths(**depths) if depths else None
+        return Estimate(Run(whole.model_copy(update={"layers": 4, "depths": some}), layout, machine, 8192, 8))
+
+    every, half, few = estimate(), estimate(capacity=0.5), estimate(capacity=1 / 16)
+    assert few.step_seconds < half.step_seconds < every.step_seconds
+    assert few.fullest.activations < half.fullest.activations < every.fullest.activations
+    matrices = [found.stages[0].matrices for found in (every, half, few)]
+    head = every.stages[0].matrices - 4 * every.layer().products
+    assert (matrices[2] - head) / (matrices[0] - head) == pytest.approx((2 + 2 / 16) / 4, rel=0.1)
+    assert all(0 < found.mfu < 1 for found in (every, half, few))
+    with pytest.raises(UsageError, match="estimated, but not searched"):
+        search(half.run)

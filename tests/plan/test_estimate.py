@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
 from shoal.catalog import model_shape
 from shoal.catalog.clusters import cluster
@@ -75,7 +75,6 @@ def test_the_bubble_is_the_papers(microbatches: int, stages: int) -> None:
 def test_any_layout_that_trains_can_be_estimated(config: RunConfig) -> None:
     layout, s = config.parallel, config.data.sequence_length
     shape = config.model.shape(vocab=1, sequence_length=s)
-    assume(shape.depths is None)  # refused (tests/parallel/test_depths.py)
     machine = cluster(f"{layout.world_size}xGB200" if layout.world_size > 1 else "h100-sxm")
     found = Estimate(Run(shape, layout, machine, s, config.train.global_batch, "bf16"))
     assert 0 < found.mfu <= found.hfu < 1

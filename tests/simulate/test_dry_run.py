@@ -41,14 +41,14 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
     return dry_run(case.config, case.shape, rank, steps=steps, as_here=True)
 
 
-@pytest.mark.parametrize("parallel", [
-    {"dp": 2, "tp": 2, "zero": 3},
-    {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
-    {"tp": 4, "tp_x": 2, "sequence_parallel": True},
-    {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"},
+@pytest.mark.parametrize(("parallel", "model"), [
+    ({"dp": 2, "tp": 2, "zero": 3}, {}),
+    ({"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
+    ({"tp": 4, "tp_x": 2, "sequence_parallel": True}, {}),
+    ({"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"}, {"depths": {"capacity": 0.5}}),
 ])
-def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict) -> None:
-    config = small_run(parallel, {"hidden": 64, "ffn": 96})
+def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dict) -> None:
+    config = small_run(parallel, {"hidden": 64, "ffn": 96, **model})
     for rank, there in enumerate(pool.run(real, 4, config, 4)):
         here = dry(config, rank)
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
