@@ -2,9 +2,10 @@
 
 import math
 import shutil
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -252,10 +253,12 @@ def test_compiled_layers_compute_the_same(corpus, pool):
     assert found[True] == pytest.approx(found[False], rel=1e-5)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=["tp 2", "dp 2, ZeRO-3"])
 def test_compiled_layers_compute_the_same_on_two_ranks(pool, parallel):
-    """Where the layers hold collectives (tp), or parameters that come and go (ZeRO-3)."""
+    """Where the layers hold collectives (tp), or parameters that come and go (ZeRO-3).
+
+    Captured and differentiated, but not made into C++: that is as on one rank, and takes most of the time.
+    """
     found = {}
     for compile in (False, True):
         train = {"compile": compile, "precision": "fp32"}
@@ -267,7 +270,8 @@ def test_compiled_layers_compute_the_same_on_two_ranks(pool, parallel):
 
 
 def uneven_losses(values, steps: int) -> list[float]:
-    engine, _ = engine_of(values)
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        engine, _ = engine_of(values)
     return [engine.step(step).loss for step in range(steps)]
 
 
