@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shoal.config import RUN_FILE, RunConfig, Section, load, validate
 from shoal.errors import UsageError, did_you_mean, of_system, redact
-from shoal.options import defaults, plain, read
+from shoal.options import POSITIONAL, defaults, read
 
 T = TypeVar("T", bound=Section)
 
@@ -41,7 +40,7 @@ class TrainOptions(Section):
 
 
 class ReportOptions(Section):
-    run_folder: Annotated[Path, tyro.conf.Positional]
+    run_folder: Annotated[Path, POSITIONAL]
     """A run folder."""
 
     out: Path | None = None
@@ -67,10 +66,10 @@ class VerifyOptions(Section):
 
 
 class SampleOptions(Section):
-    run_folder: Annotated[Path, tyro.conf.Positional]
+    run_folder: Annotated[Path, POSITIONAL]
     """A run folder that holds a checkpoint."""
 
-    prompt: Annotated[str, tyro.conf.Positional]
+    prompt: Annotated[str, POSITIONAL]
     """The text to go on from."""
 
     tokens: PositiveInt = 200
@@ -92,7 +91,7 @@ class TokenizerOptions(Section):
 
 
 class CheckpointOptions(Section):
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[str, POSITIONAL]
     """A checkpoint's folder, or its address, as in s3://bucket/run/step-00000100."""
 
 
@@ -343,12 +342,9 @@ def parse(command: str, options: type[T], args: list[str], sections: tuple[str, 
     """
     file, args = _run_file(args) if sections else (None, args)
     base = (load(file) if file else RunConfig()).model_dump()
-    fields: dict[str, Any] = {"": Annotated[plain(options), tyro.conf.arg(name="")]}
-    for name in sections:
-        fields[name] = plain(RunConfig.model_fields[name].annotation)
     given = read(
         f"shoal {command}", COMMANDS[command].__doc__ or "",
-        TypedDict("Arguments", fields),  # type: ignore[operator]
+        {"": options, **{name: RunConfig.model_fields[name].annotation for name in sections}},
         {"": defaults(options), **{name: base[name] for name in sections}},
         args,
     )

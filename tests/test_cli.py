@@ -9,6 +9,7 @@ import pytest
 
 from shoal.cli import COMMANDS, TrainOptions, main, parse
 from shoal.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, plain, save
+from shoal.options import docstrings
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -320,9 +321,9 @@ def test_a_commands_help_shows_every_field_with_the_files_value(tmp_path, capsys
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "(default: 4321)" in shown
     for name, section in RunConfig.model_fields.items():
-        for key, field in section.annotation.model_fields.items():
+        for key, about in docstrings(section.annotation).items():
             assert f"--{name}.{key}".replace("_", "-") in shown
-            assert " ".join(field.description.split()) in shown
+            assert " ".join(about.split()) in shown
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])

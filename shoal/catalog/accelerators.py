@@ -16,7 +16,7 @@ from shoal.errors import UsageError, did_you_mean
 class Accelerator(BaseModel):
     """One device as torch sees it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """The name in the catalog."""

@@ -27,7 +27,7 @@ SPREADS = ("node", "small", "large")
 class Constant(BaseModel):
     """One constant: a number, or one for each generation, network, software or scale."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     meaning: str
     """What it is."""

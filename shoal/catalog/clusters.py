@@ -25,7 +25,7 @@ NETWORKS = {
 class Node(BaseModel):
     """What accelerators share, in a server or a pod."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """The name in the catalog."""

@@ -13,7 +13,7 @@ from shoal.errors import UsageError, did_you_mean
 class Link(BaseModel):
     """One direction of a link."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """The name in the catalog."""

@@ -15,7 +15,7 @@ Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 class Software(BaseModel):
     """One framework of one time."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """The name in the catalog."""

@@ -17,7 +17,7 @@ T = TypeVar("T", bound=BaseModel)
 class Section(BaseModel):
     """Frozen, and closed: a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 LARGEST = 2**53  # what a float64 holds exactly

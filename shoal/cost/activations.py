@@ -332,13 +332,6 @@ def _kind(shape: ModelShape, i: int) -> tuple[bool, bool]:
     return shape.sparse(i), shape.skips(i)
 
 
-def loss_workspace(run: Pass) -> int:
-    """Bytes of logits and their gradient, besides the probabilities that were kept, while the loss's backward runs."""
-    rows = -(-run.shape.vocab // run.layout.tp)
-    casts = 0 if run.itemsize >= 4 else run.itemsize
-    return (run.exact + casts) * run.tokens * rows
-
-
 def korthikanti(
     s: int, b: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, recompute: Recompute = "none"
 ) -> float:

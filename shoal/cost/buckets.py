@@ -5,9 +5,8 @@ Many layers have buckets of the same size, and many layouts the same buckets: ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
@@ -74,48 +73,41 @@ class Filled(NamedTuple):
         kind: of each.
         sizes: of each kind.
         counts: buckets of each kind.
-        neighbours: kinds of two that lie side by side, each pair once.
-        at_once: kinds of what is gathered at one time, each combination once.
+        of_unit: of each unit, the numbers of the buckets that its own parameters are in.
+        used: of each unit, those that it needs: an output matrix that is the embedding needs that one's.
     """
 
     buckets: list[Bucket]
     kind: list[int]
     sizes: list[Size]
     counts: list[int]
-    neighbours: set[tuple[int, ...]]
-    at_once: set[tuple[int, ...]]
+    of_unit: list[tuple[int, ...]]
+    used: list[tuple[int, ...]]
 
 
 @lru_cache(maxsize=16384)
 def filled(
-    shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, at_once: int, *index: int
+    shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
 ) -> Filled:
     """A stage's buckets, counted once for all shards.
 
     Args:
         limit: the least bytes of a bucket.
         itemsize: of what fills them.
-        at_once: units whose parameters are gathered at one time, at most; 0 where none are.
     """
     units = _members(shape, splitting, part, *index)
-    buckets = list(_buckets(units, limit, itemsize))
+    found = list(_buckets(units, limit, itemsize))
+    buckets = [bucket for bucket, _ in found]
+    of_unit = [tuple(i for i, (_, numbers) in enumerate(found) if unit in numbers) for unit in range(len(units))]
+    used = list(of_unit)
+    if shape.tied and part.first and part.last:
+        used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
     kinds: dict[Size, int] = {}  # in the order in which they come
     kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
-    by_unit = []
-    if at_once:
-        by_unit = [[kinds.setdefault(Size.of(b), len(kinds)) for b in _buckets([unit], 0, 1)] for unit in units]
-        if shape.tied and part.first and part.last and len(units) > 2:
-            by_unit[-1] = by_unit[-1] + by_unit[0]  # the head is the embedding once more
     return Filled(
         buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))],
-        _windows([[k] for k in kind], 2), _windows(by_unit, at_once),
+        of_unit, used,
     )  # fmt: skip
-
-
-def _windows(kinds: Sequence[list[int]], count: int) -> set[tuple[int, ...]]:
-    """What neighbours are of, each combination once."""
-    starts = range(max(1, len(kinds) - count + 1))
-    return {tuple(sorted(chain.from_iterable(kinds[i : i + count]))) for i in starts}
 
 
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
@@ -139,14 +131,16 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
     return [Members.of([held]) for held in unit if held.alone], [*map(Members.of, together.values())]
 
 
-def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[Bucket]:
-    """As `shoal.parallel.data` fills them; experts have their own."""
-    filling: dict[bool, Bucket] = {}
-    for alone, together in units:
-        yield from ([members] for members in alone)
+def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
+    """As `shoal.parallel.data` fills them, with the numbers of the units that each is of; experts have their own."""
+    filling: dict[bool, tuple[Bucket, list[int]]] = {}
+    for number, (alone, together) in enumerate(units):
+        yield from (([members], [number]) for members in alone)
         for members in together:
-            filling.setdefault(members.expert, []).append(members)
-        for kind, bucket in list(filling.items()):
+            bucket, numbers = filling.setdefault(members.expert, ([], []))
+            bucket.append(members)
+            numbers.append(number)
+        for kind, (bucket, _) in list(filling.items()):
             if sum(members.allocated for members in bucket) * itemsize >= limit:
                 yield filling.pop(kind)
     yield from filling.values()

@@ -51,7 +51,7 @@ class Moments:
 
     def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
         start = 0
-        for held in _sorted(bucket):
+        for held in in_order(bucket):
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
             if self.optimizer == "adafactor":
@@ -88,7 +88,7 @@ def _scales(held: Held, first: int, stop: int) -> int:
     return count
 
 
-def _sorted(bucket: Bucket) -> list[Held]:
+def in_order(bucket: Bucket) -> list[Held]:
     """As `shoal.parallel.bucket` does."""
     held = [held for members in bucket for held in members.held]
     return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))

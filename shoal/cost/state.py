@@ -12,15 +12,49 @@ one in fp32, 16 P/N again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.catalog import ModelShape
-from shoal.cost.buckets import filled
+from shoal.cost.buckets import Filled, filled
 from shoal.cost.moments import Moments
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.layout import Layout
 from shoal.precision.formats import Formats
+
+
+class Whole(NamedTuple):
+    """Bytes that a unit of a stage has for a while.
+
+    Attributes:
+        parameters: gathered, of this unit and those ahead (ZeRO-3).
+        gradients: of this unit's buckets, before they are reduced (ZeRO-2 and 3).
+        before: of buckets that units behind it have begun to fill, or whose reduction is on its way.
+        second, third: besides, from the second and from the third micro-batch on. Their sums are added to what is
+            there, and have memory of their own; in the first unit of a backward the last bucket of the one before is
+            on its way.
+    """
+
+    parameters: int
+    gradients: int
+    before: int
+    second: int
+    third: int
+
+
+class Passing(NamedTuple):
+    """Of one stage, at moments of its backward (`shoal.cost.working`).
+
+    Attributes:
+        head: in its last unit.
+        layer: in its last layer.
+        end: in its first unit.
+    """
+
+    head: Whole
+    layer: Whole
+    end: Whole
 
 
 @dataclass(frozen=True)
@@ -31,8 +65,7 @@ class StateBytes:
         parameters: whole and master, between steps (`HeldParameters.bytes`).
         gradients: likewise.
         optimizer: of its states (`Rule.bytes`).
-        gathered: ZeRO-3: of whole parameters at the worst time: a unit and those gathered ahead, or all.
-        whole_gradients: ZeRO-2 and 3: of whole gradients at the worst time, two neighbouring buckets.
+        passing: by stage: of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while.
         elements: parameters that are here, padding left out.
         experts: of these, those of experts.
     """
@@ -40,8 +73,7 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
-    gathered: int
-    whole_gradients: int
+    passing: tuple[Passing, ...]
     elements: int
     experts: int = 0
 
@@ -65,13 +97,13 @@ def state_bytes(
     zero, index = layout.zero, 0 if alone else shard_index
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     shards = {False: layout.shards, True: layout.expert_shape[2]}
-    parameters = gradients = elements = experts = gathered = whole_gradients = 0
+    parameters = gradients = elements = experts = 0
+    passing = []
     moments = Moments(optimizer, policy.state.itemsize)
     limit = 0.0 if zero == 3 else layout.bucket_bytes
-    at_once = 0 if zero < 3 else 1 + layout.prefetch if layout.reshard_after_forward else shape.layers + 2
     splitting = tuple(getattr(layout, name) for name in SPLITTING)
     for part in parts:
-        stage = filled(shape, splitting, part, limit, reduce, at_once, tp_index, *expert_index[1:])
+        stage = filled(shape, splitting, part, limit, reduce, tp_index, *expert_index[1:])
         chunks = [size.chunk(shards[size.expert]) for size in stage.sizes]
         wholes = [shards[size.expert] * chunk for size, chunk in zip(stage.sizes, chunks, strict=True)]
         for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
@@ -83,16 +115,44 @@ def state_bytes(
             elements += count * size.elements
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
-        if zero >= 2:
-            whole_gradients = max(whole_gradients, _most(stage.neighbours, wholes) * reduce)
-        if zero == 3:
-            gathered = max(gathered, _most(stage.at_once, wholes) * compute)
-    return StateBytes(parameters, gradients, moments.bytes, gathered, whole_gradients, elements, experts)
+        passing.append(_passing(layout, part, stage, [wholes[kind] for kind in stage.kind], compute, reduce))
+    return StateBytes(parameters, gradients, moments.bytes, tuple(passing), elements, experts)
 
 
-def _most(windows: Iterable[tuple[int, ...]], sizes: Sequence[int]) -> int:
-    """The most that neighbours have together."""
-    return max((sum(sizes[kind] for kind in window) for window in windows), default=0)
+def _passing(
+    layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], compute: int, reduce: int
+) -> Passing:
+    """What is whole at each moment of a backward.
+
+    Args:
+        wholes: elements of each bucket, padding included.
+    """
+    units = stage.used
+    last = len(units) - 1
+    tied = set(units[-1]) - set(stage.of_unit[-1])  # the embedding, which is in use from the head to the end
+
+    def at(unit: int) -> Whole:
+        ahead = layout.prefetch + 1 if layout.reshard_after_forward else len(units)
+        there = units[max(0, unit + 1 - ahead) : unit + 1]
+        needed = tied.union(*there) if layout.zero == 3 else set()
+        made: set[int] = set()
+        before: set[int] = set()
+        second = third = 0
+        if layout.zero >= 2:
+            done = tied.union(*stage.of_unit[unit + 1 :]) if unit < last else set()
+            before = done & tied.union(stage.of_unit[unit])
+            made = tied.union(stage.of_unit[unit]) - before
+            behind = done - before
+            if layout.overlap and layout.shards > 1:
+                if behind:
+                    second = wholes[min(behind)] // layout.shards
+                    before = before | {min(behind)}
+                else:
+                    second, third = wholes[0], wholes[0] // layout.shards
+        gathered, reducing, going = (sum(wholes[b] for b in of) for of in (needed, made, before))
+        return Whole(gathered * compute, reducing * reduce, going * reduce, second * reduce, third * reduce)
+
+    return Passing(at(last), at(max(0, last - part.last)), at(0))
 
 
 def zero_bytes(

@@ -9,80 +9,105 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from shoal.cost.activations import Pass, blocks
+from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
 
 
-def layer_forward(run: Pass, slices: Sequence[int] = ()) -> tuple[int, int, int]:
-    """One layer's forward of one micro-batch on one rank: projections in and out of attention, its core, the MLP.
+class Seen(NamedTuple):
+    """The tokens of each sequence that a rank computes, and the scores that its attention does.
+
+    Attributes:
+        tokens: of one sequence, in each slice.
+        scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
+        shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
+        around: attention goes round a ring: what is computed again is all of it, and written out it is three products
+            in backward besides the two that a kernel's backward computes again.
+    """
+
+    tokens: tuple[int, ...]
+    scores: tuple[tuple[tuple[int, int], ...], ...]
+    shared: int = 1
+    around: bool = False
+
+
+def seen_alone(run: Pass, slices: Sequence[int] = ()) -> Seen:
+    """Where no other rank has a part of the sequences.
 
     Scores are counted in full, but for blocks that only later tokens see, where attention is written out.
 
     Args:
         slices: tokens of each, where sequences come in slices that see those before them.
     """
-    shape, t, y, n = run.shape, run.layout.tp, run.layout.tp_y, run.tokens
-    q = shape.heads * shape.head_dim // t
-    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # of tp_x ranks together
-    matrices = 3 if shape.family == "llama" else 2
-    scores = sum(rows * seen for part in _scored(run, slices) for rows, seen in part)
-    core = 4 * run.layout.micro_batch * scores * q
-    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
-    return projections, core, 2 * n * shape.hidden * matrices * (shape.ffn // t)
-
-
-def _scored(run: Pass, slices: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """For each slice, its blocks: (queries, keys)."""
-    parts = list(slices) or [run.s]
+    parts = tuple(slices) or (run.s,)
     starts = accumulate(parts, initial=0)
-    if run.kernel == "sdpa":
-        return [[(part, start + part)] for start, part in zip(starts, parts, strict=False)]
-    return [[(rows, start + seen) for rows, seen in blocks(part)] for start, part in zip(starts, parts, strict=False)]
+    blocks_of = blocks if run.kernel == "explicit" else lambda part: [(part, part)]
+    both = zip(starts, parts, strict=False)
+    return Seen(parts, tuple(tuple((rows, start + keys) for rows, keys in blocks_of(part)) for start, part in both))
 
 
-def stage_flops(run: Pass, part: StagePart, slices: Sequence[int] = ()) -> int:
+def stage_flops(run: Pass, part: StagePart, seen: Seen) -> int:
     """A stage's forward and backward of one micro-batch on one rank.
 
     A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
     out, before its last product.
     """
-    shape, some = run.shape, sum(map(run.shape.skips, part.layers))
-    head = 2 * run.tokens * shape.hidden * -(-shape.vocab // run.layout.tp) if part.last else 0
-    layers = (len(part.layers) - some) * _layer(run, slices)
-    if some:
+    shape = run.shape
+    n = run.layout.micro_batch * sum(seen.tokens)
+    total = 3 * 2 * n * shape.hidden * -(-shape.vocab // run.layout.tp) * part.last
+    passes = 3 if run.layout.recompute == "full" else 2
+    for layer in part.layers:
+        if not shape.skips(layer):
+            total += _layer(run, seen, shape.sparse(layer))
+            continue
+        fewer = run._replace(s=shape.depths.taken(run.s))
         # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
         up = 2 * run.tokens_here * shape.hidden * shape.depths.predictor
-        routing = (3 if run.layout.recompute == "full" else 2) * up
-        layers += some * (_layer(run._replace(s=shape.depths.taken(run.s))) + routing)
-    return layers + 3 * head
+        total += _layer(fewer, seen_alone(fewer), shape.sparse(layer)) + passes * up
+    return total
 
 
-def _layer(run: Pass, slices: Sequence[int] = ()) -> int:
+def _layer(run: Pass, seen: Seen, sparse: bool) -> int:
     """A layer's forward and backward, with what is computed again."""
-    projections, core, mlp = layer_forward(run, slices)
-    core_again = core
-    if run.kernel == "explicit":
-        width = run.layout.micro_batch * run.shape.heads * run.shape.head_dim // run.layout.tp
-        core_again -= 2 * width * sum(rows * seen for rows, seen in (part[-1] for part in _scored(run, slices)))
+    shape, t, y = run.shape, run.layout.tp, run.layout.tp_y
+    b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
+    q = shape.heads * shape.head_dim // t
+    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # of tp_x ranks together
+    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
+    product = 2 * b * q // seen.shared  # of a score, with a key or with a value, in all heads
+    core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
+    written = run.kernel == "explicit"
+    core_again, core_backward = core, 5 * core // 2 if seen.around and written else 2 * core
+    if written and not seen.around:
+        core_again -= product * sum(rows * keys for rows, keys in (rectangles[-1] for rectangles in seen.scores))
+    mlp = _experts(run) if sparse else _mlp(run, n, shape.ffn)
     again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
-    return 3 * (projections + core + mlp) + again
+    return 3 * (projections + mlp) + core + core_backward + again
 
 
-def step_flops(
-    run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], slices: Sequence[int] = ()
-) -> int:
+def _mlp(run: Pass, tokens: int, width: int) -> int:
+    matrices = 3 if run.shape.family == "llama" else 2
+    return 2 * tokens * run.shape.hidden * matrices * (width // run.layout.tp)
+
+
+def _experts(run: Pass) -> int:
+    """Router, experts, and those that all tokens pass; where every expert gets as many rows and nothing is dropped."""
+    shape, experts, rows = run.shape, run.shape.experts, routed_rows(run.shape, run.layout, run.s)
+    matrices = 3 if shape.family == "llama" else 2
+    scored = 2 if experts.gate == "noisy-top-k" else 1
+    router = 2 * rows.own * shape.hidden * experts.count * scored
+    inside = 2 * rows.here * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
+    return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)
+
+
+def step_flops(run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen) -> int:
     """A rank's in a step.
 
     Args:
         parts: its stages.
         microbatches: that pass through each of them.
-        slices: as of `layer_forward`.
-
-    Raises:
-        ValueError: with context parallelism, whose ranks compute what their order of chunks gives them, or experts,
-            which compute what is routed to them.
+        seen: of one micro-batch, on this rank.
     """
-    if run.layout.cp > 1 or run.shape.experts:
-        raise ValueError("there is no formula for one rank's FLOPs under context parallelism or with experts")
-    return sum(count * stage_flops(run, part, slices) for part, count in zip(parts, microbatches, strict=True))
+    return sum(count * stage_flops(run, part, seen) for part, count in zip(parts, microbatches, strict=True))

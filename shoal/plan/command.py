@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
-from rich.console import Console
-from rich.text import Text
 
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
@@ -19,7 +17,6 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.plan.estimate import Estimate
-from shoal.plan.page import write_page
 from shoal.plan.run import Run
 from shoal.precision.formats import FORMATS
 
@@ -86,19 +83,20 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
     if options.catalog:
         tables.add(options.catalog)
     estimate = Estimate(described(options, config, layout))
-    console = Console(highlight=False)
     if options.dry_run:
         from shoal.plan.dry import run_dry  # which needs torch
 
         given = {"rank": options.rank, "steps": options.steps, "measure": options.measure, "out": options.out}
         for line in run_dry(estimate, config, **given):
-            console.print(Text(line), soft_wrap=True)
+            print(line)
         return 0
     for line in lines(estimate, options):
-        console.print(Text(line), soft_wrap=True)
+        print(line)
     if options.out:
+        from shoal.plan.page import write_page  # which draws
+
         write_page(options.out, estimate, facts(estimate, options), changes(estimate))
-        console.print(Text(f"written: {options.out}"), soft_wrap=True)
+        print(f"written: {options.out}")
     return 0
 
 

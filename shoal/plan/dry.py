@@ -5,8 +5,9 @@ With ``--measure`` the run's ranks are started here, on real tensors, and counte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,17 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig, build
 from shoal.cost.units import show_bytes
-from shoal.cost.work import step_flops
 from shoal.errors import UsageError
-from shoal.pipeline.choose import slices_of
+from shoal.pipeline.choose import program_of, slices_of
+from shoal.plan.counts import RankCounts
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory_page import write_memory_page
-from shoal.plan.parts import parts_of
+from shoal.precision.policy import POLICIES
 from shoal.simulate.dry_run import Counted, count, dry_run, samples_of
 from shoal.simulate.tracker import Tracker
 from shoal.train.engine import Engine, attention_kernel
+
+T = TypeVar("T")
 
 MOST_RANKS = 8  # that are started on one machine to be measured
 
@@ -43,20 +46,17 @@ def config_of(estimate: Estimate, config: RunConfig | None) -> RunConfig:
     )
 
 
-def formula_flops(config: RunConfig, estimate: Estimate, pp_index: int) -> int | None:
-    """FLOPs that formulas say a pipeline rank does in a step, with attention as torch has it on the CPU.
-
-    None under context parallelism and with experts, for which there is none.
-    """
-    if estimate.run.layout.cp > 1 or estimate.run.shape.experts:
-        return None
-    run, program = estimate.run, estimate.program
-    kernel = attention_kernel(config.train.attention, torch.device("cpu"), run.policy.compute)
-    slices = slices_of(
-        run.layout, run.shape, microbatches=run.microbatches, sequence_length=run.sequence_length
+def formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: bool) -> RankCounts:
+    """What formulas say that a rank does in a step, with attention as torch has it on the CPU or on CUDA."""
+    run, device = estimate.run, torch.device("cpu" if as_here else "cuda")
+    kernel = attention_kernel(config.train.attention, device, POLICIES[run.precision].compute)
+    s = run.sequence_length
+    slices = slices_of(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
+    program = program_of(run.layout, run.microbatches, len(slices))
+    one = estimate.forward._replace(kernel=kernel)
+    return RankCounts(
+        one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
     )
-    counts = [len(program.microbatches_of(stage)) for stage in program.stages_of(pp_index)]
-    return step_flops(estimate.forward._replace(kernel=kernel), parts_of(run.shape, program, pp_index), counts, slices)
 
 
 def run_dry(
@@ -99,8 +99,9 @@ def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
 def said(estimate: Estimate, config: RunConfig, counted: Counted, measured: Counted | None) -> Iterator[str]:
     """What was counted, beside what formulas say."""
     run, step = estimate.run, counted.steps[-1]
-    pp = DryMesh(run.layout, counted.rank).index("pp")
-    flops, formula = sum(step.flops.values()), formula_flops(config, estimate, pp)
+    mesh = DryMesh(run.layout, counted.rank)
+    pp, ours = mesh.index("pp"), formulas(config, estimate, mesh, as_here=measured is not None)
+    flops, formula, by_formula = sum(step.flops.values()), said_of(ours.flops), said_of(ours.sent)
     yield f"{counted.where} of {run.layout.world_size:,}, step {len(counted.steps)} of the run: counted (by formula)"
     yield f"  parameters        {counted.parameters:,}"
     yield f"  FLOPs             {flops:,}" + (f" ({formula:,})" if formula else "")
@@ -113,9 +114,20 @@ def said(estimate: Estimate, config: RunConfig, counted: Counted, measured: Coun
         here = measured.steps[-1].peak
         yield f"  the same run here {show_bytes(here):>8}, {100 * (step.peak / here - 1):+.2f} % was counted dry"
     yield "collectives of the step"
-    yield f"  {'axis':<13}{'kind':<16}{'calls':>8}{'bytes of each':>24}{'sent':>10}"
+    beside = "  (by formula)" if by_formula else ""
+    yield f"  {'axis':<13}{'kind':<16}{'calls':>8}{'bytes of each':>24}{'sent':>10}{beside}"
     for (axis, kind), sent in sorted(step.sent.items()):
         sizes = {size: calls for (a, k, size), calls in step.calls.items() if (a, k) == (axis, kind)}
         each = show_bytes(min(sizes))
         each += f" to {show_bytes(max(sizes))}" if len(sizes) > 1 else ""
-        yield f"  {axis:<13}{kind:<16}{sum(sizes.values()):>8,}{each:>24}{show_bytes(sent):>10}"
+        yield f"  {axis:<13}{kind:<16}{sum(sizes.values()):>8,}{each:>24}{show_bytes(sent):>10}" + (
+            f"  ({show_bytes(by_formula.get((axis, kind), 0))})" if by_formula else ""
+        )
+
+
+def said_of(formula: Callable[[], T]) -> T | None:
+    """What a formula says, if there is one for the run."""
+    try:
+        return formula()
+    except ValueError:
+        return None

@@ -56,15 +56,19 @@ class Estimate(Stages):
         return np.array([(s.forward, s.backward_input, s.backward_weight) for s in self.stages]).T
 
     @cached_property
-    def timeline(self) -> Timeline:
-        """The program, played."""
+    def durations(self) -> Times:
+        """Seconds of all that the program does, but for messages (`link`)."""
         step_of_rank = [self.finishing[self.program.stages_of(r), 1].sum() for r in range(self.program.ranks)]
         forward, inputs, weights = self.times
-        times = Times(
+        return Times(
             forward=forward, backward_input=inputs, backward_weight=weights, reduce=self.finishing[:, 0],
             step=max(step_of_rank), gather=self.finishing[:, 2],
         )  # fmt: skip
-        return simulate(self.played, times, self.link)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The program, played."""
+        return simulate(self.played, self.durations, self.link)
 
     @cached_property
     def step_seconds(self) -> float:

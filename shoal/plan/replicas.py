@@ -85,7 +85,7 @@ class Replicas:
 
     def reserved(self, plain: Stages, parts: Sequence[StagePart], alive: float) -> np.ndarray:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
-        work = plain.working(any(part.last for part in parts))
+        work = plain.working(parts)
         return self._resting(plain, parts) + alive + work + plain.unused + plain.fragmentation * (alive + work)
 
     def _resting(self, plain: Stages, parts: Sequence[StagePart]) -> np.ndarray:

@@ -26,12 +26,14 @@ from shoal.cost.context import layer_bytes
 from shoal.cost.experts import routed_rows
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
 from shoal.cost.parameters import SPLITTING, StagePart
-from shoal.cost.state import StateBytes, state_bytes
+from shoal.cost.state import StateBytes, Whole, state_bytes
+from shoal.cost.working import Moment, moments
 from shoal.layout import axes_of
 from shoal.plan.run import KINDS, Run
 from shoal.simulate.times import Links
 
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
+FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
 
 
@@ -128,6 +130,7 @@ class Stages:
         self.priced: dict[tuple, StageTimes] = {}
         self.finished: dict[tuple, tuple[float, float, float]] = {}
         self.kept: dict[tuple, int] = {}
+        self.times_of_backward: dict[tuple, list[Moment]] = {}
         if "machine" not in self.known:
             self.known["machine"] = (
                 run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name]), memory_rate(run.cluster),
@@ -375,21 +378,35 @@ class Stages:
 
     def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
         """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
-        run, state = self.run, self.state_of(parts)
-        work = self.working(any(part.last for part in parts))
+        run, state, work = self.run, self.state_of(parts), self.working(parts)
+        gathered, passing = max((
+            (whole.parameters, moment.bytes + moment.reducing * whole.gradients + whole.before + later)
+            for part, there in zip(parts, state.passing, strict=True)
+            for moment in self._moments(part) for whole in [getattr(there, moment.where)]
+            for later in self._later(part, whole)
+        ), key=sum)  # fmt: skip
         held = (
-            state.parameters, state.gradients, state.optimizer, alive, state.gathered, state.whole_gradients + work,
+            state.parameters, state.gradients, state.optimizer, alive, gathered, passing,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
         return Memory(*held, self.unused + self.fragmentation * (alive + work))
 
-    def working(self, last: bool) -> int:
-        """Bytes that come and go while a rank computes, of which one may hold the last stage."""
-        return max(self._recomputed, activations.loss_workspace(self.forward) if last else 0)
+    def working(self, parts: Sequence[StagePart]) -> int:
+        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then."""
+        return max(moment.bytes for part in parts for moment in self._moments(part))
 
-    @cached_property
-    def _recomputed(self) -> int:
-        return activations.recomputed(self.forward)
+    def _later(self, part: StagePart, whole: Whole) -> list[float]:
+        """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
+        are over by then, where all forwards come first."""
+        over = self.kept_of(part) if self.run.layout.schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
+        found = [0, whole.second - over, whole.second + whole.third - 2 * over]
+        return found[: min(3, self.run.microbatches)]
+
+    def _moments(self, part: StagePart) -> list[Moment]:
+        key = (part.layers, part.first, part.last)
+        if key not in self.times_of_backward:
+            self.times_of_backward[key] = moments(self.forward, part, alone=self.run.layout.pp == 1)
+        return self.times_of_backward[key]
 
     @property
     def unused(self) -> float:

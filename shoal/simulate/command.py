@@ -12,7 +12,9 @@ import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 
+from shoal.catalog import tables
 from shoal.config import Section
+from shoal.cost.units import show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.pipeline import program as pipeline
 from shoal.pipeline.choose import VIRTUAL
@@ -41,6 +43,13 @@ ALIASES = {
     "zero-bubble": "zb-h1",
     "breadth-first": "looped-bfs",
 }
+PRICED = {
+    "forward", "backward_input", "backward_weight", "pair", "comm", "latency", "reduce", "step", "kept_for_weight",
+    "csv", "memory", "slices",
+}
+"""What goes without saying where times are estimated."""
+PRICING = {"model", "catalog", "micro_batch", "sequence_length", "precision"}
+"""What only such times need."""
 SLICES = 4
 """Slices of a sequence where the schedule passes on slices and nothing is said."""
 
@@ -98,6 +107,24 @@ class SimulateOptions(Section):
     seconds: bool = False
     """The times are seconds, and are shown so."""
 
+    model: str | None = None
+    """With --cluster: the times are those of `shoal estimate`, of this model (default llama-3-8b); in seconds."""
+
+    cluster: str | None = None
+    """Price the passes on this cluster of pp x dp x tp accelerators: 8xH100; 4xhere with --catalog."""
+
+    catalog: Path | None = None
+    """With --cluster: a file of accelerators, links and nodes, as `shoal calibrate` writes one of this machine."""
+
+    micro_batch: PositiveInt = 1
+    """With --cluster: sequences of a micro-batch."""
+
+    sequence_length: PositiveInt | None = None
+    """With --cluster: tokens of a sequence (default: the longest that the model was trained for)."""
+
+    precision: str = "bf16"
+    """With --cluster: fp32, bf16 or another precision of a run."""
+
     memory: PositiveFloat | None = None
     """Activations that zb-auto may keep on each rank, in those that 1f1b keeps on its first."""
 
@@ -132,11 +159,11 @@ class SimulateOptions(Section):
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule that was played, and the step as its closed forms see it."""
+    """A schedule that was played, and the step as its closed forms see it, where all stages take the same."""
 
     name: str
     timeline: Timeline
-    step: Step
+    step: Step | None = None
 
 
 def run(options: SimulateOptions) -> int:
@@ -162,6 +189,22 @@ def run(options: SimulateOptions) -> int:
     given = [options.schedule or ("" if options.csv else "1f1b"), *options.compare.split(",")]
     names = list(dict.fromkeys(known(name) for name in given if name))
     _check_used(options, names)
+    if options.cluster:
+        from shoal.simulate.priced import priced  # which prices with all of the planner
+
+        if options.catalog:
+            tables.add(options.catalog)
+        found = [(name, priced(name, options)) for name in names]
+        options = options.model_copy(update={"seconds": True})
+        played = [
+            Played(name, simulate(one.columns, one.times, one.links, disturbance=disturbance,
+                                  dp=options.dp, tp=options.tp))
+            for name, one in found
+        ]
+        _show(console, played, options)
+        for name, one in found:
+            console.print(f"{name}: shoal estimate says {show_seconds(one.step_seconds)} a step", highlight=False)
+        return 0
     played = []
     if options.csv:
         program = _read(options.csv)
@@ -220,8 +263,16 @@ def _check_used(options: SimulateOptions, names: Sequence[str]) -> None:
     """Refuse what would be ignored."""
     if not options.forward + options.backward_input + options.backward_weight:
         raise UsageError("--forward, --backward-input and --backward-weight are all 0: there is nothing to play")
-    if options.slow_link and not options.comm + options.latency:
+    if options.slow_link and not (options.comm + options.latency or options.cluster):
         raise UsageError("--slow-link: messages take no time, so no link is slow; give --comm or --latency too")
+    fields = SimulateOptions.model_fields
+    given = {name for name, field in fields.items() if getattr(options, name) != field.default}
+    for name in sorted(given & PRICED if options.cluster else given & PRICING):
+        option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+        raise UsageError(
+            f"{option}: with --cluster, times are those of the estimate.\n  Leave one of them out."
+            if options.cluster else f"{option}: only with --cluster, whose times are those of the estimate"
+        )
     choosable = [name for name, schedule in KNOWN.items() if schedule.virtual is None]
     for option, given, users in (
         ("virtual-stages", options.virtual_stages, choosable),
@@ -271,7 +322,7 @@ def _show(console: Console, played: Sequence[Played], options: SimulateOptions) 
     charts = [_chart(one, options) for one in played]
     show(console, charts)
     ideal = not (options.comm or options.latency or options.jitter or options.straggler or (options.slices or 1) > 1)
-    for line in [_theory(one) for one in played if ideal and one.name in THEORY]:
+    for line in [_theory(one) for one in played if ideal and one.step and one.name in THEORY]:
         console.print(line, highlight=False)
     if options.out:
         lead = f"{options.pp} pipeline ranks, {options.microbatches} micro-batches, simulated."

@@ -7,19 +7,21 @@ collectives, and the bytes that are alive at every moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.catalog import ModelShape
@@ -27,6 +29,9 @@ from shoal.comm.dry import DryMesh
 from shoal.config import RunConfig
 from shoal.data.batches import Dataset, SyntheticDataset
 from shoal.errors import UsageError
+from shoal.models.experts.balance import routers_of
+from shoal.models.experts.gates import Choice
+from shoal.models.experts.router import Router, RoutingContext
 from shoal.pipeline.program import Action
 from shoal.simulate.tracker import Tracker, tensors_in
 from shoal.train.engine import Engine
@@ -108,6 +113,20 @@ class DryEngine(Engine):
 
     def _initialise(self) -> None:
         self.parameters.gather()
+        for stage in self.stages:
+            for router in routers_of(stage.module):
+                router._choose = partial(_evenly, router, router._choose)
+
+
+def _evenly(router: Router, choose: Callable, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:
+    """What a gate makes of scores, but for which experts a token gets: one after the other, the next ones each time."""
+    choice, logits = choose(logits, context)
+    b, s, count = logits.shape
+    with unset_fake_temporarily():
+        token = torch.arange(s).unsqueeze(1)
+        chosen = torch.zeros(b, s, router.experts.count, dtype=torch.bool)
+        chosen[:, token, (token * router.experts.per_token + torch.arange(router.experts.per_token)) % count] = True
+    return choice._replace(chosen=chosen), logits
 
 
 def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, as_here: bool = False) -> Counted:
@@ -117,23 +136,28 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
         config: the run; what is compiled is counted as it is without the compiler.
         shape: the model.
         rank: of the world.
-        as_here: with the buffers of gloo and torch's norms on the CPU, as if the ranks were processes of this machine;
-            else with NCCL, which needs none, and norms that are one operation, as on CUDA.
+        as_here: with the buffers of gloo, and torch's norms and attention on the CPU, as if the ranks were processes of
+            this machine; else with NCCL, which needs none, and with norms and attention that are one operation each,
+            as on CUDA.
+
+    Routers of experts, which have no numbers to choose by, give every expert as many tokens, and drop none.
 
     Raises:
-        UsageError: the model has experts, or layers that only some tokens pass through, and ranks share sequences: what
-            each computes or sends depends on numbers, which nothing has here.
+        UsageError: ranks share sequences, and the model has experts or layers that only some tokens pass through: what
+            each then computes or sends depends on numbers, which nothing has here.
     """
-    if shape.experts:
+    if shape.experts and config.parallel.cp > 1:
         raise UsageError(
-            "A dry run has no numbers, so no router can choose experts.\n  Count the model without experts, or measure."
+            f"A dry run cannot tell which tokens go to which experts with parallel.cp = {config.parallel.cp}."
+            "\n  Count with cp = 1, or measure."
         )
     if shape.depths and (config.parallel.cp > 1 or config.parallel.sequence_parallel):
         raise UsageError(
             "A dry run has no numbers, so no router can choose which tokens pass through a layer (model.depths), and "
             "with cp or sequence_parallel it depends on them what is sent.\n  Count the run without these, or measure."
         )
-    config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
+    fused = {} if as_here or config.train.attention != "auto" else {"attention": "sdpa"}
+    config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
     with _faked(fused_norms=not as_here), Tracker() as tracker:
         return count(DryEngine(config, shape, mesh, samples_of(config, shape)), tracker, steps)
@@ -181,14 +205,30 @@ class _Numberless(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
 
 
-class _FusedNorms(TorchFunctionMode):
-    """RMSNorm as CUDA has it, where torch's CPU has it in parts."""
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's RMSNorm makes and keeps: its input, and 1/rms of each row in float32 at least."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.rms_norm:
-            return torch.ops.aten._fused_rms_norm(*args, **kwargs)[0]
-        return func(*args, **kwargs)
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=exact))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def _fused_norms() -> Iterator[None]:
+    """RMSNorm as CUDA has it, where torch's CPU has it in parts; also where backward computes it again."""
+    parts = F.rms_norm
+    F.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
+    try:
+        yield
+    finally:
+        F.rms_norm = parts
 
 
 @contextmanager
@@ -198,5 +238,5 @@ def _faked(*, fused_norms: bool) -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Numberless())
         if fused_norms:
-            stack.enter_context(_FusedNorms())
+            stack.enter_context(_fused_norms())
         yield

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tomli_w
-import tyro
 from rich.console import Console
 
 from shoal.catalog.calibration import Calibration, read_calibration
 from shoal.config import Section
 from shoal.errors import UsageError
+from shoal.options import POSITIONAL
 from shoal.validate.fit import as_toml, fitted, held_out, spreads
 from shoal.validate.page import write_page
 from shoal.validate.rows import Left, Point, read_folder
@@ -27,7 +27,7 @@ HEAD = (
 
 
 class ValidateOptions(Section):
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, POSITIONAL]
     """A folder of CSV files, one published point in each row (docs/validate.md has the columns)."""
 
     constants: Path | None = None

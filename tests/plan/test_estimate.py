@@ -143,7 +143,16 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert main(["estimate", "--cluster", "8xH101"]) == 2
 
 
-def test_an_estimate_does_not_wait_for_torch() -> None:
-    """Which takes longer to import than everything else together."""
-    code = "import sys, shoal.plan.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize("words", [
+    "estimate --model llama-3-8b --cluster 8xH100 --parallel.tp 8",
+    "estimate --cluster=v5p-16 --sequence_length=1024 --optimizer sgd --tokens 1e12",
+    "plan --model llama-3.2-1b --cluster 2xH100 --global-batch 8 --seq 1024 --fix tp=2",
+])
+def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
+    """torch takes longer to import than everything else together, and tyro as long as an answer."""
+    code = (
+        "import sys; from shoal.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or ', '.join(sys.modules.keys() & {'torch', 'tyro', 'scipy'}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-300:]

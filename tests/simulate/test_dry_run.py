@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from shoal.catalog import ModelShape
 from shoal.cli import main
 from shoal.comm.dry import DryMesh
 from shoal.comm.mesh import Mesh
@@ -16,14 +17,15 @@ from shoal.comm.pool import Pool
 from shoal.config import RunConfig
 from shoal.cost.activations import Pass
 from shoal.cost.state import state_bytes
-from shoal.cost.work import step_flops
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of, slices_of
+from shoal.plan.counts import RankCounts
 from shoal.plan.parts import parts_of
+from shoal.precision.formats import FORMATS
 from shoal.precision.policy import POLICIES
 from shoal.simulate.dry_run import Counted, count, dry_run, samples_of
 from shoal.simulate.tracker import Tracker
-from shoal.train.engine import Engine
+from shoal.train.engine import Engine, attention_kernel
 from shoal.verify.case import prepare
 from tests.verify.runs import runs, small_run
 
@@ -61,9 +63,10 @@ def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dic
             assert moment.alive == pytest.approx(min(other.alive for other in others), rel=0.02)
 
 
-@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
+    """FLOPs, bytes sent by axis and kind, and bytes held."""
     config = config.model_copy(
         update={
             "train": config.train.model_copy(update={"precision": data.draw(st.sampled_from(("fp32", "bf16")))}),
@@ -71,21 +74,17 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
         }
     )
     case = prepare(config, own_precision=True, accumulate=False)
-    assume(not case.shape.experts and not case.shape.depths)  # refused, below and in tests/parallel/test_depths.py
-    config, shape, layout = case.config, case.shape, config.parallel
+    assume(not case.shape.experts and not case.shape.depths)  # experts below; tests/parallel/test_depths.py
+    config, shape, layout = case.config, case.shape, case.config.parallel
+    assume(layout.cp == 1 or not config.data.document_mask)  # where the data decides what a ring computes
     rank = data.draw(st.integers(0, layout.world_size - 1))
     counted, mesh = dry(config, rank, steps=1), DryMesh(layout, rank)
-    microbatches, s = layout.microbatches(config.train.global_batch), config.data.sequence_length
-    program = program_of(layout, microbatches)
-    parts = parts_of(shape, program, mesh.index("pp"))
-    passes = [len(program.microbatches_of(stage)) for stage in program.stages_of(mesh.index("pp"))]
-    run = Pass(shape, layout, s, kernel=config.train.attention)
-    slices = slices_of(layout, shape, microbatches=microbatches, sequence_length=s)
-    if layout.cp == 1:
-        assert sum(counted.steps[0].flops.values()) == step_flops(run, parts, passes, slices)
-    else:
-        with pytest.raises(ValueError, match="no formula"):
-            step_flops(run, parts, passes, slices)
+    formulas = formulas_of(config, shape, mesh)
+    assert sum(counted.steps[0].flops.values()) == formulas.flops()
+    if layout.tp_x == 1:
+        sent = {key: size for key, size in counted.steps[0].sent.items() if size}
+        assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
+    parts = parts_of(shape, formulas.program, mesh.index("pp"))
     said = state_bytes(
         shape, layout, POLICIES[config.train.precision], config.optimizer.name, parts,
         tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),
@@ -94,6 +93,55 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
         said.parameters, said.gradients, said.optimizer
     )
+
+
+def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCounts:
+    layout, s, policy = config.parallel, config.data.sequence_length, FORMATS[config.train.precision]
+    microbatches = layout.microbatches(config.train.global_batch)
+    slices = slices_of(layout, shape, microbatches=microbatches, sequence_length=s)
+    kernel = attention_kernel(config.train.attention, torch.device("cpu"), POLICIES[config.train.precision].compute)
+    run = Pass(shape, layout, s, policy.compute.itemsize, kernel=kernel)
+    program = program_of(layout, microbatches, len(slices))
+    return RankCounts(run, program, mesh, policy, slices, by_parts=layout.overlaps_products(background=False))
+
+
+@pytest.mark.parametrize(("model", "parallel"), [
+    ({}, {"dp": 4, "zero": 3, "zero_shard": 2, "prefetch": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    ({"tied": True}, {"pp": 2, "tp": 4, "schedule": "dualpipe", "tp_overlap": True, "dp": 2, "zero": 2}),
+    ({"name": "tiny-gpt", "tied": True}, {"cp": 4, "ulysses": 2, "recompute": "full", "zero": 3, "pp": 2}),
+])
+def test_bytes_sent_of_a_later_step(model: dict, parallel: dict) -> None:
+    """In which nothing is learned; with key/value heads that several ranks hold, and all that is shared."""
+    config = small_run(parallel, model, precision="bf16")
+    case = prepare(config, own_precision=True, accumulate=False)
+    for rank in (0, config.parallel.world_size - 1):
+        counted = dry(config, rank)
+        sent = {key: size for key, size in counted.steps[-1].sent.items() if size}
+        formulas = formulas_of(case.config, case.shape, DryMesh(config.parallel, rank))
+        assert formulas.sent() == pytest.approx(sent, rel=1e-12)
+        assert formulas.flops() == sum(counted.steps[-1].flops.values())
+
+
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
+
+
+@pytest.mark.parametrize(("parallel", "experts", "family"), [
+    ({"dp": 4, "ep": 2, "zero": 1}, {"shared": 1}, "tiny"),
+    ({"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}, {"every": 2, "gate": "noisy-top-k"}, "tiny-gpt"),
+    ({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "zero": 3, "recompute": "full"}, {"shared": 1},
+     "tiny"),
+    ({"dp": 2, "tp": 2, "pp": 2, "zero": 2}, {"shared": 1, "first": 1, "gate": "gshard"}, "tiny"),
+])  # fmt: skip
+def test_experts_that_all_get_as_many_tokens(parallel: dict, experts: dict, family: str) -> None:
+    """FLOPs and bytes sent, of a dry rank whose routers spread tokens evenly."""
+    config = small_run(parallel, {"name": family, "layers": 4, "experts": {**EXPERTS, **experts}}, precision="fp32")
+    case = prepare(config, own_precision=True, accumulate=False)
+    rank = config.parallel.world_size - 1
+    counted = dry(config, rank, steps=1)
+    formulas = formulas_of(case.config, case.shape, DryMesh(config.parallel, rank))
+    assert sum(counted.steps[0].flops.values()) == formulas.flops()
+    sent = {key: size for key, size in counted.steps[0].sent.items() if size}
+    assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
 
 
 def test_a_rank_of_a_world_of_100_000() -> None:
@@ -142,6 +190,8 @@ def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.Ca
     assert "rank 1 (tp 1) of 2" in text
     flops, formula = re.search(r"FLOPs +([\d,]+) \(([\d,]+)\)", text).groups()
     assert flops == formula
+    sent = re.findall(r"(\S+ \S?B)  \((.*)\)", text)
+    assert len(sent) >= 3 and all(counted == said for counted, said in sent)
     assert abs(float(re.search(r"([+-][\d.]+) % was counted dry", text)[1])) < 2
     assert "most, measured" in page.read_text()
 
@@ -149,7 +199,7 @@ def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("more", "said"), [
     (["--rank", "2"], "ranks are 0 to 1"),
     (["--cluster", "2x8xH100", "--measure"], "16 ranks; at most 8"),
-    (["--model", "olmoe-1b-7b"], "no router can choose"),
+    (["--model", "olmoe-1b-7b", "--parallel.cp", "2"], "which tokens go to which experts with parallel.cp = 2"),
 ])
 def test_what_cannot_be_counted_is_refused(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--cluster", "2xH100", "--model", "tiny", "--dry-run", *more]) == 2

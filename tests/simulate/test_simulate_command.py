@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,29 @@ def test_printed_bubbles_are_compared_row_by_row(tmp_path: Path, capsys: pytest.
     assert "mean absolute error: 0.005 points" in out
 
 
+def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What is played is what is estimated; twice as slow a machine takes twice as long."""
+    steps = []
+    for name, speed in (("here", 1e11), ("there", 0.5e11)):
+        file = tmp_path / f"{name}.toml"
+        rates = f'peak_flops = {{ fp32 = {speed} }}\nmemory_bandwidth = {speed / 10}\nmemory_bytes = 1e10'
+        file.write_text(
+            f'[accelerators.{name}]\n{rates}\nsource = "a test"\n'
+            f'[links.{name}]\nbandwidth = {speed / 20}\nlatency = {1e6 / speed}\nsource = "a test"\n'
+            f'[nodes.{name}]\naccelerator = "{name}"\ninside = "{name}"\nper_node = 64\nsource = "a test"\n'
+            f"[nodes.{name}.constants]\nlaunch = {1e6 / speed}\nlatency_inside = {1e6 / speed}\nmicro_batch = 0.0\n"
+            f"collective_launch = 0.0\n"
+        )
+        words = f"--cluster 4x{name} --catalog {file} --model tiny --precision fp32 --compare zb-h1 --microbatches 6"
+        assert main(["simulate", *words.split(), "--sequence-length", "128"]) == 0
+        said = capsys.readouterr().out
+        found = re.findall(r"(\S+): shoal estimate says (\S+) ms a step", said)
+        assert [schedule for schedule, _ in found] == ["1f1b", "zb-h1"]
+        assert f"{found[0][1]} ms" in said.split("1f1b: shoal")[0], "and as it was played"
+        steps.append([float(step) for _, step in found])
+    assert steps[1] == pytest.approx([2 * step for step in steps[0]], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -78,6 +102,10 @@ def test_printed_bubbles_are_compared_row_by_row(tmp_path: Path, capsys: pytest.
         ("--forward 0 --backward-input 0 --backward-weight 0", "there is nothing to play"),
         ("--out step.pdf", "step.pdf: it cannot be told what to write"),
         ("--out nowhere/step.svg", "nowhere/step.svg: there is no folder nowhere"),
+        ("--cluster 4xH100 --model tiny --comm 1", "--comm 1.0: with --cluster, times are those of the estimate"),
+        ("--cluster 2xH100 --model tiny", "but 2 were given"),
+        ("--cluster 4xH100 --model tiny --schedule zb-2p", "there is no such schedule"),
+        ("--model tiny", "--model tiny: only with --cluster"),
         ("--csv nowhere.csv", "--csv nowhere.csv: No such file"),
         ("--check nowhere", "nowhere has no zero_bubble.csv"),
     ],

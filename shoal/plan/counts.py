@@ -1,0 +1,215 @@
+"""What one rank of a run does in a step, in formulas: FLOPs and bytes sent, of which a dry run must count the same.
+
+A stage's passes are closed forms (`shoal.cost.work`, `shoal.cost.traffic`); how often each of them, a reduction and a
+gather happens is read off the program that the runtime executes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.cost.activations import Pass
+from shoal.cost.buckets import Bucket, Filled, filled
+from shoal.cost.moments import in_order
+from shoal.cost.parameters import SPLITTING, Held
+from shoal.cost.traffic import Sent, Share, all_reduced, context_parallel, expert_parallel, tensor_parallel
+from shoal.cost.work import Seen, seen_alone, step_flops
+from shoal.parallel.context.order import spread
+from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
+from shoal.plan.gathers import gathers_of
+from shoal.plan.parts import stage_parts
+from shoal.precision.formats import Formats
+
+if TYPE_CHECKING:
+    from shoal.comm.mesh import Mesh  # which needs torch
+
+ROUTED = 3  # numbers that a router counts besides the tokens of each expert (`shoal.models.experts.router`)
+NUMBER = 8  # bytes of what the step itself sums: losses, norms, numbers of tokens
+
+
+class RankCounts:
+    """Of the rank that a mesh is seen from.
+
+    Args:
+        run: one micro-batch, with the attention kernel that is used.
+        program: of the layout.
+        slices: that it cuts sequences into.
+        policy: the number formats.
+        by_parts: whether tensor parallelism's collectives and products are made together.
+    """
+
+    def __init__(
+        self, run: Pass, program: Program, mesh: Mesh, policy: Formats, slices: Sequence[int] = (), *,
+        by_parts: bool = False,
+    ):
+        self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
+        self.slices = slices
+        self.spread = spread(run.layout, run.s, slices)
+        self.parts = stage_parts(run.shape, program)
+        self.held = program.stages_of(mesh.index("pp"))
+        self.actions = program.actions[mesh.index("pp")]
+
+    # ---- FLOPs ---------------------------------------------------------------------------------------------------
+
+    def flops(self) -> int:
+        """Of matrix products and attention; experts all get as many tokens."""
+        counts = [len(self.program.microbatches_of(stage)) for stage in self.held]
+        return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self.seen())
+
+    def seen(self) -> Seen:
+        """What this rank's attention computes; no document ends inside a sequence, where ranks share them."""
+        if self.run.layout.cp == 1:
+            return seen_alone(self.run, self.slices)
+        from shoal.parallel.context.sight import pieces  # which needs torch
+
+        place, ring, u = self.mesh.index("ring"), self.spread.ring, self.run.layout.ulysses
+        scores = []
+        for number in range(len(self.spread.held)):
+            queries = self.spread.place_chunks(place, range(number, number + 1))
+            found = [
+                piece for other in range(ring)
+                for piece in pieces(queries, self.spread.place_chunks(other, range(number + 1)))
+            ]
+            sides = [(piece.rows, piece.columns) for piece in found]
+            scores.append(tuple((rows.stop - rows.start, keys.stop - keys.start) for rows, keys in sides))
+        return Seen(tuple(self.spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
+
+    # ---- bytes sent ----------------------------------------------------------------------------------------------
+
+    def sent(self, *, first: bool = False) -> Sent:
+        """Bytes by axis and kind.
+
+        Args:
+            first: in the run's first step, in which replicas agree on an order of their reductions.
+
+        Raises:
+            ValueError: replicas are not kept together by sums, tensor parallelism has two dimensions, or the data
+                decides which tokens a rank has.
+        """
+        layout, shape = self.run.layout, self.run.shape
+        if layout.sync != "all-reduce" or layout.tp_x > 1 or shape.depths or (shape.experts and layout.cp > 1):
+            raise ValueError("there is no formula for what this run sends")
+        sent = Sent()
+        for action in self.actions:
+            if action.op in FORWARDS or action.op in BACKWARDS:
+                sent.update(self._pass(action))
+            elif action.op in SENDS:
+                tokens = self._share(action.part).tokens
+                hidden = self.run.itemsize * layout.micro_batch * tokens // layout.token_multiple * shape.hidden
+                sent["pp", "send"] += hidden
+        for stage in self.held:
+            sent.update(self._data_parallel(stage))
+            buckets = len(self._filled(stage).buckets)
+            if first and buckets > 1:
+                axis = "stage" if any(size.expert for size in self._filled(stage).sizes) else "replicas"
+                sent[axis, "all-reduce"] += all_reduced(NUMBER * buckets, self.mesh.size(axis))
+        sent.update(self._once())
+        return Sent({key: size for key, size in sent.items() if size})
+
+    def _share(self, number: int) -> Share:
+        """The tokens of a slice (-1: the whole)."""
+        spread, cp, place = self.spread, self.mesh.index("cp"), self.mesh.index("ring")
+        slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
+        until = range(slices.stop)
+        lengths = spread.lengths(cp)
+        by = [(place - step) % spread.ring for step in range(spread.ring)]
+        blocks = tuple(sum(spread.place_lengths(other, until)) for other in by)
+        return Share(
+            sum(lengths[i] for i in slices), sum(lengths[i] for i in until),
+            sum(spread.place_lengths(place, slices)), blocks, blocks[0],
+        )
+
+    def _pass(self, action: Action) -> Sent:
+        part, share = self.parts[action.stage], self._share(action.part)
+        which = 0 if action.op in FORWARDS else 1
+        sent = Sent(tensor_parallel(self.run, part, share.tokens, by_parts=self.by_parts)[which])
+        sent.update(context_parallel(self.run, len(part.layers), share)[which])
+        sent.update(expert_parallel(self.run, part, share.tokens)[which])
+        return sent
+
+    def _data_parallel(self, stage: int) -> Sent:
+        """Gathers and reductions of a stage."""
+        layout, policy, mesh = self.run.layout, self.policy, self.mesh
+        actions = [action for action in self.actions if action.stage == stage]
+        last = sum(action.op is Op.REDUCE for action in actions)
+        passes = sum(action.op in WEIGHTS for action in actions) if layout.zero >= 2 else last
+        filled = self._filled(stage)
+        chunks = self._chunks(filled)
+        gathers = [sum(action.op is Op.GATHER for action in actions)] * len(chunks)
+        if layout.zero == 3:
+            gathers = gathers_of(layout, filled.used, self.actions, stage)
+        sent = Sent()
+        for bucket, chunk, times in zip(filled.buckets, chunks, gathers, strict=True):
+            shard, replicate = ("edp_shard", "edp_replicate") if bucket[0].expert else ("shard", "replicate")
+            others, reduced = mesh.size(shard) - 1, chunk * policy.reduce.itemsize
+            sent[shard, "reduce-scatter"] += passes * others * reduced
+            sent[replicate, "all-reduce"] += last * all_reduced(reduced, mesh.size(replicate))
+            sent[shard, "all-gather"] += times * others * chunk * policy.compute.itemsize
+        for axis, elements in self._partial(filled, chunks).items():
+            sent[axis, "all-reduce"] += last * all_reduced(elements * policy.reduce.itemsize, mesh.size(axis))
+        return sent
+
+    def _chunks(self, filled: Filled) -> list[int]:
+        """Elements of this rank's shard of each bucket of a stage."""
+        shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
+        return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
+
+    def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[Held, int]]:
+        """The parameters of a bucket, and how many elements of each are in this rank's shard of it."""
+        start, index = 0, self.mesh.index("edp_shard" if bucket[0].expert else "shard")
+        for held in in_order(bucket):
+            stop = start + held.allocated
+            yield held, max(0, min(stop, (index + 1) * chunk) - max(start, index * chunk))
+            start = stop
+
+    def _filled(self, stage: int) -> Filled:
+        layout, splitting = self.run.layout, tuple(getattr(self.run.layout, name) for name in SPLITTING)
+        limit = 0.0 if layout.zero == 3 else layout.bucket_bytes
+        index = self.mesh.index("tp"), self.mesh.index("ep"), self.mesh.index("etp")
+        return filled(self.run.shape, splitting, self.parts[stage], limit, self.policy.reduce.itemsize, *index)
+
+    def _partial(self, stage: Filled, chunks: Sequence[int]) -> Counter[str]:
+        """Elements of this rank's shards whose gradients are sums that other axes than the replicas' complete."""
+        found: Counter[str] = Counter()
+        for bucket, chunk in zip(stage.buckets, chunks, strict=True):
+            for held, here in self._here(bucket, chunk):
+                if held.partial:
+                    found[held.partial] += here
+                if self.program.copies > 1 and not held.alone:
+                    found[self._copies] += here
+        return found
+
+    @property
+    def _copies(self) -> str:
+        """The axis along which the model's copies of this rank's stages lie."""
+        here, program = self.mesh.index("pp"), self.program
+        other = {program.stage_rank[(mine + program.depth) % program.stages] for mine in self.held}
+        return f"pp:{','.join(map(str, sorted({here} | other)))}"
+
+    def _once(self) -> Sent:
+        """What is summed over ranks once a step, or with each update: shared ends, losses, norms, numbers of tokens."""
+        mesh, updates = self.mesh, self.program.updates
+        sent, steps = Sent(), sum(action.op is Op.STEP for action in self.actions)
+        sent["dp", "all-reduce"] += all_reduced(NUMBER * updates, mesh.size("dp"))
+        sent["world", "all-reduce"] += all_reduced(NUMBER * (3 if updates == 1 else 2 + updates), mesh.size("world"))
+        if self.run.shape.experts:  # what routers counted
+            layers = len(self.run.shape.experts.layers(self.run.shape.layers))
+            counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
+            sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
+        if updates > 1:  # each stage learns whether its own gradients are finite
+            for axis in ("tp", "replicas"):
+                sent[axis, "all-reduce"] += steps * all_reduced(NUMBER, mesh.size(axis))
+        holders = enumerate(self.program.stage_rank)
+        ends = sorted({rank for s, rank in holders if self.program.is_first(s) or self.program.is_last(s)})
+        shared = [stage for stage in self.held if self.parts[stage].shared
+                  and (self.parts[stage].first or self.parts[stage].last)]
+        if shared and mesh.index("pp") in ends:
+            of_stage, axis = self._filled(shared[0]), f"pp:{','.join(map(str, ends))}"
+            elements = sum(
+                here for bucket, chunk in zip(of_stage.buckets, self._chunks(of_stage), strict=True)
+                for held, here in self._here(bucket, chunk) if held.alone
+            )
+            sent[axis, "all-reduce"] += steps * all_reduced(elements * self.policy.reduce.itemsize, mesh.size(axis))
+        return sent
