@@ -48,7 +48,9 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(layouts(), st.data())
 def test_a_peak_is_what_a_dry_run_counts(parallel: dict[str, Any], data: st.DataObject) -> None:
     model = {
