@@ -38,16 +38,18 @@ def held(whole: Tensor, sharding: Sharding, rank: int, sizes: Sizes, mesh: Named
 
 
 class Runner:
-    """One rank of a mesh, which runs routes; all ranks of the default process group run the same, in the same order.
+    """One rank of a mesh, which runs routes; all ranks of the mesh run the same, in the same order.
 
     Args:
-        mesh: of as many devices as the world has ranks.
+        mesh: of as many devices as the world has ranks, or of some of them, one after another.
+        first: the rank of the default process group that is the mesh's first; without it the mesh is the world.
     """
 
-    def __init__(self, mesh: NamedMesh):
-        if mesh.ranks != dist.get_world_size():
+    def __init__(self, mesh: NamedMesh, first: int | None = None):
+        if first is None and mesh.ranks != dist.get_world_size():
             raise ValueError(f"a mesh of {mesh.ranks} devices in a world of {dist.get_world_size()}")
-        self.mesh, self.rank = mesh, dist.get_rank()
+        self.mesh, self.first = mesh, first or 0
+        self.rank = dist.get_rank() - self.first
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def run(self, route: Route, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +80,8 @@ class Runner:
         if move.kind == Collective.ALL_REDUCE:
             return run_vector(description, x.clone(memory_format=torch.contiguous_format), group, pieces=1)
         # A group counts its ranks in rising order, and a dim its blocks in the order of its axes.
-        order = [self.mesh.position(rank, move.axes) for rank in dist.get_process_group_ranks(group)]
+        ranks = dist.get_process_group_ranks(group)
+        order = [self.mesh.position(rank - self.first, move.axes) for rank in ranks]
         if move.kind == Collective.ALL_GATHER:
             flat, sizes = x.reshape(-1), [x.numel()] * parts
         else:
@@ -98,8 +101,8 @@ class Runner:
         """The ranks that differ from this one along these axes alone."""
         key = "".join(sorted(axes))
         if key not in self._groups:
-            ranks = next(group for group in self.mesh.groups(axes) if self.rank in group)
-            whole = len(ranks) == self.mesh.ranks
-            group = dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
+            ranks = [self.first + r for r in next(group for group in self.mesh.groups(axes) if self.rank in group)]
+            whole = len(ranks) == dist.get_world_size()
+            group = dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
             self._groups[key] = group
         return self._groups[key]

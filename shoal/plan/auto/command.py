@@ -22,17 +22,21 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.models.transformer import Transformer, initialise
 from shoal.plan.auto.graph import Graph
 from shoal.plan.auto.ilp import NothingFits, solve
+from shoal.plan.auto.layers import Layers
+from shoal.plan.auto.pipelined import Pipelined, compare_stages, grids
 from shoal.plan.auto.plan import Plan, plan_of
 from shoal.plan.auto.price import Prices
-from shoal.plan.auto.problem import Builder, Bytes
+from shoal.plan.auto.problem import GIVEN, UPDATE, Builder, Bytes
 from shoal.plan.auto.rivals import rivals
-from shoal.plan.auto.trace import graph_of
+from shoal.plan.auto.stages import latency
+from shoal.plan.auto.trace import Forward, forward_of, graph_of
 from shoal.plan.run import KINDS
 from shoal.plan.search_command import table
 from shoal.precision.formats import FORMATS, Formats
 
 MOST_RANKS = 8
 EXACT = 1e-10
+LAYERS_PER_STAGE = 2  # into which the operators are clustered
 
 
 class AutoOptions(Section):
@@ -56,6 +60,9 @@ class AutoOptions(Section):
 
     seq: PositiveInt = 512
     """Tokens of a sequence."""
+
+    stages: PositiveInt = 1
+    """The most pipeline stages, each of some layers on a part of the cluster; with 1 all devices do all layers."""
 
     microbatches: PositiveInt = 1
     """Of a step: gradients are reduced and weights updated once for all of them."""
@@ -86,9 +93,13 @@ def run(options: AutoOptions) -> int:
     capacity = parse(options.memory, BYTES, where="--memory") if options.memory else machine.accelerator.memory_bytes
     if options.check and machine.size > MOST_RANKS:
         raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
+    if options.stages > 1 and options.mesh:
+        raise UsageError("--mesh with --stages: every stage has a grid of its own.\n  Leave one of them out.")
     module, inputs = _subject(options)
-    graph = graph_of(module, inputs)
     console = Console(highlight=False)
+    if options.stages > 1:
+        return _pipeline(options, machine, formats, capacity, (module, inputs), console)
+    graph = graph_of(module, inputs)
     best: tuple[Plan, list[tuple[str, Plan | None]]] | None = None
     for mesh in meshes:
         found = _planned(graph, machine, mesh, formats, options.microbatches, capacity)
@@ -121,13 +132,6 @@ def _meshes(text: str, machine: Cluster) -> list[NamedMesh]:
             raise UsageError(f"--mesh {text}: {len(mesh.axes)} axes; one or two are planned for")
         return [mesh]
     return grids(machine.nodes, machine.per_node)
-
-
-def grids(nodes: int, per_node: int) -> list[NamedMesh]:
-    """All devices in a row; and as a grid, of nodes by their devices, or inside a node in every way."""
-    n = nodes * per_node
-    pairs = [(nodes, per_node)] if nodes > 1 else [(a, n // a) for a in range(2, n) if n % a == 0]
-    return [NamedMesh("x", (n,)), *(NamedMesh("xy", pair) for pair in pairs if min(pair) > 1)]
 
 
 def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
@@ -272,18 +276,72 @@ def _rivals(plan: Plan, others: list[tuple[str, Plan | None]]) -> Iterator[list[
             yield [name, show_seconds(other.seconds), show_seconds(other.communication), show_bytes(other.memory), more]
 
 
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(
+    options: AutoOptions, machine: Cluster, formats: Formats, capacity: float, subject: tuple, console: Console
+) -> int:
+    """Both levels: stages on parts of the cluster, beside all devices for all layers."""
+    forward = forward_of(*subject)
+    layers = Layers(forward, LAYERS_PER_STAGE * options.stages)
+    joint = Pipelined(
+        layers, machine, KINDS[formats.compute.name], formats.compute.itemsize, bytes_of(formats),
+        options.microbatches, capacity,
+    )  # fmt: skip
+    found = joint.stages(options.stages)
+    if found is None:
+        console.print(Text(f"No pipeline needs as little as {show_bytes(capacity)} on a device."), soft_wrap=True)
+        return 1
+    planned = joint.planned(found)
+    total = latency(found, options.microbatches)
+    single = joint.cost(0, joint.count, (machine.nodes, machine.per_node), 1) * options.microbatches
+    lines = [
+        f"{options.module or options.model}: {joint.count} layers of operators; {options.precision}, AdamW",
+        machine.describe(),
+        f"{len(planned)} stages, {options.microbatches} micro-batches: {show_seconds(total)} a step; without stages "
+        + (show_seconds(single) if single < float("inf") else "it does not fit"),
+    ]
+    for number, stage in enumerate(planned):
+        devices = f"device {stage.rank}" + (f" to {stage.rank + stage.stage.devices - 1}" * (stage.stage.devices > 1))
+        lines += ["", f"stage {number}: layers {stage.stage.first} to {stage.stage.last - 1} on {devices}, mesh "
+                  f"{stage.plan.mesh or '1'}: {show_seconds(stage.stage.seconds)} a micro-batch, "
+                  f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
+        lines += table(["weight", "kept", "multiplied as", "optimizer state"], list(_weights(stage.plan)))
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    return _check_stages(planned, forward, subject, machine.size, console) if options.check else 0
+
+
+def _check_stages(planned: list, forward: Forward, subject: tuple, ranks: int, console: Console) -> int:
+    from shoal.comm.pool import Pool
+    from shoal.plan.auto.execute import reference
+
+    graph = graph_of(*subject)
+    given, expected = reference(*subject, graph)
+    outputs = {node.name: expected[GIVEN + op] for node, op in zip(forward.outputs, graph.outputs, strict=True)}
+    gradients = {name: x for name, x in expected.items() if name.startswith(UPDATE)}
+    with Pool(ranks) as pool:
+        results = pool.run(compare_stages, ranks, planned, given, outputs, gradients)
+    return _verdict(results, f"{len(outputs)} outputs and {len(gradients)} gradients", console)
+
+
 def _check(plan: Plan, module: nn.Module, inputs: tuple, console: Console) -> int:
     from shoal.comm.pool import Pool
     from shoal.plan.auto.execute import compare, reference
 
-    given, expected = reference(module, inputs, plan)
+    given, expected = reference(module, inputs, plan.graph)
     with Pool(plan.mesh.ranks) as pool:
         results = pool.run(compare, plan.mesh.ranks, plan, given, expected)
-    name, worst = max(((n, max(errors[n] for errors in results)) for n in results[0]), key=lambda item: item[1])
+    what = f"{len(expected)} outputs and gradients, and every weight after a step"
+    return _verdict(results, what, console)
+
+
+def _verdict(results: list[dict[str, float]], what: str, console: Console) -> int:
+    worst, name = max((error, name) for errors in results for name, error in errors.items())
     right = worst < EXACT
     words = "as one device computes it" if right else f"not what one device computes: {name} is off"
     console.print(Text(
-        f"\nrun on {plan.mesh.ranks} ranks in float64, {words}: {len(expected)} outputs and gradients, and every "
-        f"weight after a step; largest difference {worst:.1e} ({name})"
+        f"\nrun on {len(results)} ranks in float64, {words}: {what}; largest difference {worst:.1e} ({name})"
     ), soft_wrap=True)  # fmt: skip
     return 0 if right else 1

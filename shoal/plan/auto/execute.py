@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.comm.sharding.notation import Sharding
 from shoal.comm.sharding.run import Runner, box
 from shoal.plan.auto.choices import Split, sizes_of
-from shoal.plan.auto.graph import BACKWARD, FORWARD, Op
+from shoal.plan.auto.graph import BACKWARD, FORWARD, Graph, Op
 from shoal.plan.auto.plan import Plan
 from shoal.plan.auto.problem import ENDS, GIVEN, UPDATE
 from shoal.plan.auto.spaces import RESHAPES
@@ -158,7 +158,7 @@ def compare(
     return errors
 
 
-def reference(module: torch.nn.Module, inputs: tuple, plan: Plan, seed: int = 0) -> tuple[dict, dict]:
+def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 0) -> tuple[dict, dict]:
     """What `compare` takes: a module's own numbers on one device, by autograd.
 
     Outputs that are no scalars get random gradients.
@@ -166,7 +166,6 @@ def reference(module: torch.nn.Module, inputs: tuple, plan: Plan, seed: int = 0)
     from shoal.plan.auto.trace import forward_of
 
     forward = forward_of(module, inputs)
-    graph = plan.graph
     given: dict[str, Tensor] = {}
     for op in graph.ops.values():
         if op.kind == "parameter" or op.kind == "buffer":

@@ -158,7 +158,7 @@ def differentiated(forward: Forward, wanted=()) -> Graph:
         joint = traced(list(once.values()), gradients)
     kinds = [(kind, name) for kind, name in keys]
     kinds += [("gradient", out.name) for out in forward.outputs if _trains(out)]
-    names = [name if kind == "parameter" else node.name for node, kind, name, _ in learned]
+    names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned]
     return unfolded(_read(joint, kinds, names))
 
 
@@ -257,8 +257,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             found = node.args[0][-len(learned) :]
             outputs = tuple(of(out).name for out in node.args[0][: -len(learned)])
             gradients = {
-                (name if name in ops else f"input {name}"): of(gradient).name
-                for name, gradient in zip(learned, found, strict=True) if gradient is not None
+                name: of(gradient).name for name, gradient in zip(learned, found, strict=True) if gradient is not None
             }
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             room, name = node.target._schema.name.split("::")

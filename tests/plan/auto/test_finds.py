@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.comm.sharding.notation import NamedMesh
 from shoal.plan.auto.graph import BACKWARD, FORWARD
 from shoal.plan.auto.ilp import solve
 from shoal.plan.auto.plan import plan_of, shard
 from shoal.plan.auto.problem import GIVEN
+from shoal.plan.auto.rivals import rivals
 from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import MLP, Attention, builder, transformer
 
@@ -71,3 +73,29 @@ def test_megatrons_layer_of_shoals_own_model():
     for name in ("attention.out", "mlp.down"):
         assert str(plan.lies(f"layers.0.{name}.weight")) == "[A, Bx]"
     assert not plan.lies("layers.0.mlp_norm.weight").used
+
+
+class FeedForwards(nn.Module):
+    """Two feed-forward blocks, called as those of shoal's models are: a wide one and a narrow one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": MLP(2048, ffn)}) for ffn in (32768, 512))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["mlp"](x)
+        return x
+
+
+def test_on_an_uneven_grid_something_better_than_every_split_by_hand():
+    grid = NamedMesh("xy", (2, 4))  # nodes over slow Ethernet, devices of a node
+    with torch.device("meta"):
+        build = builder(graph_of(FeedForwards(), (torch.empty(8, 256, 2048),)), "2x4xA100-ETH100", grid)
+    problem = build.problem()
+    found = solve(problem)
+    by_hand = {split: solve(restricted).cost for split, restricted in rivals(build, problem).items()}
+    assert {"data parallel", "FSDP (ZeRO-3)", "Megatron over xy", "Megatron over y, FSDP over x"} <= set(by_hand)
+    assert found.cost < 0.8 * min(by_hand.values()), by_hand
+    weights = plan_of(build, problem, found).weights()
+    assert weights["layers.0.mlp.up.weight"] != weights["layers.1.mlp.up.weight"], "each as suits its width"
