@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -26,7 +27,13 @@ def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -
         known = match(device_name(device))
         return known.peak_flops.get(_KINDS.get(dtype, "")) if known else None
     wanted = local_ranks * torch.get_num_threads()
-    return measured_matmul_flops(dtype) * min(1.0, usable_cores() / wanted)
+    return _here(dtype, torch.get_num_threads()) * min(1.0, usable_cores() / wanted)
+
+
+@cache
+def _here(dtype: torch.dtype, threads: int) -> float:
+    """With so many threads, once in a process."""
+    return measured_matmul_flops(dtype)
 
 
 def measured_matmul_flops(dtype: torch.dtype, *, size: int = _SIZE, products: int = 6) -> float:

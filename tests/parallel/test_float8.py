@@ -38,12 +38,12 @@ def in_float8(config: RunConfig, precision: str, float8: dict) -> RunConfig:
 @pytest.mark.parametrize(("precision", "float8"), CASES, ids=str)
 def test_every_grain_on_layouts(pool, precision, float8, parallel):
     config = in_float8(small_run(parallel, MODEL), precision, float8)
-    verdict, _ = run_case(prepare(config, own_precision=False), pool, steps=3)
+    verdict, _ = run_case(prepare(config, own_precision=False), pool, steps=3 if "history" in float8 else 2)
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient < 1e-12
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):
     config = in_float8(run, *case)

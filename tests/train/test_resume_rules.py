@@ -4,7 +4,7 @@ import pytest
 
 from shoal.optim.build import RULES
 
-from .runs import FOUR_RANKS, checkpoints, copy_until, curve, same_bits, small_config, train_in
+from .runs import checkpoints, copy_until, curve, same_bits, small_config, train_in
 
 AMPLIFIED = {"adafactor": 1e4}  # divides by moments without a floor, and so gradients that are rounding alone
 
@@ -13,7 +13,7 @@ AMPLIFIED = {"adafactor": 1e4}  # divides by moments without a floor, and so gra
 def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     # Two updates after the checkpoint: Sophia's first uses its old estimate, its second makes a new one.
     config = small_config(
-        corpus, FOUR_RANKS, train={"precision": "fp64", "steps": 5, "validate_every": 0},
+        corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": "fp64", "steps": 5, "validate_every": 0},
         model={"layers": 2, "hidden": 32, "ffn": 140}, checkpoint={"every": 3},
         optimizer={"name": rule, "warmup_steps": 0, "hessian_every": 4, "hessian_scale": 50.0},
     )
@@ -21,7 +21,7 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     same = train_in(pool, config, copy_until(whole, tmp_path / "same", 3), resume=True)
     assert curve(same) == curve(whole)
     assert same_bits(checkpoints(same)[5], checkpoints(whole)[5])
-    layout = type(config.parallel)(pp=2, micro_batch=2)
+    layout = type(config.parallel)(tp=2, micro_batch=8)
     other = train_in(
         pool, config.model_copy(update={"parallel": layout}), copy_until(whole, tmp_path / "other", 3), resume=True
     )

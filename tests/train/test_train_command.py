@@ -139,7 +139,7 @@ def test_a_typo_on_the_command_line_names_the_nearest_option(base_config, tmp_pa
 TWO = ("--parallel.dp", "2", "--parallel.tp", "1", "--train.steps", "4")
 
 
-def test_torchrun_trains_the_same_as_a_plain_start_and_names_one_folder_for_all_ranks(base_config, pool, tmp_path):
+def test_torchrun_trains_the_same_in_one_folder_for_all_ranks_and_resumes(base_config, pool, tmp_path):
     code, output = shoal("train", base_config, *TWO, launcher=TORCHRUN, cwd=tmp_path)
     assert code == 0, output
     assert output.count("finished in") == 1
@@ -148,12 +148,6 @@ def test_torchrun_trains_the_same_as_a_plain_start_and_names_one_folder_for_all_
     plain = train_in(pool, load(folder / "run.toml"), tmp_path / "plain")
     assert curve(folder) == curve(plain)
     assert same_bits(checkpoints(folder)[4], checkpoints(plain)[4])
-
-
-def test_torchrun_takes_a_run_folder_and_resumes(base_config, tmp_path):
-    folder = tmp_path / "run"
-    code, output = shoal("train", base_config, *TWO, "--run-folder", folder, launcher=TORCHRUN)
-    assert code == 0, output
     code, output = shoal("train", "--resume", folder, "--train.steps", "6", launcher=TORCHRUN)
     assert code == 0, output
     assert "resumed after step 4" in output and [step for step, _, _ in curve(folder)] == [1, 2, 3, 4, 5, 6]
