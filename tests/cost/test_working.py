@@ -49,7 +49,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(layouts(), st.data())
 def test_a_peak_is_what_a_dry_run_counts(parallel: dict[str, Any], data: st.DataObject) -> None:

@@ -63,7 +63,7 @@ def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dic
             assert moment.alive == pytest.approx(min(other.alive for other in others), rel=0.02)
 
 
-@settings(max_examples=12, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
     """FLOPs, bytes sent by axis and kind, and bytes held."""
@@ -114,12 +114,12 @@ def test_bytes_sent_of_a_later_step(model: dict, parallel: dict) -> None:
     """In which nothing is learned; with key/value heads that several ranks hold, and all that is shared."""
     config = small_run(parallel, model, precision="bf16")
     case = prepare(config, own_precision=True, accumulate=False)
-    for rank in (0, config.parallel.world_size - 1):
-        counted = dry(config, rank)
-        sent = {key: size for key, size in counted.steps[-1].sent.items() if size}
-        formulas = formulas_of(case.config, case.shape, DryMesh(config.parallel, rank))
-        assert formulas.sent() == pytest.approx(sent, rel=1e-12)
-        assert formulas.flops() == sum(counted.steps[-1].flops.values())
+    rank = config.parallel.world_size - 1
+    counted = dry(config, rank)
+    sent = {key: size for key, size in counted.steps[-1].sent.items() if size}
+    formulas = formulas_of(case.config, case.shape, DryMesh(config.parallel, rank))
+    assert formulas.sent() == pytest.approx(sent, rel=1e-12)
+    assert formulas.flops() == sum(counted.steps[-1].flops.values())
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
