@@ -32,8 +32,8 @@ class Dies(Tells):
     def _after_step(self, *args: Any, **options: Any) -> None:
         super()._after_step(*args, **options)
         if self.step == DEATH:
-            if self.memory:
-                self.memory.wait()
+            if self.states.memory:
+                self.states.memory.wait()
             raise RuntimeError(f"rank {dist.get_rank()} is lost")
 
 
