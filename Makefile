@@ -9,9 +9,9 @@ BIN    := $(VENV)/bin
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
 
-test: $(VENV)/.ready    ## the whole suite
+test: $(VENV)/.ready    ## the whole suite, two files of tests at a time
 	$(BIN)/ruff check shoal tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check shoal tests
