@@ -104,7 +104,7 @@ def long_context(options: LongContextOptions, console: Console) -> int:
     shape = config.model.shape(vocab=257, sequence_length=options.tokens)
     config.parallel.check(shape, global_batch=1, sequence_length=options.tokens)
     one = Pass(shape, Layout(), options.tokens, FORMATS["fp32"].compute.itemsize)
-    alone = activations.total(activations.stage(one, options.layers, first=True, last=True))
+    alone = activations.total(activations.stage(one, range(options.layers), first=True, last=True))
     every = train(config, shape, options.steps)
     most, budget = max(rank.kept for rank in every), options.budget_mib * MIB
     losses = ", ".join(f"{loss:.4f}" for loss in every[0].loss)

@@ -233,7 +233,7 @@ def _cause_of_death(process: BaseProcess) -> str:
 def _stack_of(worker: _Worker) -> str:
     """Where a hung worker hangs: it writes its stacks when it gets SIGUSR1."""
     os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + GRACE_SECONDS
     while not worker.stack.read_text().rstrip() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)  # for the rest of the lines

@@ -52,7 +52,7 @@ def test_each_logged_step_has_its_numbers(base_run):
     assert [r.learning_rate for r in found[:4]] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
     # bytes: untrained it knows nothing of 257 ids; 40 steps teach it at least their frequencies
     assert found[0].loss == pytest.approx(5.55, abs=0.1)
-    assert found[-1].loss < 3.6 and found[-1].validation_loss < 3.6
+    assert found[-1].loss < 4.2 and found[-1].validation_loss < 4.2  # from ln 256 = 5.5
 
 
 def test_tensorboard_has_the_same_curve(base_run):
