@@ -29,7 +29,7 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -247,13 +247,12 @@ def _serve(
     pipe: Connection, environment: dict[str, str], stack: Path, setup: Callable[[], object] | None
 ) -> None:
     become_worker(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if setup is not None:
         setup()
     with open(stack, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file)
+        _take_signals(file)
         gc.freeze()  # what is imported by now stays, and need not be looked through after each run
         pipe.send_bytes(pickle.dumps("ready"))
         while True:
@@ -261,7 +260,14 @@ def _serve(
                 message = pipe.recv_bytes()
             except EOFError:
                 return
+            _take_signals(file)  # anew: the last call may have taken them for itself
             _answer(pipe, *pickle.loads(message))
+
+
+def _take_signals(stack: IO[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=stack)
 
 
 def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str, timeout: float, call: bytes) -> None:

@@ -109,7 +109,13 @@ def test_a_worker_that_dies_is_named_and_replaced(pool, fn, said):
     assert pool.run(sum_of_ranks, 2, 1.0)[1] == (1, 2, 1.0)
 
 
+def takes_the_signal():
+    """As a trainer does, which is asked by it to stop."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(pool):
+    pool.run(takes_the_signal, 2)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(sleeps_for_ever_on, 2, 1, timeout=4.0)

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -113,7 +112,7 @@ class ForkedNursery:
         except SystemExit as error:
             code = error.code or 0
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # a rank's own records what ended it
         finally:
             threading._shutdown()
             atexit._run_exitfuncs()
