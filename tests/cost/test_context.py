@@ -8,7 +8,7 @@ from shoal.config import RunConfig
 from shoal.cost.context import layer_bytes, tokens_here
 from shoal.layout import Layout
 from shoal.parallel.context.order import count, spread
-from tests.parallel.counting import engine_of
+from tests.parallel.counting import engine_of, sent_in_a_step
 from tests.verify.runs import small_run
 
 LAYERS, MICROBATCHES = 2, 2
@@ -16,13 +16,7 @@ LAYERS, MICROBATCHES = 2, 2
 
 def sent(config: RunConfig) -> dict[tuple[str, str], float]:
     """Bytes of a step that is not the first, by axis and kind of collective."""
-    engine = engine_of(config)
-    engine.step(0)
-    before = engine.mesh.sent()
-    engine.step(1)
-    after = engine.mesh.sent()
-    after.subtract(before)
-    return dict(+after)
+    return dict(sent_in_a_step(engine_of(config)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,16 @@ def engine_of(config: RunConfig) -> Engine:
     """This rank's engine on synthetic data."""
     case = prepare(config, own_precision=True, accumulate=False)
     return Engine(case.config, case.shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, case.shape))
+
+
+def sent_in_a_step(engine: Engine) -> Counter[tuple[str, str]]:
+    """Bytes that this rank sends in a step that is not the first, by axis and kind of collective."""
+    engine.step(0)
+    before = engine.mesh.sent()
+    engine.step(1)
+    sent = engine.mesh.sent()
+    sent.subtract(before)
+    return +sent
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shoal.config import RunConfig, build, plain
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.models.experts.router import SUMS
-from tests.parallel.counting import engine_of
+from tests.parallel.counting import engine_of, sent_in_a_step
 from tests.verify.runs import MODEL, small_run
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "balance_loss": 0.1, "bias_update": 0.01}
@@ -85,11 +85,7 @@ def test_rows_of_any_number_arrive_and_their_gradients_come_back(pool: Pool) -> 
 def sent_and_routed(config: RunConfig) -> tuple[float, int, int]:
     """Bytes of a step's all-to-alls, rows of this rank for experts that are elsewhere, bytes of a row."""
     engine = engine_of(config)
-    engine.step(0)
-    mesh, before = engine.mesh, engine.mesh.sent()
-    engine.step(1)
-    sent = engine.mesh.sent()
-    sent.subtract(before)
+    mesh, sent = engine.mesh, sent_in_a_step(engine)
     each = engine.shape.experts.count // mesh.size("ep")
     first = mesh.index("ep") * each
     away = 0

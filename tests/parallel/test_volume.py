@@ -9,7 +9,7 @@ from shoal.comm.pool import Pool
 from shoal.config import RunConfig
 from shoal.cost.tensor import layer_bytes
 from shoal.layout import Layout
-from tests.parallel.counting import engine_of
+from tests.parallel.counting import engine_of, sent_in_a_step
 from tests.verify.runs import small_run
 
 WIDE = {"hidden": 40, "ffn": 56}
@@ -23,14 +23,10 @@ def run_of(ranks: int, microbatches: int, **parallel) -> RunConfig:
 def volume(config: RunConfig) -> tuple[Counter, list[int], int]:
     """Bytes sent in a step that is not the first, by (axis, kind); those of each bucket; and without its padding."""
     engine = engine_of(config)
-    engine.step(0)
-    before = engine.mesh.sent()
-    engine.step(1)
-    sent = engine.mesh.sent()
-    sent.subtract(before)
+    sent = sent_in_a_step(engine)
     buckets = engine.parameters.buckets
     size = engine.policy.compute.itemsize
-    return +sent, [bucket.full.numel() * size for bucket in buckets], sum(bucket.numel for bucket in buckets) * size
+    return sent, [bucket.full.numel() * size for bucket in buckets], sum(bucket.numel for bucket in buckets) * size
 
 
 def of_parameters(sent: Counter) -> float:
@@ -103,13 +99,8 @@ LAYERS, TOKENS = 2, 12  # of the models below; in one micro-batch
 
 def tensor_volume(config: RunConfig) -> Counter:
     """Bytes that tensor parallelism sends in a micro-batch, forward and backward, by kind."""
-    engine = engine_of(config)
-    engine.step(0)
-    before = engine.mesh.sent()
-    engine.step(1)
-    sent = engine.mesh.sent()
-    sent.subtract(before)
-    return Counter({kind: size for (axis, kind), size in sent.items() if axis == "tp" and size})
+    sent = sent_in_a_step(engine_of(config))
+    return Counter({kind: size for (axis, kind), size in sent.items() if axis == "tp"})
 
 
 def tensor_run(ranks: int, **parallel) -> RunConfig:
@@ -150,16 +141,10 @@ def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
 
 def grid_volume(config: RunConfig) -> dict[str, Counter]:
     """As `tensor_volume`, by axis of the grid."""
-    engine = engine_of(config)
-    engine.step(0)
-    before = engine.mesh.sent()
-    engine.step(1)
-    sent = engine.mesh.sent()
-    sent.subtract(before)
+    sent = sent_in_a_step(engine_of(config))
     found: dict[str, Counter] = {}
     for (axis, kind), size in sent.items():
-        if size:
-            found.setdefault(axis, Counter())[kind] = size
+        found.setdefault(axis, Counter())[kind] = size
     return found
 
 
