@@ -15,9 +15,10 @@ from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
 from shoal.plan.bounds import in_turns
+from shoal.plan.memory import Memory
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
-from shoal.plan.stage import ATTENTION_BACKWARD, Memory, Stages, StageTimes
+from shoal.plan.stage import ATTENTION_BACKWARD, Stages, StageTimes
 from shoal.simulate import Timeline, Times, simulate
 from shoal.simulate.columns import Columns
 

@@ -23,11 +23,12 @@ from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.bounds import first_rank, in_turns
 from shoal.plan.branches import SLACK, Branch, Work, branches
+from shoal.plan.memory import Memory
 from shoal.plan.outline import Outline
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.space import LEVELS, Fields, Space, layout_of, meshes, shardings, works
-from shoal.plan.stage import Memory, Stages
+from shoal.plan.stage import Stages
 from shoal.simulate.columns import BACKWARD, FORWARD, WEIGHT, Columns, of_schedule
 from shoal.simulate.many import Replay
 

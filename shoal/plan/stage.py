@@ -1,4 +1,4 @@
-"""A pipeline stage of a run, priced: what a micro-batch takes on it, what it holds, what it keeps.
+"""A pipeline stage of a run, priced: what a micro-batch takes on it; `shoal.plan.memory` has what it holds.
 
 Physics with few constants, which were fitted to published measurements (`shoal.cost.own`, docs/validate.md): a layer
 takes the time of its products by their shape, of its bytes, and of the host that launches it; a collective its closed
@@ -9,36 +9,25 @@ of the weight is made.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
 import numpy as np
 
-from shoal.catalog.calibration import calibration_of
-from shoal.catalog.software import software_table
-from shoal.cost import activations
-from shoal.cost.activations import Pass
 from shoal.cost.communication import Ring, group_of, ring_of
 from shoal.cost.context import layer_bytes
 from shoal.cost.experts import routed_rows
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
-from shoal.cost.parameters import SPLITTING, StagePart
-from shoal.cost.state import StateBytes, Whole, state_bytes
-from shoal.cost.working import Moment, moments
+from shoal.cost.parameters import StagePart
+from shoal.cost.state import StateBytes
 from shoal.layout import axes_of
+from shoal.plan.memory import Kinds, StageMemory
 from shoal.plan.run import KINDS, Run
 from shoal.simulate.times import Links
 
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
-FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
-
-
-Kinds = tuple[tuple[tuple[bool, bool], int], ...]
-"""How many layers are of each kind: (with experts, through which only some tokens pass)."""
 
 
 @dataclass(frozen=True)
@@ -90,55 +79,23 @@ class StageTimes:
         return computing + self.recompute + waiting
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on a rank at the worst time of a step, by what holds them."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    gathered: float
-    buffers: float
-    stashed: float
-    reserve: float
-
-    @property
-    def allocated(self) -> float:
-        """By tensors: `torch.cuda.max_memory_allocated`."""
-        return self.reserved - self.reserve
-
-    @property
-    def reserved(self) -> float:
-        """From the device, with what the allocator and libraries keep."""
-        return sum(vars(self).values())
-
-
-class Stages:
+class Stages(StageMemory):
     """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
 
     Args:
-        run: whose layout and schedule have been checked, and fill the cluster.
-        known: states that were counted, layers that were priced and groups of ranks, by what decides them; stages of
-            other layouts of the same run may share it.
+        run, known: as `StageMemory` has them; layers that were priced and groups of ranks are known, too.
     """
 
     def __init__(self, run: Run, known: dict | None = None):
-        self.run = run
-        layout = run.layout
-        self.known = {} if known is None else known
+        super().__init__(run, known)
         self.priced: dict[tuple, StageTimes] = {}
         self.finished: dict[tuple, tuple[float, float, float]] = {}
-        self.kept: dict[tuple, int] = {}
-        self.times_of_backward: dict[tuple, list[Moment]] = {}
         if "machine" not in self.known:
             self.known["machine"] = (
                 run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name]), memory_rate(run.cluster),
-                attained(run.cluster), calibration_of(run.cluster),
+                attained(run.cluster), 1 + float(self.constants["stragglers"]) * log2(run.cluster.nodes),
             )  # fmt: skip
-        self.peak, self.hbm, self.cluster, self.constants = self.known["machine"]
-        self.slower = 1 + float(self.constants["stragglers"]) * log2(run.cluster.nodes)
-        self.forward = Pass(run.shape, layout, run.sequence_length, run.policy.compute.itemsize)
+        self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
 
     def group(self, axis: str) -> Ring:
         """The ranks along an axis, on the cluster as it is attained."""
@@ -146,29 +103,6 @@ class Stages:
         key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
         if key not in self.known:
             self.known[key] = group_of(layout, axis, self.cluster)
-        return self.known[key]
-
-    # ---- time ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def holding(self) -> tuple:
-        """All of a layout that changes what a stage holds between steps."""
-        layout = self.run.layout
-        experts = layout.expert_shape[2] if self.run.shape.experts else 1
-        return (
-            layout.sync, layout.zero, layout.shards, experts, layout.bucket_bytes, layout.prefetch,
-            layout.reshard_after_forward, *(getattr(layout, name) for name in SPLITTING),
-        )  # fmt: skip
-
-    def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
-        """Of some stages together, counted once for those that are alike."""
-        key = (
-            self.holding,
-            *((self.kinds(part), part.first, part.last, part.shared) for part in parts),
-        )
-        if key not in self.known:
-            run = self.run
-            self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
         return self.known[key]
 
     def stage_of(self, part: StagePart) -> StageTimes:
@@ -188,17 +122,6 @@ class Stages:
         found = [self._stage(tuple(of.items()), *ends) for of, *ends in counts]
         any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
         return np.stack([*(other - any_stage for other in others), any_stage], axis=1)
-
-    def sparse(self, part: StagePart) -> int:
-        """Layers of a stage that have experts."""
-        return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
-
-    def kinds(self, part: StagePart) -> Kinds:
-        """How many layers of a stage there are with experts or without, through which all tokens pass or some."""
-        shape = self.run.shape
-        if shape.experts is None and shape.depths is None:
-            return (((False, False), len(part.layers)),)
-        return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
 
     def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
         """The times of one layer of one micro-batch.
@@ -365,56 +288,3 @@ class Stages:
     def hop(self) -> float:
         """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
         return float(self.link.time + self.link.latency)
-
-    # ---- memory --------------------------------------------------------------------------------------------------
-
-    def kept_of(self, part: StagePart) -> int:
-        """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
-        key = (self.kinds(part), part.first, part.last)
-        if key not in self.kept:
-            saved = activations.stage(self.forward, part.layers, first=part.first, last=part.last)
-            self.kept[key] = activations.total(saved)
-        return self.kept[key]
-
-    def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
-        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
-        run, state, work = self.run, self.state_of(parts), self.working(parts)
-        gathered, passing = max((
-            (whole.parameters, moment.bytes + moment.reducing * whole.gradients + whole.before + later)
-            for part, there in zip(parts, state.passing, strict=True)
-            for moment in self._moments(part) for whole in [getattr(there, moment.where)]
-            for later in self._later(part, whole)
-        ), key=sum)  # fmt: skip
-        held = (
-            state.parameters, state.gradients, state.optimizer, alive, gathered, passing,
-            (versions - 1) * state.elements * run.policy.compute.itemsize,
-        )
-        return Memory(*held, self.unused + self.fragmentation * (alive + work))
-
-    def working(self, parts: Sequence[StagePart]) -> int:
-        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then."""
-        return max(moment.bytes for part in parts for moment in self._moments(part))
-
-    def _later(self, part: StagePart, whole: Whole) -> list[float]:
-        """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
-        are over by then, where all forwards come first."""
-        over = self.kept_of(part) if self.run.layout.schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
-        found = [0, whole.second - over, whole.second + whole.third - 2 * over]
-        return found[: min(3, self.run.microbatches)]
-
-    def _moments(self, part: StagePart) -> list[Moment]:
-        key = (part.layers, part.first, part.last)
-        if key not in self.times_of_backward:
-            self.times_of_backward[key] = moments(self.forward, part, alone=self.run.layout.pp == 1)
-        return self.times_of_backward[key]
-
-    @property
-    def unused(self) -> float:
-        """Bytes that libraries and the process keep of a device."""
-        gpu = bool(self.run.cluster.accelerator.devices)
-        return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
-
-    @property
-    def fragmentation(self) -> float:
-        """Of the bytes that come and go, how many the allocator has besides."""
-        return float(self.constants["fragmentation"][list(software_table()).index("shoal")])

@@ -1,0 +1,159 @@
+"""What pipeline stages of a run hold: between steps, of each micro-batch, and at the worst time of a backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.catalog.calibration import calibration_of
+from shoal.catalog.software import software_table
+from shoal.cost import activations
+from shoal.cost.activations import Pass
+from shoal.cost.parameters import SPLITTING, StagePart
+from shoal.cost.state import StateBytes, Whole, state_bytes
+from shoal.cost.working import Moment, moments
+from shoal.plan.run import Run
+
+FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
+PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
+"""All of a layout that changes what a micro-batch keeps on a stage, and what its backward needs besides."""
+
+Kinds = tuple[tuple[tuple[bool, bool], int], ...]
+"""How many layers are of each kind: (with experts, through which only some tokens pass)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank at the worst time of a step, by what holds them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    buffers: float
+    stashed: float
+    reserve: float
+
+    @property
+    def allocated(self) -> float:
+        """By tensors: `torch.cuda.max_memory_allocated`."""
+        return self.reserved - self.reserve
+
+    @property
+    def reserved(self) -> float:
+        """From the device, with what the allocator and libraries keep."""
+        return sum(vars(self).values())
+
+
+class StageMemory:
+    """The bytes of single stages of a run, whatever the order is in which micro-batches go through them.
+
+    Args:
+        run: whose layout and schedule have been checked, and fill the cluster.
+        known: what was counted of stages, by all that decides it; those of other layouts of the same run may share it.
+    """
+
+    def __init__(self, run: Run, known: dict | None = None):
+        self.run = run
+        self.known = {} if known is None else known
+        if "constants" not in self.known:
+            self.known["constants"] = calibration_of(run.cluster)
+        self.constants = self.known["constants"]
+        self.forward = Pass(run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize)
+
+    def sparse(self, part: StagePart) -> int:
+        """Layers of a stage that have experts."""
+        return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
+
+    def kinds(self, part: StagePart) -> Kinds:
+        """How many layers of a stage there are with experts or without, through which all tokens pass or some."""
+        shape = self.run.shape
+        if shape.experts is None and shape.depths is None:
+            return (((False, False), len(part.layers)),)
+        return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def holding(self) -> tuple:
+        """All of a layout that changes what a stage holds between steps."""
+        layout = self.run.layout
+        experts = layout.expert_shape[2] if self.run.shape.experts else 1
+        return (
+            layout.sync, layout.zero, layout.shards, experts, layout.bucket_bytes, layout.prefetch,
+            layout.reshard_after_forward, *(getattr(layout, name) for name in SPLITTING),
+        )  # fmt: skip
+
+    def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
+        """Of some stages together, counted once for those that are alike."""
+        key = (
+            self.holding,
+            *((self.kinds(part), part.first, part.last, part.shared) for part in parts),
+        )
+        if key not in self.known:
+            run = self.run
+            self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
+        return self.known[key]
+
+    # ---- in a step -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def passing(self) -> tuple:
+        """The values of `PASSING`."""
+        return tuple(getattr(self.run.layout, name) for name in PASSING)
+
+    def kept_of(self, part: StagePart) -> int:
+        """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
+        key = ("kept", self.passing, self.kinds(part), part.first, part.last)
+        if key not in self.known:
+            saved = activations.stage(self.forward, part.layers, first=part.first, last=part.last)
+            self.known[key] = activations.total(saved)
+        return self.known[key]
+
+    def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
+        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
+        run, state, work = self.run, self.state_of(parts), self.working(parts)
+        gathered, passing = max((
+            (whole.parameters, moment.bytes + moment.reducing * whole.gradients + whole.before + later)
+            for part, there in zip(parts, state.passing, strict=True)
+            for moment in self._moments(part) for whole in [getattr(there, moment.where)]
+            for later in self._later(part, whole)
+        ), key=sum)  # fmt: skip
+        held = (
+            state.parameters, state.gradients, state.optimizer, alive, gathered, passing,
+            (versions - 1) * state.elements * run.policy.compute.itemsize,
+        )
+        return Memory(*held, self.unused + self.fragmentation * (alive + work))
+
+    def working(self, parts: Sequence[StagePart]) -> int:
+        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then."""
+        return max(moment.bytes for part in parts for moment in self._moments(part))
+
+    def _later(self, part: StagePart, whole: Whole) -> list[float]:
+        """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
+        are over by then, where all forwards come first."""
+        over = self.kept_of(part) if self.run.layout.schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
+        found = [0, whole.second - over, whole.second + whole.third - 2 * over]
+        return found[: min(3, self.run.microbatches)]
+
+    def _moments(self, part: StagePart) -> list[Moment]:
+        """Of a backward, found once for stages that are alike."""
+        alone = self.run.layout.pp == 1
+        key = ("moments", self.passing, alone, self.kinds(part), part.first, part.last)
+        if key not in self.known:
+            self.known[key] = moments(self.forward, part, alone=alone)
+        return self.known[key]
+
+    @property
+    def unused(self) -> float:
+        """Bytes that libraries and the process keep of a device."""
+        gpu = bool(self.run.cluster.accelerator.devices)
+        return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Of the bytes that come and go, how many the allocator has besides."""
+        return float(self.constants["fragmentation"][list(software_table()).index("shoal")])
