@@ -56,21 +56,25 @@ class Software(BaseModel):
     crowded: bool = False
     """Its launches are slowed by tensor-parallel peers in jobs whose network is slow (seen, not explained)."""
 
-    whole_copies: NonNegativeInt = 0
-    """Bytes of each parameter that it keeps on every data-parallel rank besides weights and gradients."""
+    bucket_copies: NonNegativeInt = 0
+    """Bytes of each parameter in the buckets that replicas reduce; none without replicas."""
 
     shard_copies: NonNegativeInt = 0
     """The same of each rank's shard, under ZeRO."""
 
-    flight_copies: NonNegativeInt = 0
-    """Whole tensors of [b, s, h] that each micro-batch in flight keeps in a tensor-parallel pipeline of more than two
-    ranks."""
+    reduced_apart: NonNegativeInt = 0
+    """Whole tensors of [b, s, h] that a layer's forward hands to collectives on a stream of their own: what the host
+    has freed can be used again only once the device has come to it."""
 
     gathers_kept: bool = False
     """With sequence parallelism the gathered inputs of each block are kept for backward."""
 
     logits_whole: bool = False
     """The loss sees the logits of the whole vocabulary on every tensor-parallel rank."""
+
+    kept_ffn: PositiveInt = 4
+    """Tensors of [b, s, f] that a gated block keeps: gate, up, the activation and the product; one fused kernel keeps
+    no activation, a compiled block computes the product again as well."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """What it does where a publication does not say."""

@@ -54,13 +54,33 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     after = np.where(alone, 1.0, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.of("logit_bytes", "software")
-    whole = np.where((r.pp > 2) & (r.tp > 1), r.flight_copies * E * r.tokens * r.hidden, 0.0)
     loss = np.where(alone, logits, 0.0)
-    first = _rank(k, stages.first, 1, alive * (whole + stages.first * kept) + again + loss)
-    second = _rank(k, stages.most, r.pp == 2, np.where(r.pp > 2, after * (whole + stages.most * kept) + again, 0.0))
-    last = _rank(k, stages.last, 1, waiting * stages.last * kept + again + logits)
+    held = again + k.constants["gather_buffers"] * _gathered(k)
+    first = _rank(k, stages.first, 1, _in_flight(k, alive, stages.first, kept) + held + loss)
+    second = np.where(r.pp > 2, _in_flight(k, after, stages.most, kept) + held, 0.0)
+    second = _rank(k, stages.most, r.pp == 2, second)
+    last = _rank(k, stages.last, 1, _in_flight(k, waiting, stages.last, kept) + held + logits)
     allocated, reserved = (np.maximum(np.maximum(*ends), more) for *ends, more in zip(first, last, second, strict=True))
     return Footprint(allocated, reserved, first[1], reserved + c["context"] * GB, r.memory * c["usable"])
+
+
+def _gathered(k: Kernels) -> np.ndarray:
+    """Bytes of one whole tensor of [b, s, h] where sequence parallelism splits those between its collectives."""
+    r = k.runs
+    return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
+
+
+def _in_flight(k: Kernels, alive: np.ndarray, layers: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Bytes that micro-batches hold in the layers of a stage: what is kept, and what collectives are still to read.
+
+    Tensors that go to another stream are no one's until the device has come to them (`torch.Tensor.record_stream`), and
+    the host goes on allocating meanwhile. It is ahead of the device by all that a stage launches before it first waits
+    for another, which is all but two of the micro-batches in flight, and by what the device takes longer for than the
+    host.
+    """
+    ahead = np.maximum(1 - k.launches / k.forward, 0.0)
+    unread = np.maximum(alive - 2, 0.0) + np.minimum(alive, 2.0) * ahead
+    return layers * (alive * kept + unread * k.runs.reduced_apart * _gathered(k))
 
 
 def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +93,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
     each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
     softmax = np.where(k.scores_in_memory, scores * each, 0.0)
-    inside = np.where(r.gated > 0, k.of("kept_ffn", "software"), 2.0)
+    inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     kept = np.choose(mode, [whole, whole - softmax, E * between * r.hidden])
@@ -87,7 +107,7 @@ def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.nd
     ends = ends * end
     weights, shard = layers * layer + ends, np.maximum(r.shard, 1)
     sharded = r.zero > 0
-    whole = E + r.gradient_bytes + r.whole_copies
+    whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
     states = np.where(r.zero == 3, weights * (cut + 4) / shard, weights * (whole + cut / shard))
     gathered = np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)

@@ -42,7 +42,9 @@ class Runs:
         attainable: part of ``peak`` that the best-shaped product attains.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, unit_messages,
-            crowded, whole_copies, shard_copies, flight_copies, gathers_kept, logits_whole: facts of the software.
+            crowded, bucket_copies, shard_copies, reduced_apart, gathers_kept, logits_whole, kept_ffn:
+            facts of the software.
+        ties_first: 1 where stages are cut by cost and a layer that meets a share exactly is not the last of its stage.
         fused_norm: 1 where a norm is one kernel.
     """
 
@@ -95,12 +97,14 @@ class Runs:
     dropout: np.ndarray = 0
     unit_messages: np.ndarray = 1
     crowded: np.ndarray = 0
-    whole_copies: np.ndarray = 0
+    bucket_copies: np.ndarray = 0
     shard_copies: np.ndarray = 0
-    flight_copies: np.ndarray = 0
+    reduced_apart: np.ndarray = 0
     gathers_kept: np.ndarray = 0
     logits_whole: np.ndarray = 0
     fused_norm: np.ndarray = 1
+    ties_first: np.ndarray = 0
+    kept_ffn: np.ndarray = 4
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Runs:

@@ -42,11 +42,16 @@ def stages_of(r: Runs) -> Stages:
     even = np.mod(r.layers, r.pp) == 0
     each = np.ceil(r.layers / r.pp)
     target = np.round((r.layers + r.vocab * r.hidden / layer_weights(r)) / r.pp, 6)
-    most = np.minimum(np.where(r.balanced > 0, np.ceil(target), each), r.layers)
-    rest = np.maximum(r.layers - np.ceil(np.round((r.pp - 1) * target, 6)), 0)
+    most = np.minimum(np.where(r.balanced > 0, _up_to(target, r), each), r.layers)
+    rest = np.maximum(r.layers - _up_to(np.round((r.pp - 1) * target, 6), r), 0)
     last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
     first = np.where((r.balanced > 0) | even, most, np.maximum(each - 1, 1))
     return Stages(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
+
+
+def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
+    """Layers until their cost reaches a share of all, or exceeds it where ties go to the first."""
+    return np.where(r.ties_first > 0, np.floor(share) + 1, np.ceil(share))
 
 
 def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:

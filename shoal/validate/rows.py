@@ -25,7 +25,7 @@ VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 HEAD = 128  # width of a head where their number is not stated
 FACTS = (  # of the software, as the cost model takes them
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "balanced", "dropout",
-    "unit_messages", "crowded", "whole_copies", "shard_copies", "gathers_kept", "logits_whole",
+    "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "logits_whole", "kept_ffn",
 )  # fmt: skip
 
 Left = dict[tuple[str, str], int]
@@ -180,7 +180,8 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
         "memory": memory * 1e9 if memory else machine.memory_bytes,
         "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
         "crowded": software.crowded and words.network(row) == "efa-slow",
-        "flight_copies": software.flight_copies * words.schedule_works(row),
+        "reduced_apart": software.reduced_apart * words.repaired(row),
+        "ties_first": software.balanced and not words.repaired(row),
         "gathers_kept": words.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     }  # fmt: skip

@@ -175,9 +175,14 @@ def memory(row: Row) -> tuple[float | None, str]:
     return size * unit, kind
 
 
+def repaired(row: Row) -> bool:
+    """Whether it ran after nanotron's pipelines were mended, as its notes say; all other software's are."""
+    return "after_pp_fix=False" not in (row.get("note") or "")
+
+
 def schedule_works(row: Row) -> bool:
-    """Whether a pipeline runs as it should: some of nanotron's did not, as their notes say."""
-    return "after_pp_fix=False" not in (row.get("note") or "") or (number(row, "pp") or 1) == 1
+    """Whether a pipeline runs as it should."""
+    return repaired(row) or (number(row, "pp") or 1) == 1
 
 
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:

@@ -18,9 +18,16 @@ HOPPER = GENERATIONS.index("hopper")
 def other() -> Calibration:
     """Shoal's constants, some of them changed."""
     own = calibration()
-    product, kept = own["product"].copy(), own["kept_ffn"].copy()
-    product[HOPPER], kept[:] = 0.5 * product[HOPPER], 1.6 * kept
-    return own.with_values({"product": product, "kept_ffn": kept, "update": own["update"] * 2})
+    product = own["product"].copy()
+    product[HOPPER] *= 0.5
+    return own.with_values(
+        {
+            "product": product,
+            "kept_hidden": 3 * own["kept_hidden"],
+            "fragmentation": 5 * own["fragmentation"],
+            "update": 2 * own["update"],
+        }
+    )
 
 
 @cache

@@ -1,0 +1,55 @@
+"""What software keeps in memory besides what its model needs."""
+
+import numpy as np
+import pytest
+
+from shoal.catalog.calibration import calibration
+from shoal.cost.footprint import footprint
+from shoal.cost.runs import Runs
+from shoal.cost.step import stages_of
+from tests.cost.test_step import LLAMA
+
+SPLIT = LLAMA | {"tp": 4, "dp": 2, "shard": 2, "sequence_parallel": 1, "overlap_tensor": 1}
+WHOLE = 2 * 8192 * 4096  # bytes of [b, s, h]
+
+
+def allocated(**change: float) -> float:
+    return float(footprint(Runs.of([SPLIT | change]), calibration()).allocated[0])
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_a_host_that_runs_ahead_holds_what_collectives_have_not_read(pp: int) -> None:
+    """A device with nothing to wait for but its launches holds that of all but two micro-batches in flight."""
+    layers, layout = 32 // pp, {"pp": pp, "vocab": 1}
+    fast = layout | {"peak": 1e30, "hbm": 1e30, "inside": 1e30}
+    at_once = allocated(**fast, reduced_apart=2) - allocated(**fast)
+    assert at_once == pytest.approx(2 * layers * max(pp - 2, 0) * WHOLE, abs=1)
+    slow = layout | {"peak": 1e9}
+    behind = allocated(**slow, reduced_apart=2) - allocated(**slow)
+    assert behind == pytest.approx(2 * layers * pp * WHOLE, rel=0.01)
+    assert allocated(**layout, reduced_apart=2, tp=1) == allocated(**layout, tp=1), "no collectives, nothing to read"
+
+
+def test_buckets_are_kept_where_there_are_replicas() -> None:
+    plain = LLAMA | {"zero": 0, "shard": 1, "bucket_copies": 2}
+    runs = Runs.of([plain | {"dp": 1}, plain | {"dp": 1, "bucket_copies": 0}, plain, plain | {"bucket_copies": 0}])
+    alone, without, several, bare = footprint(runs, calibration()).allocated
+    assert alone == without == bare
+    assert several - bare == pytest.approx(2 * 8.03e9, rel=0.001)
+
+
+def test_ties_go_to_the_first_stage_where_software_cuts_so() -> None:
+    """Sixteen layers and a head that costs four: five for each of four stages, or one more where that is met."""
+    model = LLAMA | {
+        "layers": 16, "hidden": 2048, "kv_heads": 32, "head_dim": 64, "ffn": 8192, "vocab": 131072, "pp": 4,
+        "balanced": 1,
+    }  # fmt: skip
+    stages = stages_of(Runs.of([model, model | {"ties_first": 1}]))
+    assert (stages.first == [5, 6]).all() and (stages.last == [1, 0]).all()
+    uneven = stages_of(Runs.of([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
+    assert np.ptp(uneven.first) == 0, "only ties are cut in another way"
+
+
+@pytest.mark.parametrize(("kept", "tensors"), [(4, 0), (3, 1), (2, 2)])
+def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
+    assert allocated() - allocated(kept_ffn=kept) == pytest.approx(tensors * 32 * 2 * 8192 * 14336 / 4)
