@@ -7,18 +7,17 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
-from shoal.bench.small import engine_and_validation
+from shoal.bench.small import engine_and_validation, trained
 from shoal.config import RunConfig, build
 from shoal.data.batches import Dataset
 from shoal.data.tokenizer import load_tokenizer
 from shoal.models.cache import Slice
 from shoal.models.transformer import Transformer
-from shoal.report.panels import Panel, panels
+from shoal.report.panels import Panel, panels, with_mean
 from shoal.train.depths import Foreseen
 
 DENSE, SHORTER, LESS, EQUAL = "dense", "dense, shorter", "as deep", "equal FLOPs"
@@ -103,12 +102,11 @@ def measure(
             engine, validation = engine_and_validation(config)
             at, losses = [], []
             last = config.train.steps
-            for step in range(last):
-                engine.step(step)
-                if (step + 1) % max(1, last // 20) == 0 or step + 1 == last:
-                    at.append(step + 1)
-                    losses.append(engine.evaluate(validation))
-                    say(f"{kind}, seed {seed}, step {step + 1} of {last}: {losses[-1]:.3f}")
+            for done, loss in trained(engine, validation, last, max(1, last // 20)):
+                if loss is not None:
+                    at.append(done)
+                    losses.append(loss)
+                    say(f"{kind}, seed {seed}, step {done} of {last}: {loss:.3f}")
             foreseen = one_by_one(engine.stages[0].module, validation, config.train.validation_sequences)
             runs.append(Run(
                 kind, seed, tuple(at), tuple(losses), foreseen, engine.foreseen(), engine.shape.layers,
@@ -147,9 +145,8 @@ def draw(runs: Sequence[Run], title: str) -> str:
     """Validation loss against training FLOPs as an SVG: the mean over seeds, and each seed thin."""
     lines = {}
     for kind in KINDS:
-        each = [run.points() for run in of_kind(runs, kind)]
-        middle = [(mean(p[0] for p in points), mean(p[1] for p in points)) for points in zip(*each, strict=True)]
-        lines[f"{kind}, {of_kind(runs, kind)[0].layers} layers"] = [middle, *each]
+        found = of_kind(runs, kind)
+        lines[f"{kind}, {found[0].layers} layers"] = with_mean([run.points() for run in found])
     dense = list(lines)[:2]
     highest = max(run.losses[len(run.losses) // 8] for run in runs)  # where they part is below the steepest part
     return panels(

@@ -22,7 +22,7 @@ from shoal.comm.world import usable_cores
 from shoal.config import RunConfig, build, plain
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
-from shoal.report.panels import Panel, panels
+from shoal.report.panels import Panel, panels, with_mean
 from shoal.train.check import check
 from shoal.train.engine import Engine
 from shoal.train.updates import NonFinite
@@ -203,6 +203,4 @@ def draw(curves: Sequence[Curve], title: str) -> str:
 
 def _lines(curves: Sequence[Curve]) -> list[list[tuple[float, float]]]:
     """The mean over the seeds, then each seed."""
-    each = [[(float(i), loss) for i, loss in enumerate(curve.smooth(), 1)] for curve in curves]
-    together = zip(*each, strict=False)
-    return [[(points[0][0], mean(p[1] for p in points)) for points in together], *each]
+    return with_mean([list(enumerate(curve.smooth(), 1)) for curve in curves])

@@ -21,7 +21,7 @@ from shoal.comm.pool import Pool
 from shoal.config import RunConfig, build, plain
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
-from shoal.report.panels import Panel, panels
+from shoal.report.panels import Panel, panels, with_mean
 from shoal.train.check import check
 from shoal.train.metrics import read_metrics
 from shoal.train.relaxed.choose import POOLED, trainer_of
@@ -183,7 +183,4 @@ def draw(runs: Sequence[Run], title: str) -> str:
 
 def _lines(runs: Sequence[Run]) -> list[list[tuple[float, float]]]:
     """The mean over the seeds, then each seed."""
-    each = [list(zip(run.times, run.losses, strict=True)) for run in runs]
-    together = zip(*each, strict=False)
-    middle = [(mean(p[0] for p in points), mean(p[1] for p in points)) for points in together]
-    return [middle, *each]
+    return with_mean([list(zip(run.times, run.losses, strict=True)) for run in runs])

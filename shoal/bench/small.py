@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.data.batches import Dataset, open_dataset
@@ -16,3 +18,10 @@ def engine_and_validation(config: RunConfig) -> tuple[Engine, Dataset]:
     prepare(config.data)
     train, validation = (open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation"))
     return Engine(config, shape, Mesh(config.parallel, 0), train), validation
+
+
+def trained(engine: Engine, validation: Dataset, steps: int, every: int) -> Iterator[tuple[int, float | None]]:
+    """Train: after each step how many are done, and the validation loss if it is one of every so many, or the last."""
+    for done in range(1, steps + 1):
+        engine.step(done - 1)
+        yield done, engine.evaluate(validation) if done % every == 0 or done == steps else None

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shoal.bench.small import engine_and_validation
+from shoal.bench.small import engine_and_validation, trained
 from shoal.config import RunConfig, build
-from shoal.report.panels import Panel, panels
+from shoal.report.panels import Panel, panels, with_mean
 
 KINDS = ("dense", "switch")
 
@@ -78,14 +78,13 @@ def measure(
             config = config_of(kind, seed, steps=steps, experts=experts, shape=shape)
             engine, validation = engine_and_validation(config)
             at, losses, dropped = [], [], []
-            for step in range(steps):
-                engine.step(step)
-                if engine.routing and step >= steps - every:
+            for done, loss in trained(engine, validation, steps, every):
+                if engine.routing and done > steps - every:
                     dropped.append(engine.routed().dropped)
-                if (step + 1) % every == 0:
-                    at.append(step + 1)
-                    losses.append(engine.evaluate(validation))
-                    say(f"{kind}, seed {seed}, step {step + 1} of {steps}: {losses[-1]:.3f}")
+                if loss is not None:
+                    at.append(done)
+                    losses.append(loss)
+                    say(f"{kind}, seed {seed}, step {done} of {steps}: {loss:.3f}")
             runs.append(Run(
                 kind, seed, tuple(at), tuple(losses), mean(dropped) if dropped else 0.0, engine.shape.parameters(),
                 engine.shape.flops_per_token(config.data.sequence_length),
@@ -115,9 +114,7 @@ def draw(runs: Sequence[Run], title: str) -> str:
     """Validation loss against steps as an SVG: the mean over seeds, and each seed thin."""
     lines = {}
     for kind in KINDS:
-        each = [list(zip(run.steps, run.losses, strict=True)) for run in runs if run.kind == kind]
-        middle = [(mean(p[0] for p in points), mean(p[1] for p in points)) for points in zip(*each, strict=True)]
-        lines[kind] = [middle, *each]
+        lines[kind] = with_mean([list(zip(run.steps, run.losses, strict=True)) for run in runs if run.kind == kind])
     highest = max(run.losses[len(run.losses) // 8] for run in runs)  # where they part is below the steepest part
     return panels(
         title, [Panel("equal FLOPs per token", lines, frozenset({"dense"}))], x="steps",

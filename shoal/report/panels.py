@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from shoal.report.chart import ticks
 from shoal.report.lines import COLOURS
@@ -28,6 +29,16 @@ class Panel:
     title: str
     series: Mapping[str, Sequence[Points]]
     grey: frozenset[str] = field(default_factory=frozenset)
+
+
+def with_mean(lines: Sequence[Points]) -> list[Points]:
+    """The mean of some lines as far as all of them go, and the lines.
+
+    >>> with_mean([[(1, 4.0), (2, 2.0)], [(1, 2.0), (2, 0.0)]])[0]
+    [(1.0, 3.0), (2.0, 1.0)]
+    """
+    together = zip(*lines, strict=False)
+    return [[(fmean(x for x, _ in points), fmean(y for _, y in points)) for points in together], *lines]
 
 
 def panels(title: str, charts: Sequence[Panel], *, x: str, y: str, highest: float | None = None) -> str:
