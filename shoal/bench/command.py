@@ -17,6 +17,7 @@ from pydantic import PositiveInt
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shoal.bench import attention, peak, slices, transport
 from shoal.bench.checkpoint_command import CheckpointOptions, checkpoint
@@ -26,8 +27,8 @@ from shoal.bench.depths_command import DepthsOptions, depths
 from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.numerics_command import NumericsOptions, numerics
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
-from shoal.bench.pipelining import MICROBATCHES, SCHEDULES
-from shoal.bench.race import Row, run
+from shoal.bench.pipelining import MICROBATCHES
+from shoal.bench.race import Race, Row, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
 from shoal.bench.workload import Workload
@@ -44,8 +45,9 @@ class StepOptions(Section):
     """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
 
     only: str = ""
-    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, tp, tp-overlap, pp, single,
-    compile; or one schedule's, as in "pp zb-v"."""
+    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network, tp,
+    tp-overlap, tp-overlap-network, pp, single, compile; or one of several of a kind, as in "pp zb-v" or
+    "tp-overlap ring"."""
 
     turns: PositiveInt = 10
     """Turns of each contender; what is compared are medians over all."""
@@ -159,16 +161,21 @@ def main(args: list[str]) -> int:
 
 def step(options: StepOptions, console: Console) -> int:
     """Run the races and print the table."""
-    wanted = _wanted(options.only)
+    every = races(Workload(sequences=options.sequences), options.ranks)
+    wanted = _wanted(options.only, every)
     _check_out(options.out)
     _check_allocator()
     _check_work(options, wanted)
     turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
     rows: list[Row] = []
     with console.status("") as status:
-        for race in races(Workload(sequences=options.sequences), options.ranks):
+        for race in every:
             if race.name in wanted or race.name.split()[0] in wanted:
-                rows += run(race, turns, steps, warmup=2, say=status.update)
+                found = run(race, turns, steps, warmup=2, say=status.update)
+                rows += found
+                for row in found:
+                    if row.target is not None:
+                        console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
     console.print(step_table(rows))
     console.print(machine(), highlight=False)
     if options.out:
@@ -177,9 +184,9 @@ def step(options: StepOptions, console: Console) -> int:
     return 1 if missed and not options.quick else 0
 
 
-def _wanted(only: str) -> list[str]:
+def _wanted(only: str, every: list[Race]) -> list[str]:
     wanted = [name.strip() for name in only.split(",") if name.strip()] or list(NAMES)
-    allowed = [*NAMES, *(f"pp {name}" for name in SCHEDULES)]
+    allowed = list(dict.fromkeys([*NAMES, *(race.name for race in every)]))
     for name in wanted:
         if name not in allowed:
             raise UsageError(f"bench step --only {only}: there is no race '{name}'; {did_you_mean(name, allowed)}")

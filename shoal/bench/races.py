@@ -7,6 +7,7 @@ sides, except in ``single``, which compares with a loop as people write it, on t
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from shoal.bench import ours, references, threads
 from shoal.bench.crew import Contender
@@ -16,6 +17,7 @@ from shoal.bench.race import Race
 from shoal.bench.workload import Workload
 
 LINK_GBS = 0.1  # with which the gradients of the default workload take more than a quarter of its step
+TENSOR_GBS = 0.2  # and the activations
 
 
 def races(workload: Workload, ranks: int = 2) -> list[Race]:
@@ -63,13 +65,9 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             target=1.4,
         ),
         *(
-            Race(
-                f"tp-overlap {name}",
-                (several("shoal, part by part", partial(ours.engine, tp=ranks, tp_overlap=True, **how)),),
-                (several("shoal, one after the other", partial(ours.engine, tp=ranks, tp_overlap=False, **how)),),
-                target=1.0,
-            )
-            for name, how in (("all-reduce", {}), ("ring", {"sequence_parallel": True}))
+            _tensor_overlap(f"{race} {name}", workload, ranks, sequence_parallel=name == "ring", link_gbs=gbs)
+            for race, gbs in (("tp-overlap", 0.0), ("tp-overlap-network", TENSOR_GBS))
+            for name in ("all-reduce", "ring")
         ),
         *(
             Race(
@@ -126,6 +124,17 @@ def _overlap_on_network(workload: Workload, ranks: int) -> Race:
     )
 
 
+def _tensor_overlap(name: str, workload: Workload, ranks: int, **how: Any) -> Race:
+    """Tensor parallelism whose collectives and products are made part by part, against one after the other."""
+    several, tensor = partial(Contender, workload=workload, ranks=ranks), partial(ours.engine, tp=ranks, **how)
+    return Race(
+        name,
+        (several("shoal, part by part", partial(tensor, tp_overlap=True)),),
+        (several("shoal, one after the other", partial(tensor, tp_overlap=False)),),
+        target=1.0,
+    )
+
+
 def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> Race:
     """``compile = true`` against the peak of the same threads."""
     work = Workload(workload.model, workload.sequence_length, workload.sequences, precision)
@@ -140,7 +149,7 @@ def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> R
 
 
 NAMES = (
-    "dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "overlap-network", "tp", "tp-overlap", "pp", "single",
-    "compile",
+    "dp", "zero", "fsdp", "threads", "overlap", "overlap-device", "overlap-network", "tp", "tp-overlap",
+    "tp-overlap-network", "pp", "single", "compile",
 )
 """What ``--only`` takes."""
