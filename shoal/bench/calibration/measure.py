@@ -1,7 +1,9 @@
 """What the cores of this machine take, all busy at once: products, memory, attention, models, updates, collectives.
 
 Every core has a rank of one thread which does the same as the others, so that what they share (memory, caches, power)
-is shared while it is measured. Everything takes turns, A B C A B C, and medians count.
+is shared while it is measured. Everything takes turns, A B C A B C, and medians count. What a rank does by itself is
+timed by its core's clock, which stands still while other programs have the core; collectives, which wait for other
+ranks, by the one on the wall.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ PRODUCTS = (
 """m, k, n: large ones, and each side short."""
 ATTENTION = ((8, 256, 32), (4, 256, 64), (4, 512, 64))
 """Heads, tokens of a sequence and width of a head; 1,024 tokens in all."""
-MODELS = ((1, 128, 256), (1, 128, 1024), (1, 256, 512), (3, 128, 256), (3, 128, 1024), (3, 256, 512), (3, 256, 1024))
-"""Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's."""
+MODELS = tuple(
+    (layers, *size)
+    for layers in (1, 3) for size in ((32, 128), (256, 128), (128, 256), (128, 1024), (256, 512), (256, 1024))
+)
+"""Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's; of the
+smallest nearly all is launches."""
 REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of an all-reduce."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
@@ -44,7 +50,7 @@ Say = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, by what was done.
+    """Seconds of a core, by what was done; of collectives, on the clock.
 
     Attributes:
         cores: ranks that did it at once.
@@ -111,10 +117,10 @@ def compute(turn: int) -> Times:
     for kind, key, step, repeats in steps():
         step()
         dist.barrier()
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(repeats):
             step()
-        found.setdefault(kind, {})[key] = (time.perf_counter() - begin) / repeats
+        found.setdefault(kind, {})[key] = (time.process_time() - begin) / repeats
     return found
 
 

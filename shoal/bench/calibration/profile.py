@@ -20,6 +20,9 @@ from shoal.cost.runs import Runs
 WIDE = 4 / E  # numbers in fp32, over those that the kernels' formulas count
 BACKWARD = 3.5  # of attention, both ways: five products for two
 PASSES = {"passes_hidden": 10.0, "passes_ffn": 3.0, "passes_heads": 3.0}  # what one expects of them, to be scaled
+NOISE = 0.03  # of one measurement
+SURE = {"products": 0.1, "passes": 1.0}
+"""How far layers may be from products by themselves, and from `PASSES`: one standard deviation, relative."""
 
 
 def profile(found: Measured, name: str, memory: float, source: str) -> dict[str, Any]:
@@ -33,11 +36,15 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     peaks, constants = rates(found)
     bandwidth = 2 * 4 * COPIED / found.copy
     constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
-                  "stragglers": 0.0, "collective_launch": 0.0, "launch_exchange": 0.0, "launch_backward": 2.0,
-                  "micro_batch": 0.0}  # fmt: skip
+                  "stragglers": 0.0, "collective_launch": 0.0, "launch_exchange": 0.0,
+                  "launch_backward": 2.0}  # fmt: skip
     constants["update_slow"] = found.update * bandwidth / (32 * UPDATED)  # 16 bytes of states, 16 of the rest
     constants |= attention(found, peaks["fp32"])
-    constants |= layers(found, peaks["fp32"], bandwidth, constants)
+    slower, of_layers = layers(found, peaks["fp32"], bandwidth, constants)
+    peaks = {kind: float(f"{peak / slower:.4g}") for kind, peak in peaks.items()}
+    constants["flash_2"] *= slower
+    of_layers["short_m"] += constants["short_m"]
+    constants |= of_layers
     latency, rate = links(found)
     constants["latency_inside"] = latency
     return {
@@ -80,18 +87,28 @@ def attention(found: Measured, peak: float) -> dict[str, float]:
     return {"flash_2": 1 / whole, "narrow_head": narrow / whole}
 
 
-def layers(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> dict[str, float]:
-    """Passes over memory and launches of a layer, and passes of the loss, from what models take beyond products."""
-    k = _kernels(found, peak, bandwidth, {**constants, **PASSES, "launch": 0.0, "passes_loss": 0.0})
+def layers(
+    found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """How much longer products take in a model; and what that adds to `short_m`, passes over memory and launches of a
+    layer, passes of the loss, and what a micro-batch takes besides."""
+    k = _kernels(found, peak, bandwidth, {**constants, **PASSES})
     depth, seconds = k.runs.layers, np.array(list(found.models.values()))
-    known = 3 * k.products + BACKWARD * k.attention[0]
-    head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
+    products = 3 * (depth * k.products + k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate))
     logits = 4 * k.runs.tokens * k.runs.vocab / (k.hbm * WIDE)
-    rest = seconds - depth * known - head
-    # rest = scale x what passes take + launches, of each layer, and of the loss
-    design = np.stack([3 * depth * k.elements, 3 * depth, logits], axis=1) / seconds[:, None]
-    scale, launch, loss = fit(design, rest / seconds)
-    return {**{name: scale * value for name, value in PASSES.items()}, "launch": launch, "passes_loss": loss}
+    # seconds - attention = slower x products (1 + short / m) + scale x passes + launches + the loss + the rest
+    columns = [products, products / k.runs.tokens, 3 * depth * k.elements, 3 * depth, logits, np.ones_like(seconds)]
+    design = np.stack(columns, axis=1) / (NOISE * seconds)[:, None]
+    wanted = (seconds - depth * BACKWARD * k.attention[0]) / (NOISE * seconds)
+    expected = np.zeros((2, len(columns)))
+    expected[0, 0], expected[1, 2] = 1 / SURE["products"], 1 / SURE["passes"]
+    slower, short, scale, launch, loss, besides = fit(
+        np.vstack([design, expected]), np.append(wanted, expected.sum(axis=1))
+    )
+    return slower, {
+        **{name: scale * value for name, value in PASSES.items()},
+        "short_m": short / slower, "launch": launch, "passes_loss": loss, "micro_batch": besides,
+    }
 
 
 def _kernels(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> Kernels:
