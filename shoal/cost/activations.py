@@ -320,7 +320,8 @@ def recomputed(run: Pass) -> int:
     """Bytes that come back for one layer, the largest, while its backward runs."""
     if run.layout.recompute == "none":
         return 0
-    kinds = {_kind(run.shape, i) for i in range(run.shape.layers)}
+    alike = run.shape.experts is None and run.shape.depths is None
+    kinds = {_kind(run.shape, i) for i in (range(1) if alike else range(run.shape.layers))}
     return max(
         total(layer(run, "none", sparse=sparse, skips=skips)) - total(layer(run, sparse=sparse, skips=skips))
         for sparse, skips in kinds

@@ -13,6 +13,7 @@ from shoal.catalog import ModelShape
 from shoal.cost.parameters import SPLITTING, Held, StagePart, units_of
 from shoal.layout import Layout
 
+PLAIN = Layout()
 ALIGN = 64  # elements: what shards are rounded up to (`shoal.parallel.bucket`)
 
 
@@ -112,18 +113,34 @@ def filled(
 
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
     """Of each unit, those that have a bucket by themselves, and the others."""
-    alone = [StagePart(range(i, i + 1), False, False) for i in part.layers]
+    units = [_layer(shape, splitting, i, *index) for i in part.layers]
     if part.first:
-        alone.insert(0, StagePart(range(0), True, False, part.shared))
+        units.insert(0, _grouped(shape, splitting, StagePart(range(0), True, False, part.shared), *index))
     if part.last:
-        alone.append(StagePart(range(0), False, True, part.shared))
-    return [_grouped(shape, splitting, unit, *index) for unit in alone]
+        units.append(_grouped(shape, splitting, StagePart(range(0), False, True, part.shared), *index))
+    return units
+
+
+@lru_cache(maxsize=16384)
+def _layer(shape: ModelShape, splitting: tuple, i: int, *index: int) -> Grouped:
+    """A layer's, which but for their names are those of the first one like it."""
+    kind = shape.sparse(i), shape.skips(i)
+    first = next(j for j in range(i + 1) if (shape.sparse(j), shape.skips(j)) == kind)
+    alone, together = _grouped(shape, splitting, StagePart(range(first, first + 1), False, False), *index)
+    if first == i:
+        return alone, together
+    old, new = f"layers.{first}.", f"layers.{i}."
+    return alone, [
+        members._replace(held=tuple(held._replace(name=new + held.name.removeprefix(old)) for held in members.held))
+        for members in together
+    ]
 
 
 @lru_cache(maxsize=16384)
 def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Grouped:
     """The one unit of a part, counted once for all stages that it is in, and all stages of ZeRO."""
-    (unit,) = units_of(shape, Layout.model_construct(**dict(zip(SPLITTING, splitting, strict=True))), part, *index)
+    layout = PLAIN.model_copy(update=dict(zip(SPLITTING, splitting, strict=True)))
+    (unit,) = units_of(shape, layout, part, *index)
     together: dict[bool, list[Held]] = {}
     for held in unit:
         if not held.alone:

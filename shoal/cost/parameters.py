@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.layout import Layout
@@ -30,8 +31,7 @@ class StagePart:
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """One parameter on one rank.
 
     Attributes:

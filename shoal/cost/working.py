@@ -32,11 +32,12 @@ class Moment(NamedTuple):
     reducing: bool = True
 
 
-def moments(run: Pass, part: StagePart, *, alone: bool) -> list[Moment]:
+def moments(run: Pass, part: StagePart, *, alone: bool, block: tuple[int, int] | None = None) -> list[Moment]:
     """The times at which a backward of one micro-batch may need most.
 
     Args:
         alone: the stage is all of the pipeline: no gradient comes from another, and none goes there.
+        block: `in_block` of the run, where that is known.
     """
     found, gone = [Moment("head", 0, reducing=False)], 0  # the forward has just ended
     passing = run.itemsize * run.tokens_here * run.hidden_here
@@ -48,7 +49,7 @@ def moments(run: Pass, part: StagePart, *, alone: bool) -> list[Moment]:
         found += [Moment("head", between + _loss(run, rows), reducing=False),
                   Moment("head", between + _output(run, rows))]  # fmt: skip
     if part.layers:
-        waiting, making = _layer(run)
+        waiting, making = block or in_block(run)
         gradient = between + (passing if part.last else 0) - gone  # of the layer's output: elsewhere it has come
         found += [Moment("layer", gradient + waiting, reducing=False), Moment("layer", gradient + making)]
     if part.first:
@@ -74,9 +75,9 @@ def _output(run: Pass, rows: int) -> int:
     return (e - run.exact) * n * rows + e * n * h + weight + (e * n * h if run.layout.sequence_parallel else 0)
 
 
-def _layer(run: Pass) -> tuple[int, int]:
-    """The feed-forward block of one layer, with what is computed again: before any gradient of a weight is made, and
-    from then on."""
+def in_block(run: Pass) -> tuple[int, int]:
+    """Bytes in the feed-forward block of one layer, with what is computed again: before any gradient of a weight is
+    made, and from then on."""
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden, narrow = e * n * (shape.ffn // t), e * n * shape.hidden, e < 4
     matrix = e * shape.hidden * (shape.ffn // t) if narrow else 0

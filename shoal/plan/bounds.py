@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,25 @@ from shoal.pipeline.schedules import SCHEDULES
 
 WHOLE = frozenset({"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "naive"})
 """Schedules with whole backwards: a gradient goes up only when those of the weights are made as well."""
+
+
+class Order(NamedTuple):
+    """All that bounds ask of a schedule.
+
+    Attributes:
+        microbatches: that flow through the pipeline.
+        whole: backwards are.
+        limited: rank r of p keeps p - r micro-batches in flight, as 1F1B does.
+    """
+
+    microbatches: int
+    whole: bool
+    limited: bool
+
+    @staticmethod
+    def of(schedule: str, microbatches: int) -> Order:
+        """By the schedule's name."""
+        return Order(microbatches, schedule in WHOLE, schedule == "1f1b")
 
 
 @lru_cache(maxsize=4096)
@@ -49,17 +69,15 @@ def in_turns(program: Program, times: np.ndarray, finishing: np.ndarray, turns: 
     return turns * float(times.sum(axis=0) @ counts + finishing.sum()) / (max(program.stage_rank) + 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """A program's stages and where they are.
 
     Attributes:
-        program: its placement, copies and micro-batches; actions are not looked at.
-        schedule: its name.
+        program: its placement and copies; actions and micro-batches are not looked at.
     """
 
     program: Program
-    schedule: str
 
     @cached_property
     def holder(self) -> np.ndarray:
@@ -71,10 +89,11 @@ class Chain:
         """Pipeline ranks."""
         return int(self.holder.max()) + 1
 
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """[stages] micro-batches through each."""
-        return np.array([len(self.program.microbatches_of(stage)) for stage in range(self.program.stages)], float)
+    def through(self, microbatches: int) -> np.ndarray:
+        """[stages] of so many micro-batches, those through each."""
+        copies = self.program.copies
+        ends = np.arange(copies + 1) * microbatches // copies
+        return np.repeat(np.diff(ends).astype(float), self.program.depth)
 
     @cached_property
     def hops(self) -> np.ndarray:
@@ -105,7 +124,7 @@ class Chain:
         return np.minimum.reduceat(values[..., order], starts, axis=-1)
 
     def ends(
-        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: np.ndarray
+        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: np.ndarray, order: Order
     ) -> tuple[np.ndarray, np.ndarray]:
         """Before when no rank, and no first stage, can have done its last computation, of any number of layouts.
 
@@ -116,19 +135,19 @@ class Chain:
         Returns:
             [layouts, ranks] for each rank; and [layouts] for the first to hold a first stage.
         """
-        whole = self.schedule in WHOLE
-        upward = inputs + weights if whole else inputs  # what the stage before waits for
+        upward = inputs + weights if order.whole else inputs  # what the stage before waits for
+        through = self.through(order.microbatches)
         between = hop[:, None] * self.hops
         begins = self.least_by_rank(self._before(forward) + between)
         left = self.least_by_rank(self._before(upward) + between)
-        busy = begins + self.by_rank(self.counts * (forward + inputs + weights))
+        busy = begins + self.by_rank(through * (forward + inputs + weights))
         # After a rank's last gradient, it goes through all stages before; the first still makes its weights' gradients.
-        waited = self.by_rank(self.counts * (forward + upward))
+        waited = self.by_rank(through * (forward + upward))
         drained = (begins + waited + left).max(axis=1)
-        if not whole:
+        if not order.whole:
             drained = drained + weights[:, :: self.program.depth].min(axis=1)
-        if self.schedule == "1f1b":
-            drained = np.maximum(drained, self._in_flight(forward, upward, hop, begins, left))
+        if order.limited:
+            drained = np.maximum(drained, self._in_flight(forward, upward, hop, begins, left, order.microbatches))
         return busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
@@ -137,11 +156,12 @@ class Chain:
         return (np.cumsum(table, axis=2) - table).reshape(values.shape)
 
     def _in_flight(
-        self, forward: np.ndarray, backward: np.ndarray, hop: np.ndarray, begins: np.ndarray, left: np.ndarray
-    ) -> np.ndarray:
+        self, forward: np.ndarray, backward: np.ndarray, hop: np.ndarray, begins: np.ndarray, left: np.ndarray,
+        microbatches: int,
+    ) -> np.ndarray:  # fmt: skip
         """1F1B keeps p - r micro-batches in flight on rank r: as many go through in each of their round trips."""
         most = np.arange(self.ranks, 0, -1)
         trip = np.cumsum((forward + backward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop[:, None] * (most - 1)
-        trips = (self.program.microbatches - 1) // most
-        rest = self.program.microbatches - 1 - trips * most
+        trips = (microbatches - 1) // most
+        rest = microbatches - 1 - trips * most
         return (begins + (trips + 1) * trip + rest * backward + left).max(axis=1)

@@ -8,12 +8,14 @@ than one; the search then goes through them from the least on.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
+from shoal.plan.bounds import Order
 from shoal.plan.outline import Outline
 from shoal.plan.run import Run
 from shoal.plan.space import Fields, Space, depth_of, pipelines, splits
@@ -46,7 +48,8 @@ class Branch(NamedTuple):
         work: which.
         pipe: the schedule, and stages on each rank.
         split: layers of the stages.
-        outline: the pipeline's.
+        outline: the pipeline's, which all that place their stages alike share.
+        order: what bounds ask of its schedule.
     """
 
     least: float
@@ -54,6 +57,7 @@ class Branch(NamedTuple):
     pipe: Fields
     split: Fields
     outline: Outline
+    order: Order
 
     @property
     def program(self) -> tuple:
@@ -66,23 +70,28 @@ def branches(run: Run, space: Space, works: Iterable[Work]) -> list[Branch]:
     together: dict[tuple[int, int], list[Work]] = {}
     for work in works:
         together.setdefault((work.degrees["pp"], work.microbatches), []).append(work)
-    found = []
+    found: list[Branch] = []
+    outlines: dict[tuple, Outline] = {}
     for (pp, microbatches), same in together.items():
         linear = np.stack([work.plain.linear for work in same])
         hops = np.array([work.plain.hop for work in same])
+        bounds: dict[tuple[Outline, Order], list[float]] = {}
         for pipe in pipelines(pp, microbatches, run.shape.layers, space):
+            order = Order.of(pipe["schedule"], microbatches)
             for split in splits(run.shape, pp, depth_of(pp, pipe), space):
-                outline = outline_of(run, pp, microbatches, pipe, split)
-                least = outline.bounds(linear, hops) * (1 - SLACK)
-                rows = zip(least.tolist(), same, strict=True)
-                found += [Branch(seconds, work, pipe, split, outline) for seconds, work in rows]
-    return sorted(found, key=lambda branch: branch.least)
+                outline = _outline(run, pp, pipe, split, outlines)
+                if (outline, order) not in bounds:
+                    bounds[outline, order] = (outline.bounds(linear, hops, order) * (1 - SLACK)).tolist()
+                rows = zip(bounds[outline, order], same, strict=True)
+                found += [Branch(seconds, work, pipe, split, outline, order) for seconds, work in rows]
+    return sorted(found, key=itemgetter(0))
 
 
-def outline_of(run: Run, pp: int, microbatches: int, pipe: Fields, split: Fields) -> Outline:
-    """The outline of a pipeline's program."""
-    schedule = SCHEDULES[pipe["schedule"]]
-    placement = schedule.placement(pp, schedule.virtual or pipe["virtual_stages"])
-    layers = split["stage_layers"] or ()
-    program = Program(((),) * pp, placement, microbatches, copies=schedule.copies, layers=layers)
-    return Outline.of(run.shape, program, pipe["schedule"])
+def _outline(run: Run, pp: int, pipe: Fields, split: Fields, known: dict[tuple, Outline]) -> Outline:
+    """The outline of a pipeline's programs."""
+    schedule, layers = SCHEDULES[pipe["schedule"]], split["stage_layers"] or ()
+    key = (schedule.placement(pp, schedule.virtual or pipe["virtual_stages"]), schedule.copies, layers)
+    if key not in known:
+        placement, copies, _ = key
+        known[key] = Outline.of(run.shape, Program(((),) * pp, placement, 0, copies=copies, layers=layers))
+    return known[key]

@@ -13,7 +13,7 @@ from shoal.cost import activations
 from shoal.cost.activations import Pass
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.state import StateBytes, Whole, state_bytes
-from shoal.cost.working import Moment, moments
+from shoal.cost.working import Moment, in_block, moments
 from shoal.plan.run import Run
 
 FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
@@ -144,16 +144,19 @@ class StageMemory:
         alone = self.run.layout.pp == 1
         key = ("moments", self.passing, alone, self.kinds(part), part.first, part.last)
         if key not in self.known:
-            self.known[key] = moments(self.forward, part, alone=alone)
+            block = ("block", self.passing)
+            if block not in self.known:
+                self.known[block] = in_block(self.forward)
+            self.known[key] = moments(self.forward, part, alone=alone, block=self.known[block])
         return self.known[key]
 
-    @property
+    @cached_property
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
         gpu = bool(self.run.cluster.accelerator.devices)
         return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
 
-    @property
+    @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
         return float(self.constants["fragmentation"][list(software_table()).index("shoal")])

@@ -1,4 +1,5 @@
-"""A pipeline without any order: where its stages are and what they hold, for any number of layouts at once."""
+"""A pipeline without any order: where its stages are and what they hold, for any number of layouts at once, and of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import numpy as np
 from shoal.catalog import ModelShape
 from shoal.cost.parameters import StagePart
 from shoal.pipeline.program import Program
-from shoal.plan.bounds import Chain
+from shoal.plan.bounds import Chain, Order
 from shoal.plan.parts import stage_parts
 from shoal.plan.stage import Stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outline:
     """Stages that are alike are of one kind.
 
@@ -35,7 +36,7 @@ class Outline:
     ranks: list[tuple[list[int], list[StagePart]]]
 
     @staticmethod
-    def of(shape: ModelShape, program: Program, schedule: str) -> Outline:
+    def of(shape: ModelShape, program: Program) -> Outline:
         """Of a program."""
         parts = stage_parts(shape, program)
         kinds: dict[tuple, int] = {}
@@ -51,7 +52,7 @@ class Outline:
             ranks.setdefault(tuple(kind[held[rank]]), []).append(rank)
         alike_ranks = [(same, [parts[stage] for stage in held[same[0]]]) for same in ranks.values()]
         one_each = [parts[int(np.argmax(kind == k))] for k in kinds.values()]
-        return Outline(Chain(program, schedule), one_each, counts.astype(float), kind, alike_ranks)
+        return Outline(Chain(program), one_each, counts.astype(float), kind, alike_ranks)
 
     def times(self, stages: Stages) -> np.ndarray:
         """[3, stages] seconds of forwards and of both halves of backwards."""
@@ -66,7 +67,7 @@ class Outline:
         """[stages] bytes that a micro-batch keeps alive."""
         return np.array([stages.kept_of(part) for part in self.kinds], float)[self.kind]
 
-    def bounds(self, linear: np.ndarray, hops: np.ndarray) -> np.ndarray:
+    def bounds(self, linear: np.ndarray, hops: np.ndarray, order: Order) -> np.ndarray:
         """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
 
         Args:
@@ -74,7 +75,7 @@ class Outline:
             hops: [layouts] seconds of a message.
         """
         times = (linear @ self.counts.T)[:, :, self.kind]
-        busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops)
+        busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops, order)
         return np.maximum(busy.max(axis=1), firsts)
 
     @cached_property
@@ -84,22 +85,31 @@ class Outline:
         np.add.at(found, (self.kind, self.chain.holder), 1)
         return found
 
-    def ends(self, times: np.ndarray, hop: float) -> tuple[np.ndarray, float]:
+    def ends(self, times: np.ndarray, hop: float, order: Order) -> tuple[np.ndarray, float]:
         """`Chain.ends` of one layout, with [3, stages] seconds of its stages."""
-        busy, firsts = self.chain.ends(*(row[None] for row in times), np.array([hop]))
+        busy, firsts = self.chain.ends(*times[:, None], np.array([hop]), order)
         return busy[0], float(firsts[0])
 
-    def least(self, ends: tuple[np.ndarray, float], added: np.ndarray) -> np.ndarray:
+    def added(self, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[layouts, ranks] seconds for each micro-batch, and behind the last.
+
+        Args:
+            each: [4, layouts, kinds] of one stage: for each micro-batch, and of its reduction, update and gather.
+        """
+        passes, reduce, step, gather = each @ self._held
+        return passes, reduce + step.max(axis=1, keepdims=True) + gather
+
+    def least(
+        self, ends: tuple[np.ndarray, float], added: tuple[np.ndarray, np.ndarray], microbatches: int
+    ) -> np.ndarray:
         """[layouts] seconds that a step takes at least, with what ZeRO adds to it.
 
         Args:
             ends: of `ends`.
-            added: [4, layouts, kinds] seconds for each micro-batch of a stage, which are not in the ends, and of its
-                reduction, update and gather behind the last.
+            added: of `added`, all that is not in the ends.
         """
-        passes, reduce, step, gather = added @ self._held
-        after = reduce + step.max(axis=1, keepdims=True) + gather
-        through = len(self.chain.program.microbatches_of(0))
+        passes, after = added
+        through = microbatches // self.chain.program.copies  # of the first stage
         busy = (ends[0] + through * passes + after).max(axis=1)
         return np.maximum(busy, ends[1] + after[:, self.chain.first_holders].min(axis=1))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from shoal.cost.parameters import StagePart
 from shoal.errors import UsageError
 from shoal.layout import Layout
+from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.bounds import first_rank, in_turns
 from shoal.plan.branches import SLACK, Branch, Work, branches
@@ -102,22 +104,54 @@ def search(run: Run, space: Space | None = None, *, count: int = 10, progress: P
 
 
 @dataclass(frozen=True, eq=False)
-class Closer:
+class Placed:
+    """A work on the stages of an outline, whatever the schedule.
+
+    Attributes:
+        plain: the work's stages, without ZeRO.
+        replicas: the ways to shard.
+    """
+
+    plain: Stages
+    outline: Outline
+    replicas: Replicas
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """[stages] bytes that a micro-batch keeps alive."""
+        return self.outline.kept(self.plain)
+
+    @cached_property
+    def reserved(self) -> np.ndarray:
+        """[ways] bytes that the first rank needs at least, with nothing alive."""
+        return self.replicas.reserved(self.plain, self.outline.ranks[0][1], 0.0)
+
+    @cached_property
+    def times(self) -> np.ndarray:
+        """[3, stages] seconds, without what ZeRO adds."""
+        return self.outline.times(self.plain)
+
+    @cached_property
+    def added(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each way to shard adds at least, as `Outline.added` has it."""
+        each = [self.replicas.adding(self.plain, part) for part in self.outline.kinds]
+        return self.outline.added(np.stack(each, axis=2))
+
+
+class Closer(NamedTuple):
     """A branch, looked at more closely.
 
     Attributes:
         least: seconds that a step of any of its layouts takes at least.
         branch: which.
         of_way: [ways] the same of each way to shard; infinite where it does not fit.
-        kept, times, ends: of its outline.
+        placed: its work.
     """
 
     least: float
     branch: Branch
     of_way: np.ndarray
-    kept: np.ndarray
-    times: np.ndarray
-    ends: tuple[np.ndarray, float]
+    placed: Placed
 
 
 class Candidate(NamedTuple):
@@ -138,11 +172,9 @@ class Candidate(NamedTuple):
     outline: Outline
     memory: Memory
 
-    @property
-    def in_turns(self) -> float:
+    def in_turns(self, program: Program) -> float:
         """Seconds of its step where ranks share cores, but for what they wait for."""
-        program, turns = self.outline.chain.program, self.stages.run.cluster.turns
-        return in_turns(program, self.times, self.finishing, turns)
+        return in_turns(program, self.times, self.finishing, self.stages.run.cluster.turns)
 
 
 class Search:
@@ -161,6 +193,7 @@ class Search:
         self.priced: dict[tuple, Stages] = {}
         self.programs: dict[tuple, tuple[Columns, Replay]] = {}
         self.replicas: dict[tuple, Replicas] = {}
+        self.placed: dict[tuple[Stages, Outline], Placed] = {}
         self.families: dict[tuple, Found] = {}
         self.limit = np.inf
         self.room = run.cluster.accelerator.memory_bytes
@@ -232,49 +265,53 @@ class Search:
 
     def _closer(self, branch: Branch) -> Closer | None:
         """None where it does not fit, or takes too long."""
-        (degrees, way, microbatches, plain), outline = branch.work, branch.outline
-        replicas = self._replicas(degrees, way)
-        kept = outline.kept(plain)
+        (degrees, _, microbatches, plain), outline = branch.work, branch.outline
+        placed = self._placed(branch)
         begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.kind) // degrees["pp"])
-        first = float((begun @ kept[outline.chain.holder == 0]).max())
-        fits = replicas.reserved(plain, outline.ranks[0][1], first) <= self.room * (1 + SLACK)
+        first = float((begun @ placed.kept[outline.chain.holder == 0]).max())
+        fits = placed.reserved + (1 + plain.fragmentation) * first <= self.room * (1 + SLACK)
         if not fits.any():
             return None
-        times = outline.times(plain)
-        ends = outline.ends(times, plain.hop)
-        added = np.stack([replicas.adding(plain, part) for part in outline.kinds], axis=2)
-        of_way = np.where(fits, outline.least(ends, added) * (1 - SLACK), np.inf)
+        ends = outline.ends(placed.times, plain.hop, branch.order)
+        of_way = np.where(fits, outline.least(ends, placed.added, microbatches) * (1 - SLACK), np.inf)
         least = float(of_way.min())
-        return Closer(least, branch, of_way, kept, times, ends) if least <= self.limit else None
+        return Closer(least, branch, of_way, placed) if least <= self.limit else None
+
+    def _placed(self, branch: Branch) -> Placed:
+        (degrees, way, _, plain), outline = branch.work, branch.outline
+        if (plain, outline) not in self.placed:
+            self.placed[plain, outline] = Placed(plain, outline, self._replicas(degrees, way))
+        return self.placed[plain, outline]
 
     def _look(self, together: Sequence[Closer]) -> None:
         """Play the layouts of some branches of one program, and keep the best."""
         found = [candidate for closer in together for candidate in self._candidates(closer)]
         if not found:
             return
-        _, replay = self._program(together[0].branch)
+        columns, replay = self._program(together[0].branch)
         times = np.stack([_table(candidate) for candidate in found], axis=2)
         seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
         self.plan.played += len(found)
         for played, candidate in zip(seconds, found, strict=True):
-            step = max(played, candidate.in_turns) if self.run.cluster.turns > 1 else played
+            step = max(played, candidate.in_turns(columns.program)) if self.run.cluster.turns > 1 else played
             self._keep(Found(float(step), layout_of(self.space, *candidate.levels), candidate.memory))
 
     def _candidates(self, closer: Closer) -> list[Candidate]:
         """Layouts of a branch that fit, and that no bound of time excludes."""
         branch, outline = closer.branch, closer.branch.outline
-        degrees, way, _, plain = branch.work
+        degrees, way, microbatches, plain = branch.work
         ways, found, alive = self._replicas(degrees, way).ways, [], None
         for i in np.flatnonzero(closer.of_way <= self.limit):
-            stages, own = self._priced(degrees, way, ways[i]), closer.times
+            stages, own = self._priced(degrees, way, ways[i]), closer.placed.times
             finishing = outline.finishing(stages)
             if ways[i]["zero"] >= 2:
                 own = outline.times(stages)
-                added = np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None]
-                if outline.least(outline.ends(own, plain.hop), added)[0] * (1 - SLACK) > self.limit:
+                added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None])
+                ends = outline.ends(own, plain.hop, branch.order)
+                if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
                     continue
             if alive is None:
-                alive = _peaks(self._program(branch)[0], closer.kept)
+                alive = _peaks(self._program(branch)[0], closer.placed.kept)
             memory = _fullest(stages, outline, alive)
             if memory.reserved <= self.room:
                 levels = (degrees, way, branch.pipe, branch.split, ways[i])

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
 from pydantic import PositiveFloat, PositiveInt
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
@@ -28,7 +25,6 @@ from shoal.plan.estimate import Estimate
 from shoal.plan.questions import Answer, fewest, grid, machines, what_if
 from shoal.plan.run import KINDS, Run
 from shoal.plan.search import Found, Plan, Progressing, search
-from shoal.plan.search_page import map_svg, write_page
 from shoal.plan.space import LEVELS, Space
 from shoal.precision.formats import FORMATS
 from shoal.simulate.columns import of_schedule
@@ -100,30 +96,34 @@ def run(options: PlanOptions) -> int:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
     if options.catalog:
         tables.add(options.catalog)
-    console = Console(highlight=False)
-
-    def say(lines: Iterable[str]) -> None:
-        for line in lines:
-            console.print(Text(line), soft_wrap=True)
-
     if options.map:
-        return _map(options, say)
+        return _map(options)
     problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
     if options.fewest or options.budget or options.what_if:
         with shown("asking") as progress:
-            return _ask(options, problem, space, say, progress)
+            return _ask(options, problem, space, progress)
     with shown("searching") as progress:
         plan = search(problem, space, count=options.top, progress=progress)
-    say(lines(plan, options))
+    known: dict = {}
+    estimates = [estimate_of(problem, found, known) for found in plan.best]
+    say(lines(plan, estimates, options))
     if not plan.best:
         return 1
     if options.toml:
         options.toml.write_text(run_toml(options, problem, plan.best[0].layout))
         say([f"written: {options.toml}"])
     if options.out:
-        write_page(options.out, plan, [estimate_of(problem, found) for found in plan.best], reasons(plan))
+        from shoal.plan.search_page import write_page  # which draws
+
+        write_page(options.out, plan, estimates, reasons(plan, estimates))
         say([f"written: {options.out}"])
     return 0
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print."""
+    for line in lines:
+        print(line)
 
 
 def described(options: PlanOptions, model: str) -> Run:
@@ -190,11 +190,17 @@ def _typed(text: str) -> int | bool | str:
 
 @contextmanager
 def shown(what: str):
-    """A line on stderr for searches that take more than a second."""
+    """A line on stderr for searches that take more than a second; None where nobody sees it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
     begin = time.monotonic()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[best]}"),
-        console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty(),
+        console=Console(file=sys.stderr), transient=True,
     ) as bar:  # fmt: skip
         task = bar.add_task(what, visible=False, best="")
 
@@ -209,8 +215,8 @@ def shown(what: str):
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-def lines(plan: Plan, options: PlanOptions) -> list[str]:
-    """All that is printed of a search."""
+def lines(plan: Plan, estimates: Sequence[Estimate], options: PlanOptions) -> list[str]:
+    """All that is printed of a search, with the estimates of what it found."""
     run = plan.run
     head = [
         f"{options.model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
@@ -222,8 +228,8 @@ def lines(plan: Plan, options: PlanOptions) -> list[str]:
         return [*head, f"No layout that was searched fits in {room} and can split {run.global_batch:,} sequences.",
                 "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
     rows = [("", "step", "MFU", "memory", "layout", "against the best")]
-    for number, (found, reason) in enumerate(zip(plan.best, reasons(plan), strict=True), 1):
-        estimate = estimate_of(run, found)
+    every = zip(plan.best, estimates, reasons(plan, estimates), strict=True)
+    for number, (found, estimate, reason) in enumerate(every, 1):
         rows.append((str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %",
                      show_bytes(found.memory.reserved), words(found.layout), reason))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -248,23 +254,27 @@ def words(layout: Layout) -> str:
     return ", ".join([layout.describe(), *more])
 
 
-def estimate_of(run: Run, found: Found) -> Estimate:
-    """The whole estimate of a layout that was found, by the program as it was played."""
+def estimate_of(run: Run, found: Found, known: dict | None = None) -> Estimate:
+    """The whole estimate of a layout that was found, by the program as it was played.
+
+    Args:
+        known: as `Estimate` has it.
+    """
     layout = found.layout
     run = replace(run, layout=layout)
     columns = of_schedule(
         SCHEDULES[layout.schedule], layout.pp, run.microbatches, layout.virtual_stages or 1, gathers=True
     )
     program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
-    return Estimate(run, replace(columns, program=program))
+    return Estimate(run, replace(columns, program=program), known)
 
 
-def reasons(plan: Plan) -> list[str]:
+def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     """Why each of the list is not the first: what takes longer, and what less."""
-    best = estimate_of(plan.run, plan.best[0]).breakdown
+    best = estimates[0].breakdown
     found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
-    for rival in plan.best[1:]:
-        other = estimate_of(plan.run, rival).breakdown
+    for rival, estimate in zip(plan.best[1:], estimates[1:], strict=True):
+        other = estimate.breakdown
         more = {name: other[name] - best[name] for name in best}
         enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
         ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
@@ -295,7 +305,7 @@ def run_toml(options: PlanOptions, run: Run, layout: Layout) -> str:
 # ---- other questions -------------------------------------------------------------------------------------------------
 
 
-def _ask(options: PlanOptions, run: Run, space: Space, say, progress: Progressing) -> int:
+def _ask(options: PlanOptions, run: Run, space: Space, progress: Progressing | None) -> int:
     if options.fewest:
         answer = fewest(run, space, progress)
         if answer is None:
@@ -349,7 +359,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in every]
 
 
-def _map(options: PlanOptions, say) -> int:
+def _map(options: PlanOptions) -> int:
     try:
         nodes = [int(number) for number in options.map.split(",")]
     except ValueError:
@@ -368,6 +378,8 @@ def _map(options: PlanOptions, say) -> int:
     ]  # fmt: skip
     say(table(["model", "devices", "MFU", "best layout"], rows))
     if options.out:
+        from shoal.plan.search_page import map_svg
+
         options.out.write_text(map_svg(names, nodes, found, {
             key: estimate_of(answer.run, answer.found).mfu for key, answer in found.items() if answer
         }), encoding="utf-8")  # fmt: skip

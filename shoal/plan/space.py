@@ -27,6 +27,7 @@ SEARCHED = (
     "dualpipe", "dualpipev",
 )  # fmt: skip
 Fields = dict[str, Any]  # some of a layout's
+PLAIN = Layout()
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def layout_of(space: Space, *levels: Fields) -> Layout:
     values = {name: value for name, value in space.fixed.items() if name in OTHERS}
     for level in levels:
         values |= level
-    return Layout.model_construct(**values)
+    return PLAIN.model_copy(update=values)  # several times faster than to construct one, unchecked as well
 
 
 LEVELS = (

@@ -108,20 +108,28 @@ class Stages(StageMemory):
     def stage_of(self, part: StagePart) -> StageTimes:
         """Of one stage, priced once for those that are alike."""
         key = (self.kinds(part), part.first, part.last)
+        if self.run.layout.zero < 2:  # others of the same passes take as long
+            key = ("stage", self.passing, self.run.layout.cp_order, *key)
+            if key not in self.known:
+                self.known[key] = self._stage(*key[3:], part)
+            return self.known[key]
         if key not in self.priced:
             self.priced[key] = self._stage(*key, part)
         return self.priced[key]
 
-    @cached_property
+    @property
     def linear(self) -> np.ndarray:
         """[3, 5] seconds of a forward and of both halves of a backward: of a layer, of one with experts, of being the
         first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make up all stages."""
-        dense, sparse = {(False, False): 1}, {(self.run.shape.experts is not None, False): 1}
-        counts = (({}, False, False), (dense, False, False), (sparse, False, False), ({}, True, False),
-                  ({}, False, True))  # fmt: skip
-        found = [self._stage(tuple(of.items()), *ends) for of, *ends in counts]
-        any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
-        return np.stack([*(other - any_stage for other in others), any_stage], axis=1)
+        key = ("linear", self.passing, self.run.layout.cp_order)
+        if key not in self.known:
+            dense, sparse = {(False, False): 1}, {(self.run.shape.experts is not None, False): 1}
+            counts = (({}, False, False), (dense, False, False), (sparse, False, False), ({}, True, False),
+                      ({}, False, True))  # fmt: skip
+            found = [self._stage(tuple(of.items()), *ends) for of, *ends in counts]
+            any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
+            self.known[key] = np.stack([*(other - any_stage for other in others), any_stage], axis=1)
+        return self.known[key]
 
     def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
         """The times of one layer of one micro-batch.
