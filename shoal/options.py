@@ -107,10 +107,7 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """What stands below each field of a section; pydantic could read it too, but for every class and each start."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
-        try:
-            (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
-        except OSError:  # a class that was made from another, with its descriptions
-            continue
+        (tree,) = ast.parse(dedent(inspect.getsource(getattr(kind, "made_from", None) or kind))).body
         for field, below in pairwise(tree.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):

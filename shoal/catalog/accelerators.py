@@ -16,7 +16,7 @@ from shoal.errors import UsageError, did_you_mean
 class Accelerator(BaseModel):
     """One device as torch sees it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""

@@ -27,7 +27,7 @@ SPREADS = ("node", "small", "large")
 class Constant(BaseModel):
     """One constant: a number, or one for each generation, network, software or scale."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     meaning: str
     """What it is."""

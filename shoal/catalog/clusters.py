@@ -25,7 +25,7 @@ NETWORKS = {
 class Node(BaseModel):
     """What accelerators share, in a server or a pod."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""

@@ -14,7 +14,7 @@ class Depths(BaseModel):
     """Layers that only the tokens which their router scores highest pass through, the others going by on the residual
     stream (Raposo et al. 2024, "Mixture-of-Depths")."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     capacity: PositiveFloat = Field(le=1)
     """The part of each sequence's tokens that pass through such a layer, rounded up."""

@@ -18,7 +18,7 @@ def last_of_every(layer: int, first: int, every: int) -> bool:
 class Experts(BaseModel):
     """The experts that stand in place of some layers' feed-forward blocks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     count: int = Field(gt=0, le=2**16)
     """E, experts of a layer that tokens are routed to."""

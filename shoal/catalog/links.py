@@ -13,7 +13,7 @@ from shoal.errors import UsageError, did_you_mean
 class Link(BaseModel):
     """One direction of a link."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""

@@ -18,7 +18,7 @@ class Latent(BaseModel):
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are made
     from one narrow vector of a token. It is counted, not trained."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     query_rank: PositiveInt
     """Width that queries are compressed to."""
@@ -33,7 +33,7 @@ class Latent(BaseModel):
 class ModelShape(BaseModel):
     """Everything that decides a decoder-only transformer's tensors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     family: Literal["llama", "gpt"]
     """llama: RMSNorm, RoPE, SwiGLU, no biases. gpt: LayerNorm, learned positions, GELU, biases (GPT-2 and GPT-3)."""

@@ -15,7 +15,7 @@ Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 class Software(BaseModel):
     """One framework of one time."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""

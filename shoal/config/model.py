@@ -16,10 +16,12 @@ _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token
 def _all_optional(name: str, of: type[BaseModel], about: str) -> type[Section]:
     """A section with the fields of a part of `ModelShape`, each of which may be left out."""
     fields = {
-        field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, Field(None, description=info.description))
+        field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, None)
         for field, info in of.model_fields.items()
     }
-    return create_model(name, __base__=Section, __doc__=about, **fields)
+    section = create_model(name, __base__=Section, __doc__=about, **fields)
+    section.made_from = of
+    return section
 
 
 ExpertsConfig = _all_optional(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,7 +17,9 @@ T = TypeVar("T", bound=BaseModel)
 class Section(BaseModel):
     """Frozen, and closed: a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+    made_from: ClassVar[type[BaseModel] | None] = None  # whose fields it has, where none are written in it
 
 
 LARGEST = 2**53  # what a float64 holds exactly

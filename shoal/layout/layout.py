@@ -45,7 +45,7 @@ def _known_schedule(name: str) -> str:
 class Layout(BaseModel):
     """How many ways each axis of a training step is split."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     dp: Degree = 1
     """Data-parallel replicas: each works on its own part of the global batch."""

@@ -159,7 +159,8 @@ class Graph:
         change = np.flatnonzero(np.diff(source) | np.diff(target)) + 1
         begins, ends = np.concatenate(([0], change)), np.concatenate((change, [sent]))
         time, flight = links.between(source, target)
-        base, random = times.of(columns), np.random.default_rng(disturbance.seed)
+        base = times.of(columns)
+        random = np.random.default_rng(disturbance.seed) if disturbance.jitter else None  # numpy loads it on use
         own = ~np.isin(columns.op, (REDUCE, GATHER))  # what a rank does alone
         for kind in range(kinds):
             at, to = kind * rows, kinds * rows + kind * sent

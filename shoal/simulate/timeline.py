@@ -190,7 +190,7 @@ def _versions(columns: Columns, rank: int) -> int:
     rows = slice(columns.offset[rank], columns.offset[rank + 1])
     stage, version, steps = columns.stage[rows], columns.version[rows], columns.op[rows] == STEP
     most = 1
-    for one in np.unique(stage[version >= 0]):
+    for one in sorted(set(stage[version >= 0].tolist())):
         used = (stage == one) & (version >= 0) & ~steps
         last = np.full(int(version[used].max()) + 1, -1)
         np.maximum.at(last, version[used], np.flatnonzero(used))
