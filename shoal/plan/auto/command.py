@@ -137,7 +137,7 @@ def _meshes(text: str, machine: Cluster) -> list[NamedMesh]:
 def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
     """The module in float64, and example inputs; of a model that is not checked, shapes alone."""
     if options.module:
-        return _own(options.module)
+        return _own(options.module, check=options.check)
     shape = model_shape(options.model)
     if shape.experts or shape.depths:
         raise UsageError(f"--model {options.model}: which tokens an expert gets depends on numbers; plan dense models")
@@ -158,8 +158,8 @@ def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
     return model, (tokens, tokens)
 
 
-def _own(text: str) -> tuple[nn.Module, tuple]:
-    """A user's module from a file of theirs."""
+def _own(text: str, *, check: bool) -> tuple[nn.Module, tuple]:
+    """A user's module from a file of theirs; one that is checked has numbers."""
     file, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier() or not Path(file).is_file():
         raise UsageError(f"--module {text}: write FILE.py:FUNCTION, of a file that is there")
@@ -178,6 +178,14 @@ def _own(text: str) -> tuple[nn.Module, tuple]:
         raise UsageError(f"--module {text}: {name}() must return (module, example inputs)")
     module, inputs = made
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    held = {"its weights": module.parameters(), "its buffers": module.buffers(), "the inputs": leaves}
+    empty = [what for what, every in held.items() if any(isinstance(x, torch.Tensor) and x.is_meta for x in every)]
+    if check and empty:
+        raise UsageError(
+            f"--module {text} --check: {' and '.join(empty)} are on the meta device, which holds no numbers to compute"
+            " with.\n  Make them on the CPU, or plan without --check."
+        )
     return module.double(), tuple(
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
     )

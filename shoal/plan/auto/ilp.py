@@ -5,8 +5,8 @@
                sum_v s_v . m_v <= memory
 
 Here choices of a decision that are alike for a pair are one row of its e, and a state that several decisions read is
-paid once: z[i,b] >= e[i,b] of each of them. Before, choices go that another is never worse than, whatever is chosen
-elsewhere: an optimum is among what is left.
+paid once: z[i,b] >= e[i,b] of each of them. Before, choices go that a bound excludes (`shoal.plan.auto.bound`), and
+those that another is never worse than, whatever is chosen elsewhere: an optimum is among what is left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shoal.plan.auto.bound import within_bound
 from shoal.plan.auto.problem import Problem
 
 SECONDS = 120.0  # of a solve, at most
@@ -50,15 +51,20 @@ def solve(problem: Problem, capacity: float | None = None, in_flight: int = 1) -
     Raises:
         NothingFits: none needs so little memory.
     """
-    kept = undominated(problem, capacity is not None)
-    small = problem.only(kept)
+    least = sum((d.memory + in_flight * d.saved).min() for d in problem.decisions)
+    if capacity is not None and least > capacity:
+        raise NothingFits
+    near = within_bound(problem, capacity, in_flight)
+    small = problem.only(near)
+    kept = undominated(small, capacity is not None)
+    small = small.only(kept)
     if all(len(d.choices) == 1 for d in small.decisions):
         chosen, proven = [0] * len(small.decisions), True
         if capacity is not None and small.memory(chosen, in_flight) > capacity:
             raise NothingFits
     else:
         chosen, proven = _Program(small, capacity, in_flight).solve()
-    whole = [k[c] for k, c in zip(kept, chosen, strict=True)]
+    whole = [n[k[c]] for n, k, c in zip(near, kept, chosen, strict=True)]
     if np.isinf(problem.cost(whole)):
         raise NothingFits
     return Solution(whole, problem.cost(whole), proven)

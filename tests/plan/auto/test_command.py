@@ -16,6 +16,10 @@ def make():
 
 def wrong():
     return 3
+
+def empty():
+    with torch.device("meta"):
+        return make()
 """
 
 
@@ -37,6 +41,7 @@ def test_a_users_own_module_is_planned_and_run(mine, capsys, pool, monkeypatch):
 
 @pytest.mark.parametrize("args, words", [
     (["--module", "{mine}:wrong"], "must return (module, example inputs)"),
+    (["--module", "{mine}:empty", "--check", "--cluster", "2xA100"], "its weights and the inputs are on the meta"),
     (["--module", "{mine}:mak"], "did you mean 'make'?"),
     (["--module", "nothing.py:make"], "of a file that is there"),
     (["--mesh", "x=3"], "and 8xA100 has 8"),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.comm.sharding.notation import NamedMesh
+from shoal.plan.auto.bound import within_bound
 from shoal.plan.auto.ilp import NothingFits, solve, undominated
 from shoal.plan.auto.problem import Decision, Problem, Shared
 from shoal.plan.auto.trace import graph_of
@@ -74,6 +75,15 @@ def test_the_program_finds_the_best_of_all(problem, share, in_flight):
 @given(problem=problems())
 def test_choices_that_go_are_not_missed(problem):
     assert best(problem.only(undominated(problem, False))) == best(problem)
+
+
+@settings(max_examples=100)
+@given(problem=problems(), share=st.one_of(st.none(), st.floats(0.1, 1.0)), in_flight=st.integers(1, 3))
+def test_choices_that_a_bound_excludes_are_not_missed(problem, share, in_flight):
+    most = problem.memory([int(np.argmax(d.memory + in_flight * d.saved)) for d in problem.decisions], in_flight)
+    capacity = None if share is None else share * most
+    left = problem.only(within_bound(problem, capacity, in_flight))
+    assert best(left, capacity, in_flight) == pytest.approx(best(problem, capacity, in_flight), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("rows, name", [(64, "4xA100"), (8192, "4xA100")])
