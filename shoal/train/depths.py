@@ -82,7 +82,7 @@ class Depths:
         for depth in self.here:
             begin(depth)
 
-    def update(self) -> None:
+    def count(self) -> None:
         """All backwards of the step are done on all ranks: count."""
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for depth in self.here:

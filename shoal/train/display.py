@@ -121,9 +121,10 @@ class Display:
             self._live.start()
         self._live.update(self._status(step, steps), refresh=True)
 
-    def validation(self, loss: float, step: int) -> None:
-        """A line for one validation; ``loss`` in nats per token."""
-        self._line(f"step {step}: validation loss {loss:.4f} nats per token", style="green")
+    def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
+        """A line for one validation; ``loss`` in nats per token, ``dropped`` a part of the choices of experts."""
+        without = f", {dropped:.1%} of the experts' choices dropped" if dropped else ""
+        self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
 
     def note(self, text: str) -> None:
         """A line of its own: a checkpoint was refused, the run was resumed."""

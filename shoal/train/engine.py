@@ -92,6 +92,7 @@ class Engine:
         )
         self._initialise()
         self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
+        self.validated: Routed | None = None  # what routers did in the last validation
         self.depths = Depths(self.stages, mesh, shape) if shape.depths else None
         for stage in self.stages:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
@@ -186,14 +187,21 @@ class Engine:
         return all_reduce(counts.to(self.mesh.device), self.mesh.group("dp")).tolist()
 
     def evaluate(self, samples: Dataset) -> float:
-        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes."""
+        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes.
+
+        What routers did in them is then in ``validated``.
+        """
         per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
         passes = -(-self.config.train.validation_sequences // per_pass)
         program = forwards_of(self.program, passes)
         batches = [samples.batch(self._validation_indices(m)) for m in range(passes)]
         tokens = max(1, *self._count(batches, [0] * passes))
         batches = [batch.to(self.mesh.device) for batch in batches]
+        if self.routing:
+            self.routing.begin_validation()
         loss = self._runtime(program).evaluate(batches) * (self.mesh.index("tp") == 0)
+        if self.routing:
+            self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
         return float(all_reduce(loss, self.mesh.group("world"))) / tokens
 
     def _validation_indices(self, microbatch: int) -> range:

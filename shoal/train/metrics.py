@@ -66,6 +66,9 @@ class StepMetrics:
     validation_loss: float | None = None
     """Nats per unmasked token, in steps that validated."""
 
+    validation_dropped: float | None = None
+    """Part of the choices of experts that found no room, in steps that validated."""
+
     dropped: float | None = None
     """Part of the choices of experts that found no room, in this step (expert-choice: tokens chosen by none)."""
 

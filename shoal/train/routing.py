@@ -14,7 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
 from shoal.errors import UsageError
-from shoal.models.experts.balance import begin, rebalance, routers_of
+from shoal.models.experts.balance import begin, begin_validation, rebalance, routers_of
 from shoal.models.experts.router import SUMS, Router
 from shoal.parallel.apply import Stage
 from shoal.pieces import Box, Piece
@@ -112,15 +112,37 @@ class Routing:
         for router, _ in self.routers:
             begin(router)
 
-    def update(self) -> None:
-        """All backwards of the step are done on all ranks: count, and move the biases."""
+    def count(self) -> None:
+        """All backwards of the step are done on all ranks: count, of a step that will be skipped too."""
+        self.totals = self._summed("tally")
+
+    def rebalance(self) -> None:
+        """The step was made: move the biases by what it counted."""
+        for router, _ in self.routers:
+            rebalance(router, self.totals[self.layers.index(router.layer), SUMS:])
+
+    def begin_validation(self) -> None:
+        """Forward passes without a backward begin: count these."""
+        for router, _ in self.routers:
+            begin_validation(router)
+
+    def end_validation(self, sequences: int, length: int) -> Routed:
+        """They are done on all ranks.
+
+        Args:
+            sequences, length: of what was passed, by all ranks together.
+        """
+        totals = self._summed("validated")
+        for router, _ in self.routers:
+            router.validated = None
+        return Routed.of(totals, self.shape, sequences, length)
+
+    def _summed(self, counter: str) -> Tensor:
+        """Over all ranks: [layers with experts, `SUMS` + E]."""
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for router, _ in self.routers:
-            totals[self.layers.index(router.layer)] += router.tally
-        all_reduce(totals, self.mesh.group("world"))
-        for router, _ in self.routers:
-            rebalance(router, totals[self.layers.index(router.layer), SUMS:])
-        self.totals = totals.cpu()
+            totals[self.layers.index(router.layer)] += getattr(router, counter)
+        return all_reduce(totals, self.mesh.group("world")).cpu()
 
     def state(self) -> dict[str, list[Piece]]:
         """The biases, by the names that they have in the whole model."""

@@ -16,6 +16,7 @@ from shoal.config import load as load_config
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
 from shoal.models.cache import Slice
+from shoal.models.experts.balance import drop_nothing
 from shoal.models.transformer import Transformer
 from shoal.pieces import Box, Piece
 from shoal.train.run_folder import checkpoints_of
@@ -50,6 +51,7 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
         raise UsageError(f"{run_folder}: its experts choose their tokens among all of a sequence, later ones too, so "
                          "that it cannot write one token after the other.")
     model = load_model(found.path, shape)
+    drop_nothing(model)
     generator = torch.Generator().manual_seed(seed)
     ids = generate(
         model, torch.tensor(start), tokens, temperature=temperature, window=config.data.sequence_length,

@@ -95,6 +95,7 @@ class Trainer:
         self.histograms = Histograms(self.engine, every, folder) if every else None
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
+        self.validation_dropped: float | None = None
         self._stop = False
 
     # ---- the loop ----------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Trainer:
 
     def _after_step(self, result: StepResult, timer: StepTimer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
-        self.validation_loss = None
+        self.validation_loss = self.validation_dropped = None
         if result.skipped:
             self.display.note(
                 f"step {self.step} skipped: a gradient overflowed with loss scale {result.loss_scale:g}, "
@@ -213,7 +214,9 @@ class Trainer:
         if (every and self.step % every == 0) or self.step == self.config.train.steps:
             self.beat.phase(Phase.VALIDATE)
             self.validation_loss = self.engine.evaluate(self.samples["validation"])
-            self.display.validation(self.validation_loss, self.step)
+            validated = self.engine.validated
+            self.validation_dropped = validated.dropped if validated else None
+            self.display.validation(self.validation_loss, self.step, self.validation_dropped)
         if self.step % self.config.metrics.log_every == 0 or last or self.step == 1:
             self._log(result, timer, peak)
         self.display.progress(self.step, self.config.train.steps)
@@ -255,6 +258,7 @@ class Trainer:
             saving=stalled / (stalled + seconds),
             mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
             validation_loss=self.validation_loss,
+            validation_dropped=self.validation_dropped,
             **(routed.metrics() if routed else {}),
             **(foreseen.metrics() if foreseen else {}),
         )

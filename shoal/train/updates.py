@@ -65,6 +65,8 @@ class OneUpdate:
         if not math.isfinite(self.loss) or not (math.isfinite(self.norm) or (scale and not scale.exhausted)):
             smallest = f" with the smallest loss scale, {scale.value:g}" if scale else ""
             raise NonFinite(f"step {self.number}: loss {self.loss:g}, gradient norm {self.norm:g}{smallest}")
+        for counted in filter(None, (engine.routing, engine.depths)):
+            counted.count()
         if not math.isfinite(self.norm):
             self.skipped = True
             scale.overflowed()
@@ -78,9 +80,7 @@ class OneUpdate:
             engine.parameters.scale(factor)
         self.update()
         if engine.routing:
-            engine.routing.update()
-        if engine.depths:
-            engine.depths.update()
+            engine.routing.rebalance()
         if scale:
             scale.made()
 

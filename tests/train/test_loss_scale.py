@@ -75,6 +75,30 @@ def test_what_one_rank_finds_all_skip(pool, parallel):
             assert not found[2][2]
 
 
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "bias_update": 0.25}
+
+
+def counted(config: RunConfig):
+    engine = engine_of(config)
+    skipped = engine.step(0).skipped
+    moved = any(router.bias.any() for router, _ in engine.routing.routers)
+    return skipped, moved, engine.routing.totals, engine.depths.totals
+
+
+def test_a_skipped_step_is_counted_and_moves_no_bias(pool):
+    """What was routed in it is what is routed where nothing overflows."""
+    model = {"experts": EXPERTS, "depths": {"capacity": 0.5}}
+    made, left_out = (
+        pool.run(counted, 2, small_run({"dp": 2}, model, precision="fp16").model_copy(update={"loss_scale": scale}))
+        for scale in (scaled({}, initial=2.0**10).loss_scale, scaled({}, initial=2.0**34).loss_scale)
+    )
+    for (one, one_moved, *here), (other, other_moved, *there) in zip(made, left_out, strict=True):
+        assert (one, one_moved, other, other_moved) == (False, True, True, False)
+        for ours, theirs in zip(here, there, strict=True):
+            assert ours.any(dim=1).all()
+            assert torch.equal(ours, theirs)
+
+
 def test_the_smallest_scale_ends_the_run(pool):
     said = pool.run(_last_words, 1, scaled({}, initial=2.0**34, smallest=2.0**33))[0]
     assert re.search(r"step 1: .* gradient norm (inf|nan) with the smallest loss scale, 8.58993e\+09", said)

@@ -14,10 +14,11 @@ from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.data.batches import open_dataset
 from shoal.errors import UsageError
+from shoal.models.cache import Slice
 from shoal.models.transformer import Transformer, initialise
 from shoal.train.check import check
 from shoal.train.engine import Engine
-from shoal.train.sample import generate, sample_checkpoint
+from shoal.train.sample import generate, load_model, sample_checkpoint
 
 from .runs import checkpoints, small_config, train_in
 
@@ -164,3 +165,25 @@ def test_the_weights_that_it_uses_are_those_of_the_checkpoint(run, tmp_path):
         file.write_bytes(data)
     with pytest.raises(UsageError, match="holds no good checkpoint"):
         write(tmp_path / "run")
+
+
+def test_no_token_of_a_prompt_is_dropped(corpus, pool, tmp_path, monkeypatch):
+    """As long as a text is written its capacity is not known, so that there is none: a prompt computes what its tokens
+    do one by one."""
+    experts = {"count": 4, "per_token": 2, "ffn": 32, "capacity_factor": 0.5}
+    config = small_config(corpus, {"micro_batch": 8}, model={"experts": experts}, train={"steps": 1})
+    folder = train_in(pool, config, tmp_path / "run")
+    written_by = []
+    monkeypatch.setattr("shoal.train.sample.generate", lambda model, ids, *_, **__: written_by.append(model) or ids)
+    write(folder)
+    (model,) = written_by
+    ids = torch.arange(40, 64).unsqueeze(0)
+    with torch.no_grad():
+        together, seen, one_by_one = model(ids, part=Slice()), None, []
+        for token in ids.split(1, dim=1):
+            seen = Slice(seen)
+            one_by_one.append(model(token, part=seen))
+        torch.testing.assert_close(together, torch.cat(one_by_one, 1))
+        shape = config.model.shape(vocab=model.shape.vocab, sequence_length=32)
+        trained = load_model(newest_good(folder / "checkpoints")[0].path, shape)
+        assert not torch.allclose(together, trained(ids, part=Slice()), rtol=1e-3)

@@ -17,7 +17,26 @@ def routers_of(model: nn.Module) -> Iterator[Router]:
 
 def begin(router: Router) -> None:
     """Have a router count from 0."""
-    router.tally = torch.zeros(SUMS + router.experts.count, dtype=torch.float64, device=router.weight.device)
+    router.tally = _zeros(router)
+
+
+def begin_validation(router: Router) -> None:
+    """Have a router count from 0 what passes forward alone."""
+    router.validated = _zeros(router)
+
+
+def _zeros(router: Router) -> Tensor:
+    return torch.zeros(SUMS + router.experts.count, dtype=torch.float64, device=router.weight.device)
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Have every expert take all tokens that it is chosen for.
+
+    A capacity is a part of a whole sequence, which a text that is being written is not yet; inference goes without
+    (as Gale et al. 2023 do in training too).
+    """
+    for router in routers_of(model):
+        router.experts = router.experts.model_copy(update={"capacity_factor": 0.0})
 
 
 @torch.no_grad()

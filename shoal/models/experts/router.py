@@ -53,6 +53,7 @@ class Router(nn.Module):
         bias: [E], added to the scores in choosing; changed by `shoal.models.experts.balance`, not by gradients.
         tally: [`SUMS` + E] float64, what backward has counted: choices dropped, the two losses, and the tokens that
             each expert got; None where nobody asks.
+        validated: the same of forward passes without a backward, which recomputation has too; None but in validation.
         whole, own: to the scores of whole sequences, and back to these tokens' part of what was made of them.
         share: of the losses' tally, where several ranks compute the same sequences.
     """
@@ -66,6 +67,7 @@ class Router(nn.Module):
         self.noise = nn.Parameter(torch.empty(count, shape.hidden)) if noisy else None
         self.register_buffer("bias", torch.zeros(count) if shape.experts.bias_update else None)
         self.tally: Tensor | None = None
+        self.validated: Tensor | None = None
         self.whole: Callable[[Tensor], Tensor] = _alone
         self.own: Callable[[Tensor], Tensor] = _alone
         self.share = 1.0
@@ -87,7 +89,11 @@ class Router(nn.Module):
         chosen, dropped = self.own(choice.chosen), self.own(choice.dropped)
         balance, z = choice.balance.sum(), z.sum()
         loss = (self.experts.balance_loss * balance + self.experts.z_loss * z) / context.sequences
-        counted = self._counted(chosen, dropped, balance, z) if torch.is_grad_enabled() else None
+        learning, counted = torch.is_grad_enabled(), None
+        if learning or self.validated is not None:
+            counted = self._counted(chosen, dropped, balance, z)
+        if not learning and counted is not None:
+            self.validated += counted
         return self.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
 
     def _choose(self, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.catalog import Experts, ModelShape, model_shape
-from shoal.models.experts.balance import begin, rebalance
+from shoal.models.experts.balance import begin, begin_validation, rebalance
 from shoal.models.experts.grouped import grouped
 from shoal.models.experts.layer import MoE
 from shoal.models.experts.router import SUMS, RoutingContext
@@ -94,17 +94,22 @@ def test_scores_are_made_in_float32_at_least(dtype: torch.dtype) -> None:
     assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
 
 
-def test_dropped_tokens_are_counted_once_by_backward() -> None:
+def test_dropped_tokens_are_counted_once_by_backward_or_by_validation() -> None:
     layer = layer_of(shape_of(gate="switch", per_token=1, capacity_factor=0.5))
     x = torch.randn(3, 8, 6, dtype=torch.float64, requires_grad=True)
     begin(layer.router)
     with torch.no_grad():
         layer(x, RoutingContext())
-    assert not layer.router.tally.any()  # validation
+    assert not layer.router.tally.any()
+    begin_validation(layer.router)
+    with torch.no_grad():
+        layer(x, RoutingContext())
+    assert not layer.router.tally.any()
     layer(x, RoutingContext()).sum().backward()
     _, chosen = layer.router(x, RoutingContext())
     assert layer.router.tally[SUMS:].tolist() == chosen.sum((0, 1)).tolist()
     assert layer.router.tally[0] == 3 * 8 - chosen.sum() > 0
+    torch.testing.assert_close(layer.router.validated, layer.router.tally)
     assert layer.router.tally[SUMS:].max() <= 3 * 1  # ceil(0.5 x 8 / 4) of each sequence
 
 
