@@ -9,6 +9,7 @@ import tomli_w
 from shoal.bench.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
 from shoal.bench.calibration.command import CalibrateOptions, lines, run
 from shoal.bench.calibration.measure import ATTENTION, COPIED, MODELS, PRODUCTS, REDUCED, UPDATED, Measured, measure
+from shoal.bench.calibration.pick import pick
 from shoal.bench.calibration.profile import PASSES, _kernels, fit, profile
 from shoal.catalog import tables
 from shoal.cli import main
@@ -123,6 +124,14 @@ def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Pat
     assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
     write_scatter(tmp_path / "scatter.svg", found)
     assert (tmp_path / "scatter.svg").read_text().count("<circle") == 3 + 4
+
+
+def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = [Layout(micro_batch=n) for n in (12, 4)]
+    monkeypatch.setattr("shoal.bench.calibration.pick.every_layout", lambda ranks: layouts)
+    found = pick(pool, 1, 1, "here", lambda done, what: None)
+    assert {one.layout.micro_batch for one in found} == {4, 12}
+    assert found[0].estimated < found[1].estimated and min(one.measured for one in found) > 0
 
 
 def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:

@@ -22,7 +22,7 @@ from shoal.plan.run import Run
 from shoal.plan.space import Space, layouts
 from shoal.report.svg import FAINT, INK, Canvas
 
-STEPS = 2  # of a turn that count, behind one that does not
+STEPS = 2  # of a turn, behind one that does not count
 TIMEOUT = 300.0
 RANKS = (1, 2, 3, 4)
 
@@ -68,7 +68,7 @@ def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
     """Layouts of `RANKS`, as many of each number of ranks as there are, drawn at random."""
     draw = random.Random(seed)
     found: list[Layout] = []
-    every = {n: _every(n) for n in RANKS}
+    every = {n: every_layout(n) for n in RANKS}
     for each in every.values():
         draw.shuffle(each)
     while len(found) < count and any(every.values()):
@@ -82,7 +82,8 @@ def _space() -> Space:
     return Space(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
 
 
-def _every(ranks: int) -> list[Layout]:
+def every_layout(ranks: int) -> list[Layout]:
+    """All that so many ranks can have, without context parallelism and uneven stages."""
     work = workload()
     space, shape = _space(), work.shape
     machine = cluster(f"{ranks}xH100" if ranks > 1 else "1xH100")  # only its size counts
@@ -91,20 +92,21 @@ def _every(ranks: int) -> list[Layout]:
 
 
 def compare(
-    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Callable[[float, str], None]
+    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Callable[[float, str], None], steps: int = STEPS
 ) -> list[Compared]:
     """Measure all layouts in turn, and estimate them.
 
     Args:
         rounds: turns of each.
         name: of the machine in the catalog.
+        steps: of a turn, behind one that does not count.
     """
     seconds: list[list[float]] = [[] for _ in chosen]
     estimates = [Estimate(run_of(layout, name)).step_seconds for layout in chosen]
     for turn in range(rounds):
         for i, layout in enumerate(chosen):
             say((turn + i / len(chosen)) / rounds, f"turn {turn + 1} of {rounds}: {layout.describe()}")
-            ranks = pool.run(_steps, layout.world_size, layout, timeout=TIMEOUT)
+            ranks = pool.run(_steps, layout.world_size, layout, steps, timeout=TIMEOUT)
             seconds[i] += [max(each) for each in zip(*ranks, strict=True)]
     return [
         Compared(layout, median(times), estimated)
@@ -112,13 +114,13 @@ def compare(
     ]
 
 
-def _steps(layout: Layout) -> list[float]:
+def _steps(layout: Layout, steps: int) -> list[float]:
     """Seconds of some steps on one rank."""
     fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
     step = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields)
     step(0)
     found = []
-    for number in range(1, STEPS + 1):
+    for number in range(1, steps + 1):
         dist.barrier()
         begin = time.perf_counter()
         step(number)
