@@ -28,8 +28,9 @@ from shoal.failover.events import write_event
 from shoal.failover.nursery import Nursery
 from shoal.failover.replan import replan
 from shoal.train.check import check
+from shoal.train.ending import Ending
 from shoal.train.fits import check_memory
-from shoal.train.launch import PREEMPTED, Crew, Ending, StopRequests, start_nursery
+from shoal.train.launch import PREEMPTED, Crew, StopRequests, start_nursery
 
 PROCESSES_FILE = "processes.json"
 """In the folder of a run that is alive: the process ids, and where the ranks keep their records."""
