@@ -21,7 +21,7 @@ from shoal.config import FailoverConfig
 from shoal.failover.beat import Phase, Record
 
 STACK_SIGNAL = signal.SIGUSR2  # at which a rank writes its stack (`faulthandler`)
-STACK_SECONDS = 1.0  # for which the stack is waited for
+STACK_SECONDS = 3.0  # for which the stack is waited for: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
 BUSY = 0.2  # of a core: less is used by threads that wait for the interpreter's lock and look for it now and then
 LONGEST_GAP = 1.0  # between two looks; of a longer one, so much is counted
