@@ -10,7 +10,8 @@ Without a schedule that does so, a region of tensor parallelism still puts its d
 dX over its ranks is on its way (`Postponed`), as Megatron-LM's linear layers do.
 
 Matrices that multiply the same input (queries, keys and values; gate and up) lie end to end in their buffer, so that
-they are one matrix without a copy: one larger product instead of several, in forward, for dX and for dW.
+they are one matrix without a copy: one larger product instead of several for dX and for dW. Forward makes several,
+whose results each lie end to end for what comes next.
 
 The gradients of embeddings wait in the same way. Those of norms are made in the first half, by autograd; they are sums
 over tokens, without a matrix product, and only their addition waits.

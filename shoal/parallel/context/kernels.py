@@ -74,8 +74,9 @@ def attend_backward(
     elif which == "flash":
         n, t = q.shape[2], k.shape[2]
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout, of which there is none
+        # The kernel reads the log-sum-exp by its address alone, as if its rows lay end to end.
         d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, total, None, None, n, t, 0.0, causal, seed, seed
+            gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
         )
     else:
         d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
