@@ -88,7 +88,7 @@ class Fault:
         self.trainer, self.planted, self.random = trainer, planted, random.Random(planted.seed)
         self.step, self.count = -1, 0
         self.begun, self.lasted = 0.0, 0.0
-        trainer.engine.runtime.recorders.append(self)
+        trainer.engine.runtime.recorders.insert(0, self)  # what it adds to an action is in what the others measure
         if planted.op == STAGING:
             self._around("_write_part")
         elif planted.op == COMMITTING:
@@ -101,8 +101,6 @@ class Fault:
         if self.trainer.step != self.step:
             self.step, self.count = self.trainer.step, 0
         self.begun = time.monotonic()
-        if self.planted.deed == "slow" and self.step >= self.planted.step:
-            time.sleep(SLEEP)
         if action.op.value != self.planted.op:
             return
         if (self.step, self.count) == (self.planted.step, self.planted.nth):
@@ -114,6 +112,8 @@ class Fault:
 
     def end(self, action: Action) -> None:
         """As `Recorder`."""
+        if self.planted.deed == "slow" and self.step >= self.planted.step:
+            time.sleep(SLEEP)
         if action.op.value == self.planted.op:
             self.lasted = time.monotonic() - self.begun
 

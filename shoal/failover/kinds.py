@@ -47,7 +47,7 @@ KINDS = {
     "bit-shard": Kind("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
     "disk-full": Kind("", "", r"[Nn]o space left on device", late=True, codes=()),
     "read-only": Kind("", "", r"[Rr]ead-only file system", late=True, codes=()),
-    "slow": Kind("slow", "forward", ""),
+    "slow": Kind("slow", "forward", r"slowest: rank RANK "),
     "lost-node": Kind("kill", "any", r"rank RANK was killed(.|\n)*devices are there: now on", rounded=True),
     "returned-node": Kind("kill", "any", r"devices are there: now on(.|\n)*devices are there: now on", rounded=True),
 }  # fmt: skip

@@ -63,6 +63,8 @@ class Slowest:
         computing: seconds of a step.
         usual: the median of all ranks.
         total: the whole step, the same for all.
+        ranks: seconds of computing of every rank, in order.
+        waiting: what is left of the step to every rank: waiting, exchanging, updating.
     """
 
     rank: int
@@ -70,6 +72,8 @@ class Slowest:
     computing: float
     usual: float
     total: float
+    ranks: tuple[float, ...]
+    waiting: tuple[float, ...]
 
     @property
     def times(self) -> float:
@@ -90,4 +94,7 @@ def slowest(computing: list[float], hosts: list[str], total: float) -> Slowest:
     3.0
     """
     worst = max(range(len(computing)), key=computing.__getitem__)
-    return Slowest(worst, hosts[worst], computing[worst], statistics.median_low(computing), total)
+    waiting = tuple(max(0.0, total - one) for one in computing)
+    return Slowest(
+        worst, hosts[worst], computing[worst], statistics.median_low(computing), total, tuple(computing), waiting
+    )

@@ -89,6 +89,8 @@ def test_a_healthy_run_with_every_check_is_the_same_run(config, pool, tmp_path):
     told = [e for e in read_events(tmp_path / "watched") if e["event"] == "slowest"]
     assert [e["step"] for e in told] == [5, 10]
     assert all(0 < e["usual"] <= e["computing"] < e["total"] for e in told)
+    assert all(len(e["ranks"]) == 4 and e["ranks"][e["rank"]] == max(e["ranks"]) == e["computing"] for e in told)
+    assert all(w == pytest.approx(e["total"] - c) for e in told for c, w in zip(e["ranks"], e["waiting"], strict=True))
 
 
 # ---- stragglers, and what is refused ---------------------------------------------------------------------------------

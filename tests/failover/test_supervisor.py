@@ -24,7 +24,9 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 
 FAULTS = {
+    "kill@7:0:F": "was killed by SIGKILL in step 7, forward of micro-batch 0 on stage 0",
     "kill@7:1:B": "was killed by SIGKILL in step 7, backward of micro-batch 0 on stage 0",
+    "kill@7:1:R": "was killed by SIGKILL in step 7, reducing gradients",
     "kill@6:0:S": "was killed by SIGKILL in step 6, the optimizer's step",
     "exit@7:1:F": "exited with code 0, though it was not done in step 7, forward of micro-batch 0 on stage 0",
     "raise@7:0:R": "exited with code 1 in step 7, reducing gradients",
