@@ -16,10 +16,10 @@ import numpy as np
 
 from shoal.plan.auto.problem import Problem, Shared
 
-ROUNDS, EACH = 60, 4  # there and back, and after how many of them choices are left out
+ROUNDS, EACH = 60, 6  # there and back, and after how many of them choices are left out
 LARGEST = 300_000  # numbers in a term of more than two decisions
 SLACK = 1e-9  # relative: by how much sums differ in rounding
-RAISE, RAISES = 8.0, 4  # of a price that is too low, and how often before the memory is taken for too small
+RAISE, RAISES = 4.0, 6  # of a price that is too low, and how often before the memory is taken for too small
 
 
 def within_bound(problem: Problem, capacity: float | None = None, in_flight: int = 1) -> list[list[int]]:
