@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import PositiveInt
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ from shoal.comm.sharding.route import Route, Transfer, elements_of
 from shoal.config import Section
 from shoal.cost import topology as networks
 from shoal.cost.sharded.chains import forward, with_backward
-from shoal.cost.sharded.network import Links, Network, Rings
+from shoal.cost.sharded.network import MOST_RANKS, Links, Network, Rings
 from shoal.cost.sharded.routes import Planner
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
@@ -42,9 +43,9 @@ class ShardingOptions(Section):
     dtype: str = "bf16"
     """Of the elements: fp8, bf16, fp16, tf32, fp32."""
 
-    topology: str = "full"
+    topology: str = ""
     """full, ring, torus (of the mesh's shape), fat-tree, islands; or rings: a ring for each mesh axis, bytes over
-    bandwidth, as "How to Scale Your Model" has it."""
+    bandwidth, as "How to Scale Your Model" has it. Left out: full, of more than 64 devices rings."""
 
     link: str = "nvlink-4"
     """Between devices, or of a NIC: a name of the catalog, such as tpu-v5p-ici."""
@@ -86,6 +87,8 @@ def explain(text: str, options: ShardingOptions, console: Console) -> int:
     if not options.mesh:
         raise UsageError("--mesh: which devices are there? Give each mesh axis its number, as --mesh x=4,y=2")
     mesh = parse_mesh(options.mesh)
+    usual = "full" if mesh.ranks <= MOST_RANKS else "rings"
+    options = options.model_copy(update={"topology": options.topology or usual})
     expression, sizes = parse(text, mesh, parse_sizes(options.sizes), SIZE)
     _check(options, mesh)
     itemsize = ITEMSIZE[options.dtype]
@@ -205,23 +208,23 @@ def _product(expression: Expression, options: ShardingOptions, plan: Planner, co
 
 def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: Planner) -> Table:
     """One line for each route."""
-    table = Table(show_lines=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("#", justify="right")
-    table.add_column("multiplied as")
-    table.add_column("collectives")
-    for column in ("compute", "collectives take", "together", "sent by a device", "by all"):
-        table.add_column(column, justify="right")
-    table.add_column("bound by")
+    table.add_column("multiplied as", overflow="fold")
+    table.add_column("collectives", overflow="fold")
+    for column in ("compute", "moves", "together", "each sends"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
     for number, (_, routes) in enumerate(found, 1):
         transfers = tuple(t for route in routes for t in route.transfers)
         compute, moving = sum(r.compute for r in routes), sum(t.seconds for t in transfers)
-        device, total = elements_of(transfers, plan.mesh, plan.sizes)
+        device, _ = elements_of(transfers, plan.mesh, plan.sizes)
         table.add_row(
             str(number), "\n".join(_multiplied(route) for route in routes),
             "\n".join(f"{array}: {t.move}" for route in routes for array, t in _sent(route)) or "none",
             show_seconds(compute), show_seconds(moving), show_seconds(compute + moving),
-            show_bytes(device * plan.itemsize), show_bytes(total * plan.itemsize),
-            "compute" if compute >= moving else "communication", style="bold" if number == 1 else "",
+            show_bytes(device * plan.itemsize),
+            "compute" if compute >= moving else "moves", style="bold" if number == 1 else "",
         )  # fmt: skip
     return table
 

@@ -2,7 +2,8 @@
 
 How an array lies is a state; a move leads from state to state and costs seconds (Dijkstra 1959 finds the cheapest way).
 A product can be taken in every pair of states that `Product.local` allows, and leads to a state of its result. So a
-route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced.
+route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced. One
+collective is listed besides where the cheapest moves are several.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ class Planner:
         self, product: Product, a: Mapping[Sharding, Reached], b: Mapping[Sharding, Reached],
         wanted: Sharding, names: tuple[str, str, str] = ("A", "B", "C"),
     ) -> list[tuple[float, Route]]:
-        """Every route to a product in a wanted state, with its seconds, the cheapest first.
+        """The routes to a product in a wanted state, with their seconds, the cheapest first.
+
+        For every pair of states that can be multiplied the cheapest moves before and after it; and where one
+        collective does what several do more cheaply (an all-reduce), that one too.
 
         Args:
             a: the ways to the states of the left factor, as from `reach`; their costs count.
@@ -120,10 +124,12 @@ class Planner:
                 continue
             flops = product.flops(x, y, self.sizes, self.mesh)
             compute = flops / self.peak_flops
-            cost = a[x].cost + b[y].cost + compute + onward[out].cost
-            left, right, after = a[x].path, b[y].path, onward[out].path
-            route = Route(names, product, a[x].origin, b[y].origin, left, right, after, flops, compute)
-            found.append((cost, route))
+            before = a[x].cost + b[y].cost + compute
+            ways = {onward[out].path: onward[out].cost}
+            ways |= {(move,): move.seconds + STEP for move in self.transfers(out) if move.after == wanted}
+            for after, cost in ways.items():
+                origins, left, right = (a[x].origin, b[y].origin), a[x].path, b[y].path
+                found.append((before + cost, Route(names, product, *origins, left, right, after, flops, compute)))
         if not found:
             raise UsageError(f"no route leads to {names[2]}{wanted}: nothing can be multiplied so that it comes of it")
         return sorted(found, key=lambda item: item[0])

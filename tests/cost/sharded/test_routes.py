@@ -58,7 +58,11 @@ def test_nothing_is_cheaper_than_the_first_route(data, mesh, links):
         compute = product.flops(x, y, SIZES, mesh) / plan.peak_flops
         best = min(best, to_x + to_y + compute + onward[local])
     assert seconds[0] == pytest.approx(best, abs=20 * STEP)
-    assert len(found) == ways
+    assert len({route.multiplied for _, route in found}) == ways
+    after = {(route.local, route.after) for _, route in found}
+    for local, _ in after:
+        for transfer in plan.transfers(local):
+            assert transfer.after != wanted or (local, (transfer,)) in after, "what one collective does is listed"
 
 
 @settings(max_examples=8)
