@@ -16,13 +16,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shoal.catalog import ModelShape
+from shoal.comm.world import COLLECTIVE_SECONDS
 from shoal.config import RUN_FILE, RunConfig
 from shoal.errors import UsageError
 from shoal.failover.replan import replan
+from shoal.train.fits import check_memory
 from shoal.train.membership import Membership
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IDLE_TIMEOUT = timedelta(days=365)
+COME_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # within which the ranks that work have made their store
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> bool:
@@ -52,28 +55,48 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
         )
 
 
+def starts_again(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether whoever started this process starts it again, or has done so.
+
+    Args:
+        keep_going: the command says so.
+    """
+    return keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
+
+
 def goes_on(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this start is to go on with the run in its folder, though it was not told to resume it.
 
     Args:
         keep_going: it was told to begin or go on, whatever there is.
     """
-    again = keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
-    return again and run_folder is not None and (run_folder / RUN_FILE).is_file()
+    return starts_again(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
-def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership) -> RunConfig:
-    """The run on as many ranks as torch elastic has brought together: of a layout for more, the nearest.
+def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership, keep_going: bool = False) -> RunConfig:
+    """The run on as many ranks as torch elastic or SLURM has brought together: of a layout for more, the nearest.
 
-    Ranks that the nearest layout leaves over are to `idle`. Where torch elastic restarts nothing, the layout must fit.
+    Ranks that the nearest layout leaves over are to `idle`. Where nobody starts the run again, the layout must fit.
+    Every rank decides for itself, and all must decide alike: so machines are taken to have as much memory and as many
+    ranks as this one.
+
+    Args:
+        keep_going: of `starts_again`.
 
     Raises:
         UsageError: no layout fits.
     """
     fewer = member.world_size < config.parallel.world_size
-    if not (fewer and member.how == "torchrun" and restarts() and config.failover.replan):
+    if not (fewer and starts_again(keep_going) and config.failover.replan):
         return config
-    now = replan(config, shape, member.world_size)
+
+    def fits(changed: RunConfig) -> None:
+        for first in range(0, changed.parallel.world_size, member.local_world_size):
+            last = min(first + member.local_world_size, changed.parallel.world_size)
+            check_memory(changed, shape, device, range(first, last))
+
+    device = member.device(config.train.device)
+    now = replan(config, shape, member.world_size, fits=fits)
     if member.rank == 0:
         asked = config.parallel.world_size
         print(f"{member.world_size} of {asked} ranks are there: now on {now.parallel.describe()}", file=sys.stderr)
@@ -87,7 +110,7 @@ def idle(member: Membership) -> int:
         The exit code, once the ranks that work are gone, and with them the store.
     """
     try:
-        store = dist.TCPStore(*member.master, is_master=False, wait_for_workers=False, timeout=IDLE_TIMEOUT)
+        store = dist.TCPStore(*member.master, is_master=False, wait_for_workers=False, timeout=COME_TIMEOUT)
         store.wait(["what nobody writes"], IDLE_TIMEOUT)
     except RuntimeError:  # the store is gone
         return 0

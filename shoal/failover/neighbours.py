@@ -56,8 +56,7 @@ class Neighbours:
 
     def __init__(self, member: Membership, folder: Path, limits: FailoverConfig, run_folder: Path):
         self.member, self.folder, self.run_folder = member, folder, run_folder
-        first = member.rank - member.local_rank  # ranks are numbered host by host
-        self.ranks = [first + i for i in range(member.local_world_size)]
+        self.ranks = list(member.neighbours())
         self.dog = watchdog.Watchdog(limits, len(self.ranks))
         threading.Thread(target=self._watch, name="neighbours", daemon=True).start()
 

@@ -30,7 +30,8 @@ from shoal.failover.replan import replan
 from shoal.train.check import check
 from shoal.train.ending import Ending
 from shoal.train.fits import check_memory
-from shoal.train.launch import PREEMPTED, Crew, StopRequests, start_nursery
+from shoal.train.launch import Crew, start_nursery
+from shoal.train.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
 """In the folder of a run that is alive: the process ids, and where the ranks keep their records."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 from shoal.checkpoint import list_checkpoints
@@ -18,6 +19,7 @@ from shoal.train.membership import Membership, joined
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
 from shoal.train.run_folder import RUNS, check_resume, checkpoints_of, new_run
+from shoal.train.stop import StopRequests
 
 
 def train(
@@ -47,7 +49,9 @@ def train(
 def _train(
     config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool
 ) -> int:
-    member = joined()
+    member, stop = joined(), StopRequests()
+    if member is not None:
+        stop.listen(signal.SIGUSR1)  # the warning before the end, which comes once
     if resume is not None and run_folder is not None and resume != run_folder:
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
@@ -56,7 +60,7 @@ def _train(
         raise UsageError("--keep-going needs --run-folder, by which the run is found when the job is started again.")
     if member is not None:
         check_elastic(resume or run_folder)
-        config = on_ranks_there(config, check(config), member)
+        config = on_ranks_there(config, check(config), member, keep_going)
         if member.rank >= config.parallel.world_size:
             return idle(member)
         member = member.among(config.parallel.world_size)
@@ -79,7 +83,7 @@ def _train(
     if member:
         from shoal.train.worker import run
 
-        return run(payload)
+        return run(payload, member=member, stop=stop)
     prepare(config.data)
     there = resume or run_folder or RUNS
     kept = checkpoints_of(config, there)
@@ -95,5 +99,4 @@ def _train(
 def _ranks_here(config: RunConfig, member: Membership | None) -> range:
     if member is None:
         return range(config.parallel.world_size)
-    first = member.rank - member.local_rank
-    return range(first, first + member.local_world_size)
+    return member.neighbours()

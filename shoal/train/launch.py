@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 from shoal.comm.world import loopback
@@ -29,13 +28,12 @@ from shoal.failover.nursery import Child, Nursery, NurseryEnded
 from shoal.train.allocator import allocator_environment
 from shoal.train.ending import Ending, Failure
 from shoal.train.membership import record_path, share_of_cores, stack_path
+from shoal.train.stop import PREEMPTED, StopRequests
 
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died, where the cause may yet show
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.1  # between looks at the signs of life
 TAIL_LINES = 30
-PREEMPTED = 75
-"""The exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of <sysexits.h>."""
 
 
 def launch(
@@ -110,28 +108,6 @@ def rank_environment(rank: int, ranks: int, scratch: Path, device: str, parent: 
         "SHOAL_PARENT": str(parent),
         "SHOAL_OWNER": str(os.getpid()),
     }
-
-
-class StopRequests:
-    """Counts the signals that ask this process to stop. A context: before and after, signals do what they did."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self):
-        self.count = 0
-        self.preempted = False  # by another signal than Ctrl-C's: somebody will start the run again
-
-    def __enter__(self) -> StopRequests:
-        self._former = {signum: signal.signal(signum, self._on_signal) for signum in self.SIGNALS}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for signum, handler in self._former.items():
-            signal.signal(signum, handler)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.preempted |= signum != signal.SIGINT
 
 
 class Crew:

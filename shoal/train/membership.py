@@ -42,9 +42,14 @@ class Membership:
         """`pick_device` for this rank."""
         return pick_device(choice, self.local_rank, bound=self.how == "slurm")
 
+    def neighbours(self) -> range:
+        """The ranks of this machine (numbered machine by machine) that have a place in the world."""
+        first = self.rank - self.local_rank
+        return range(first, min(first + self.local_world_size, self.world_size))
+
     def among(self, ranks: int) -> Membership:
         """The same place among the first so many ranks alone; also in the environment, for what reads it there."""
-        if ranks < self.world_size:
+        if self.how == "torchrun" and ranks < self.world_size:
             os.environ["WORLD_SIZE"] = str(ranks)
         return replace(self, world_size=min(ranks, self.world_size))
 
@@ -124,9 +129,13 @@ def read_payload() -> dict[str, Any]:
 
 
 def become_rank(
-    device: str = "auto", threads: int = 0, timeout: float = COLLECTIVE_SECONDS, records: Path | None = None
+    device: str = "auto",
+    threads: int = 0,
+    timeout: float = COLLECTIVE_SECONDS,
+    records: Path | None = None,
+    membership: Membership | None = None,
 ) -> Membership:
-    """Make this process one rank of the world, as `joined` describes it: call it first, and once.
+    """Make this process one rank of the world: call it first, and once.
 
     An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
     waiting for background threads: so leave the process group only on success, that peers fail after the cause.
@@ -136,11 +145,12 @@ def become_rank(
         threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
         timeout: of every collective, in seconds.
         records: the folder where it writes its stack when it is asked for it.
+        membership: which rank; None for what `joined` says.
 
     Raises:
         UsageError: not started as a rank, or no such device.
     """
-    membership = joined()
+    membership = membership or joined()
     if membership is None:
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
     sys.excepthook = _record_and_exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -35,6 +34,7 @@ from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.profile import Profiler, profiled_steps
 from shoal.train.sample import sample_checkpoint
 from shoal.train.states import States
+from shoal.train.stop import StopRequests
 from shoal.train.timer import StepTimer
 from shoal.train.updates import NonFinite
 
@@ -52,6 +52,7 @@ class Trainer:
         local_ranks: ranks on this machine.
         restarted: after a failure: begin with the first step where there is no checkpoint yet.
         beat: where this rank tells what it is at; None tells nobody.
+        stop: requests to stop that came before its first step.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trainer:
         local_ranks: int,
         restarted: bool = False,
         beat: Beat | None = None,
+        stop: StopRequests | None = None,
     ):
         self.config, self.shape, self.mesh, self.samples, self.folder = config, shape, mesh, samples, folder
         self.local_ranks, self.restarted, self.beat = local_ranks, restarted, beat or Beat()
@@ -96,14 +98,13 @@ class Trainer:
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
         self.validation_dropped: float | None = None
-        self._stop = False
+        self.stop = stop or StopRequests()
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the last step, or until a stop is asked for; the state is then saved."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, self._ask_to_stop)
+        self.stop.listen()
         self._banner()
         peak = self._peak()
         stopped, steps = False, self.config.train.steps
@@ -117,7 +118,7 @@ class Trainer:
                 try:
                     self.guard.before_step(self.step)
                     with self._recorded():
-                        result = self.engine.step(self.step, stop=self._stop)
+                        result = self.engine.step(self.step, stop=self.stop.count > 0)
                 except NonFinite as error:
                     if error.untouched:  # the weights are still those of the step before
                         self.states.save(self.step, block=True)
@@ -133,7 +134,7 @@ class Trainer:
                 self.beat.stepped(self.step, timer.all)
                 if self._looked_and_went_back(result, timer):
                     continue
-                stopped = result.stop and self.step < steps
+                stopped = result.stop and self.step < steps  # all ranks learn of it, and stop after the same step
                 self._after_step(result, timer, peak, last=stopped or self.step == steps)
             self.beat.phase(Phase.END)
             self.states.save(self.step, block=True)
@@ -227,9 +228,6 @@ class Trainer:
         every = self.config.failover.memory_every
         if every and self.step % every == 0 and not last:
             self.states.remember(self.step)
-
-    def _ask_to_stop(self, *_) -> None:
-        self._stop = True  # all ranks learn of it at the end of the step, and stop after the same one
 
     # ---- around the step ---------------------------------------------------------------------------------------
 

@@ -20,17 +20,23 @@ from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
 from shoal.failover.neighbours import Neighbours, shared_folder
 from shoal.train.check import check
-from shoal.train.launch import PREEMPTED
 from shoal.train.meeting import left_open
-from shoal.train.membership import become_rank, joined, read_payload, scratch_folder
+from shoal.train.membership import Membership, become_rank, joined, read_payload, scratch_folder
 from shoal.train.relaxed.choose import trainer_of
 from shoal.train.run_folder import new_run
+from shoal.train.stop import PREEMPTED, StopRequests
 from shoal.train.trainer import Trainer
 
 PARTING_SECONDS = 3.0
 
 
-def run(payload: dict[str, Any], built: Callable[[Trainer], None] | None = None) -> int:
+def run(
+    payload: dict[str, Any],
+    built: Callable[[Trainer], None] | None = None,
+    *,
+    member: Membership | None = None,
+    stop: StopRequests | None = None,
+) -> int:
     """Train as one rank; returns the exit code.
 
     Args:
@@ -38,12 +44,14 @@ def run(payload: dict[str, Any], built: Callable[[Trainer], None] | None = None)
             it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
             begins anew where nothing was saved yet.
         built: gets the trainer before its first step.
+        member: its place, where that is not what the environment says.
+        stop: where requests to stop are counted already.
     """
-    member = joined()
+    member = member or joined()
     records = scratch_folder() if member.how == "local" else shared_folder(member)
     beat = Beat(records and record_path(records, member.rank))
     config = build(payload["config"])
-    member = become_rank(config.train.device, config.train.threads, records=records)
+    member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
     device, link = member.device(config.train.device), Link(1e9 * gbs) if (gbs := config.train.link_gbs) else None
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
@@ -64,6 +72,7 @@ def run(payload: dict[str, Any], built: Callable[[Trainer], None] | None = None)
         restarted=payload.get("restarted", False),
         beat=beat,
         local_ranks=member.local_world_size,
+        stop=stop,
     )
     if payload.get("restarted") and member.how != "local" and member.rank == 0:  # else the supervisor tells
         write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from shoal.config import build, save
 from shoal.errors import UsageError
 from shoal.failover.elastic import OWN_STORE, check_elastic, goes_on, on_ranks_there
 from shoal.failover.events import read_events
+from shoal.train import fits
 from shoal.train.check import check
+from shoal.train.fits import held_by
 from shoal.train.membership import Membership
 from tests.train.runs import ROOT, alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
 
@@ -108,15 +111,26 @@ def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
     assert not goes_on(None, keep_going, environment)
 
 
-def test_fewer_ranks_take_the_nearest_layout_only_where_torch_elastic_restarts(monkeypatch):
+def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):
     config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), Membership(2, 3, 2, 3, "torchrun", ("localhost", 1))
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert on_ranks_there(config, shape, member) is config
+    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 2
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert on_ranks_there(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
     fixed = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
     assert on_ranks_there(fixed, shape, member) is fixed
+
+
+def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
+    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    shape, member = check(config), Membership(1, 2, 1, 2, "slurm", ("localhost", 1))
+    nearest = on_ranks_there(config, shape, member, keep_going=True)
+    assert nearest.parallel.dp == 2
+    needed = 2 * held_by(nearest, shape, torch.device("cpu"))[0].total
+    monkeypatch.setattr(fits, "host_memory", lambda: needed - 1)
+    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 1
 
 
 def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturbed):

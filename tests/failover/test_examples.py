@@ -1,6 +1,7 @@
 """The files for SLURM and Kubernetes do what they say, as far as that can be seen without a cluster."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from shoal.cli import main
-from shoal.train.launch import PREEMPTED
+from shoal.train.stop import PREEMPTED
 from tests.train.runs import ROOT
 
 SBATCH, MANIFEST = ROOT / "examples" / "slurm.sbatch", ROOT / "examples" / "kubernetes.yaml"
@@ -45,6 +46,7 @@ STEP = "--kill-on-bad-exit=1 shoal train run.toml --run-folder runs/one --keep-g
     ([0], 0, [STEP]),
     ([2], 2, [STEP]),
     ([PREEMPTED], PREEMPTED, [STEP, "scontrol requeue 7"]),
+    ([128 + signal.SIGUSR1], 128 + signal.SIGUSR1, [STEP, "scontrol requeue 7"]),
     ([137, 0], 0, [STEP, STEP]),
     ([137, 1, PREEMPTED], PREEMPTED, [STEP, STEP, STEP, "scontrol requeue 7"]),
     ([137, 137, 137], 137, [STEP, STEP, STEP]),
@@ -56,8 +58,8 @@ def test_the_batch_script_goes_on_where_that_helps(codes, code, called, tmp_path
 def test_the_batch_script_is_asked_to_stop_in_time():
     lines = SBATCH.read_text().splitlines()
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH "))
-    signal, seconds = options["signal"].split("@")
-    assert signal == "USR1" and int(seconds) >= 60 and "requeue" in options and options["open-mode"] == "append"
+    asked, seconds = options["signal"].split("@")
+    assert asked == "USR1" and int(seconds) >= 60 and "requeue" in options and options["open-mode"] == "append"
 
 
 def test_the_manifest_says_what_shoal_says():

@@ -13,7 +13,7 @@ import pytest
 from shoal.config import save
 from shoal.failover.events import read_events
 from shoal.failover.supervisor import PROCESSES_FILE
-from shoal.train.launch import PREEMPTED
+from shoal.train.stop import PREEMPTED
 from tests.train.runs import alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
 
 from .conftest import STEPS, config_of

@@ -21,8 +21,9 @@ from shoal.config import FailoverConfig
 from shoal.errors import UsageError
 from shoal.failover.watchdog import Watchdog
 from shoal.train.allocator import allocator_environment
-from shoal.train.launch import Crew, StopRequests, launch, rank_environment
+from shoal.train.launch import Crew, launch, rank_environment
 from shoal.train.membership import Membership, _expand_counts, _first_host, joined
+from shoal.train.stop import StopRequests
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from shoal.cli import main
-from shoal.train.launch import PREEMPTED
+from shoal.train.stop import PREEMPTED
 
 from .runs import (
     FOUR_RANKS,

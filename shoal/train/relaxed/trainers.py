@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import torch
@@ -54,8 +53,7 @@ class FreeTrainer(Trainer):
 
     def run(self) -> None:
         """As `Trainer.run`."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, self._ask_to_stop)
+        self.stop.listen()
         self._banner()
         self.peak = self._peak()
         self.meetings, self.among = 0, self.mesh.group("dp")
@@ -95,7 +93,7 @@ class FreeTrainer(Trainer):
     def _free_steps(self) -> None:
         engine, queue = self.engine, self.engine.queue
         while (ticket := queue.take(engine.replica)) is not None:
-            if self._stop:
+            if self.stop.count:
                 queue.stop()
             if queue.common:
                 engine.sampler = engine.sampler_of(ticket.slot)
