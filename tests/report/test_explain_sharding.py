@@ -36,6 +36,10 @@ def test_a_product(capsys):
     assert "communication-bound" in out
 
 
+def test_a_large_mesh_is_one_of_rings(capsys):
+    assert "routes on rings" in " ".join(explained(capsys, PRODUCT, "--mesh", "x=16,y=16").split())
+
+
 def test_a_chain_has_a_backward_pass(capsys):
     out = explained(capsys, CHAIN, "--mesh", "x=4,y=2")
     backward = out[out.index("backward:") :]
@@ -100,7 +104,7 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
         ([PRODUCT, "--mesh", "x=4", "--dtype", "fp8", "--accelerator", "tpu-v5p"], "no speed of tpu-v5p for it"),
         ([PRODUCT, "--mesh", "x=4", "--topology", "tours"], "did you mean 'torus'"),
         ([PRODUCT, "--mesh", "x=32", "--run"], "at most 16 are started"),
-        ([PRODUCT, "--mesh", "x=128"], "--topology rings"),
+        ([PRODUCT, "--mesh", "x=128", "--topology", "full"], "--topology rings"),
         ([PRODUCT, "--mesh", "x=4", "--out", "x.png"], "ending in .svg"),
         (["A[I] -> B[J]", "--mesh", "x=4"], "a product is needed for that"),
         (["A[I, J] -> B[J, I]", "--mesh", "x=4"], "that is a transpose"),
