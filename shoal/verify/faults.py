@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.comm.mesh import Mesh
+from shoal.models.experts.router import Router
 from shoal.parallel import apply, data, depths, expert, overlap, tensor
 from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
@@ -180,6 +181,10 @@ FAULTS: dict[str, Fault] = {
     "rows-astray": Fault(
         "what experts computed is sent back in the order of the experts, to other tokens",
         expert, "_by_expert", mistakes.not_back, {"dp": 2, "ep": 2}, model="experts",
+    ),
+    "neighbours-choice": Fault(
+        "each token gets the experts that were chosen for the token before it",
+        Router, "_choose", mistakes.of_the_token_before, {}, model="experts",
     ),
     "chosen-order": Fault(
         "tokens that pass through a layer are computed in the order in which they come from other ranks",

@@ -13,8 +13,9 @@ from shoal.layout import Layout
 from shoal.models.depths import COUNTS
 from shoal.models.experts.router import SUMS
 from shoal.precision.formats import FORMATS, FP64
+from shoal.verify.choices import added
 from shoal.verify.rank import RankReport
-from shoal.verify.reference import StepFacts
+from shoal.verify.reference import StepFacts, parameter_of
 from shoal.verify.trace import traced_modules
 
 
@@ -57,6 +58,10 @@ AMPLIFIED = {"adafactor": 1e4, "sophia-h": 1e2}
 # any parameter's: some gradients are zero in exact arithmetic (softmax does not see a bias on the keys), and the error
 # of a zero has no scale. Weights need the larger floor since biases start at zero.
 FLOORS = {"gradient": 1e-4, "weight": 1e-2, "in use": 1e-2}
+
+# One expert's part of a parameter: to no less than this part of the largest element of all of them. An expert that has
+# no tokens has a gradient of zero to the bit; that of one which the gate hardly weighs is small.
+EXPERT_FLOOR = 1e-6
 
 # In the order in which a step passes them, and so in which a difference is looked for.
 PHASES = (
@@ -138,7 +143,7 @@ def row_of(parameter: str) -> str:
     """
     if "norm" in parameter:
         return "norms"
-    return re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter).replace(".", " ")
+    return re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter_of(parameter)).replace(".", " ")
 
 
 def judge(
@@ -157,7 +162,8 @@ def judge(
     """
     verdict = Verdict()
     shapes = {name: whole for report in reports for name, whole, _, _ in report.held}
-    verdict.findings += _coverage(shapes, next(iter(facts.values()))[0].gradients, reports)
+    parameters = [name for name in next(iter(facts.values()))[0].gradients if name == parameter_of(name)]
+    verdict.findings += _coverage(shapes, parameters, reports)
     for rule, steps in facts.items():
         for step, fact in enumerate(steps):
             judgement = _Step(rule, step, rule != PLAIN, precision, fact, layers, reports, verdict)
@@ -172,7 +178,7 @@ def judge(
 
 
 def _coverage(
-    shapes: dict[str, tuple[int, ...]], parameters: dict[str, float], reports: list[RankReport]
+    shapes: dict[str, tuple[int, ...]], parameters: list[str], reports: list[RankReport]
 ) -> list[Finding]:
     """Every element of every parameter has exactly one primary owner."""
     found = []
@@ -262,13 +268,18 @@ class _Step:
                     break
 
     def routing(self) -> None:
-        """Each expert got as many tokens as on one device, as many found no room, and the losses are the same; and so
-        with the tokens that pass through layers.
+        """Each token got the experts that it gets on one device, as many found no room, the losses are the same, and as
+        many tokens pass through layers.
 
         In fp64, where rounding moves no score past another.
         """
         if self.precision != "fp64":
             return
+        given = added(pair for _, found in self.ranks for pair in found.choices.items())
+        for layer, number in self.fact.choices.items():
+            wrong = {where: math.inf for where, _ in self.ranks} if given.get(layer) != number else {}
+            what = f"routing: which tokens the experts of layer {layer} got"
+            self._find("routing", f"layers.{layer}.mlp.router", wrong, what, 0)
         for attribute, parts in _COUNTED.items():
             expected = getattr(self.fact, attribute)
             for what, part, exact in parts if len(expected) else ():
@@ -298,11 +309,15 @@ class _Step:
             ("weight", self.fact.weights),
             ("in use", self.fact.weights),
         ):
-            floor = FLOORS[kind] * max(references.values())
+            largest = max(references.values())
             order = sorted(references, key=self._place, reverse=kind == "gradient")
             own = self.adaptive and kind != "gradient"
             allowed = self.tolerance.adaptive * self.amplified if own else self.gradient
             for name in order:
+                whole = parameter_of(name)
+                if name != whole and self.precision != "fp64":  # where rounding moves tokens to other experts
+                    continue
+                floor = FLOORS[kind] * largest if name == whole else EXPERT_FLOOR * references[whole]
                 key, scale = f"{kind}/{name}", max(references[name], floor)
                 errors = {
                     where: _relative(found.differences[key], scale)

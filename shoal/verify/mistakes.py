@@ -230,6 +230,15 @@ def own_scores(right: Callable) -> Callable:
     return lambda x, group, dim, lengths: torch.cat([x] * len(lengths), dim)
 
 
+def of_the_token_before(right: Callable) -> Callable:
+    def choose(router, logits: Tensor, context) -> tuple:
+        choice, logits = right(router, logits, context)
+        moved = choice._replace(weights=choice.weights.roll(1, dims=1), chosen=choice.chosen.roll(1, dims=1))
+        return moved, logits
+
+    return choose
+
+
 def in_order(right: Callable) -> Callable:
     return lambda places, taken: places.context.expand(len(taken), -1)
 

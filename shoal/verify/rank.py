@@ -22,8 +22,9 @@ from shoal.data.batches import Batch, Dataset, SyntheticDataset
 from shoal.pieces import Box, Piece
 from shoal.pipeline.program import Op
 from shoal.train.engine import Engine
+from shoal.verify.choices import Choices
 from shoal.verify.faults import FAULTS
-from shoal.verify.reference import step_file, trace_file
+from shoal.verify.reference import EXPERTS, expert_name, step_file, trace_file
 from shoal.verify.trace import Tracer, largest, trace_errors
 
 
@@ -56,8 +57,10 @@ class RankStep:
         loss, gradient_norm: as reported by the engine.
         samples: for each micro-batch, the places of its samples in the global batch, where they are of this step.
         routing: what all routers counted, as of `StepFacts`; None without experts.
-        depths: the same of all layers that take some tokens.
-        differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference.
+        choices: which experts this rank's tokens were given to, by layer.
+        depths: what all layers that take some tokens have counted.
+        differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference; of each expert
+            too, by `expert_name`.
         trace: as of `trace_errors`.
     """
 
@@ -65,6 +68,7 @@ class RankStep:
     gradient_norm: float
     samples: list[list[int]]
     routing: torch.Tensor | None = None
+    choices: dict[int, int] = field(default_factory=dict)
     depths: torch.Tensor | None = None
     differences: dict[str, float] = field(default_factory=dict)
     trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
@@ -129,19 +133,20 @@ def compare(job: Job) -> RankReport:
 def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> RankStep:
     tracers = [Tracer(stage.module) for stage in engine.stages if job.trace and step == job.steps - 1]
     scale = engine.loss_scale.value if engine.loss_scale else 1.0
+    choices = Choices([stage.module for stage in engine.stages], job.shape, engine.config.data.sequence_length)
     result = engine.step(step)
     n = engine.config.train.global_batch  # those of the next step may have been asked for too
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
     routing = engine.routing.totals if engine.routing else None
     depths = engine.depths.totals if engine.depths else None
-    found = RankStep(result.loss, result.gradient_norm, places, routing, depths)
+    found = RankStep(result.loss, result.gradient_norm, places, routing, choices.taken(), depths)
     with safe_open(step_file(job.folder, rule, step), "pt") as file:
         parameters = engine.parameters
         for key, held in (("gradient", parameters.reduced_gradients()), ("weight", engine.weights())):
             for name, pieces in held.items():
-                found.differences[f"{key}/{name}"] = max(_difference(file, f"{key}/{name}", p) for p in pieces)
-        for name, piece in _in_use(engine):
-            found.differences[f"in use/{name}"] = _difference(file, f"weight/{name}", piece)
+                found.differences |= differences(file, key, name, pieces)
+        for name, pieces in _in_use(engine).items():
+            found.differences |= differences(file, "weight", name, pieces, kind="in use")
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [places[a.microbatch] for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
@@ -151,20 +156,41 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
     return found
 
 
-def _in_use(engine: Engine):
+def _in_use(engine: Engine) -> dict[str, list[Piece]]:
     """The parameters that the next forward will compute with, where they stay whole between steps."""
+    found: dict[str, list[Piece]] = {}
     for bucket in engine.parameters.buckets:
         if bucket.keep_full:
             for slot in bucket.slots:
                 box = slot.split.box
                 here = slot.parameter.detach()[tuple(slice(n) for n in box.shape)]  # without padding
-                yield slot.split.name, Piece(slot.split.whole, box, here)
+                found.setdefault(slot.split.name, []).append(Piece(slot.split.whole, box, here))
+    return found
 
 
-def _difference(file: safe_open, key: str, piece: Piece) -> float:
-    expected = file.get_slice(key)
-    if tuple(expected.get_shape()) != piece.whole:
-        return torch.inf
-    if piece.box.numel == 0:
-        return 0.0
-    return largest(piece.tensor.double() - expected[piece.box.slices])
+def differences(
+    file: safe_open, key: str, name: str, pieces: Sequence[Piece], *, kind: str | None = None
+) -> dict[str, float]:
+    """The largest differences of what this rank has of a parameter, and of each expert in it, from the reference's.
+
+    Args:
+        file: of the reference's step, which has it as ``key/name``.
+        kind: what to call it instead of ``key``.
+
+    Returns:
+        As of `RankStep`.
+    """
+    expected, name_here = file.get_slice(f"{key}/{name}"), f"{kind or key}/{name}"
+    found = {name_here: 0.0}
+    for piece in pieces:
+        if tuple(expected.get_shape()) != piece.whole:
+            return {name_here: torch.inf}
+        if piece.box.numel == 0:
+            continue
+        difference = piece.tensor.double() - expected[piece.box.slices]
+        found[name_here] = max(found[name_here], largest(difference))
+        if EXPERTS in name:
+            for expert, part in enumerate(difference, piece.box.offset[0]):
+                one = expert_name(name_here, expert)
+                found[one] = max(found.get(one, 0.0), largest(part))
+    return found

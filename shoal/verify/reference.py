@@ -30,6 +30,7 @@ from shoal.optim.shards import Shards
 from shoal.optim.sophia import Sophia
 from shoal.pipeline.choose import program_of
 from shoal.precision.formats import FORMATS
+from shoal.verify.choices import Choices
 from shoal.verify.curvature import PlainCurvature
 from shoal.verify.emulate import emulated_updates
 from shoal.verify.float8 import multiply_in_float8
@@ -45,18 +46,35 @@ class StepFacts:
         gradient_norm: before clipping.
         tokens: unmasked targets of each sample of the global batch.
         routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`].
+        choices: which experts each token was given to, by layer (`shoal.verify.choices`).
         depths: what each layer that takes some tokens has, [layers, numbers of a `MixtureOfDepths.tally`].
-        gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped).
-        weights: the largest absolute value of each updated parameter.
+        gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped), and of
+            each expert's part of it, by `expert_name`.
+        weights: the same of each updated parameter.
     """
 
     loss: float
     gradient_norm: float
     tokens: tuple[int, ...]
     routing: Tensor
+    choices: dict[int, int]
     depths: Tensor
     gradients: dict[str, float]
     weights: dict[str, float]
+
+
+EXPERTS = ".experts."
+"""In the names of parameters whose dim 0 are a layer's experts."""
+
+
+def expert_name(name: str, expert: int) -> str:
+    """The name of one expert's part of a parameter."""
+    return f"{name}[{expert}]"
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a name or an `expert_name` is of."""
+    return name.partition("[")[0]
 
 
 def step_file(folder: Path, rule: str, step: int) -> Path:
@@ -178,6 +196,7 @@ def _step(
     depths = list(depths_of(model))
     for depth in depths:
         begin_depths(depth)
+    choices = Choices([model], model.shape, config.data.sequence_length)
     program = program_of(config.parallel, config.parallel.microbatches(n))
     if program.updates > 1:
         gradients: dict[str, Tensor] = {}
@@ -203,7 +222,8 @@ def _step(
         file,
     )
     return StepFacts(
-        total / max(1, sum(counts)), norm, counts, routing, chosen, _largest(gradients), _largest(weights)
+        total / max(1, sum(counts)), norm, counts, routing, choices.taken(), chosen, _largest(gradients),
+        _largest(weights),
     )
 
 
@@ -227,4 +247,8 @@ def _one_update(
 
 
 def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
-    return {name: t.abs().max().item() for name, t in tensors.items()}
+    found = {name: t.abs().max().item() for name, t in tensors.items()}
+    for name, t in tensors.items():
+        if EXPERTS in name:
+            found |= {expert_name(name, e): x for e, x in enumerate(t.abs().amax((1, 2)).tolist())}
+    return found

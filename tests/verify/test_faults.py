@@ -42,6 +42,7 @@ EXPECTED = {
     "expert-norm": ("gradient norm", ""),
     "capacity-per-rank": ("forward", "layers.0.mlp"),
     "rows-astray": ("forward", "layers.0.mlp"),
+    "neighbours-choice": ("forward", "layers.0.mlp"),
     "chosen-order": ("forward", "layers.1"),
     "places-of-chosen": ("forward", "layers.1"),
 }
@@ -82,6 +83,14 @@ def test_only_the_ranks_that_differ_are_named(pool: Pool) -> None:
     """The last stage alone scores targets."""
     found = first_difference(pool, "wrong-targets", plant="wrong-targets")
     assert found.ranks == ("rank 1 (pp 1)",)
+
+
+def test_other_tokens_for_an_expert_are_seen_where_their_number_is_the_same(pool: Pool) -> None:
+    """In a model of one layer the fault changes no count."""
+    run = small_run({"dp": 2, "ep": 2}, {"layers": 1, "experts": EXPERTS})
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant="neighbours-choice")
+    routed = {(found.place, found.rule) for found in verdict.findings if found.phase == "routing"}
+    assert routed == {("layers.0.mlp.router", "plain-sgd"), ("layers.0.mlp.router", "adamw")}
 
 
 def test_a_rank_that_fails_is_a_difference_too(pool: Pool) -> None:

@@ -76,7 +76,7 @@ def switch(logits: Tensor, experts: Experts) -> Choice:
 def gshard(logits: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
     """The highest, and the second with a chance of twice its weight (Lepikhin et al. 2020, algorithm 1).
 
-    The first choices of a sequence take their places before the second ones.
+    The first choices of a sequence take their places before the second ones; a second one without luck takes none.
 
     Args:
         draws: [b, s] uniform in (0, 1); None always takes the second.
@@ -158,8 +158,8 @@ def _within(ranks: list[Tensor], room: int | None) -> Tensor:
 def _balance(shares: Tensor, wanted: Tensor) -> Tensor:
     """E times the sum over experts of (part of the choices) x (mean share): 1 where all are alike (Fedus et al. 2022,
     equations 4 to 6; for k choices, DeepSeek-AI 2024, equations 17 to 20). [b]."""
-    part = wanted.sum(1) / wanted.sum((1, 2)).unsqueeze(-1)
-    return shares.shape[-1] * (part.to(shares.dtype) * shares.mean(1)).sum(-1)
+    part = wanted.sum(1).to(shares.dtype) / wanted.sum((1, 2)).unsqueeze(-1)  # of integers it would be float32
+    return shares.shape[-1] * (part * shares.mean(1)).sum(-1)
 
 
 def _variation(loads: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, context)  # [b, s, E]
         rows = x.flatten(0, 1)  # [n, h]
         expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
-        y = self.compute(rows.index_select(0, token), chosen.sum((0, 1)))  # [m, h]
+        y = self.compute(_Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
         weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
         return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
 
@@ -47,13 +47,35 @@ class MoE(nn.Module):
         return self.experts(rows, counts.tolist())
 
 
+def _sums(rows: Tensor, token: Tensor, n: int) -> Tensor:
+    """The sum of each token's rows, in the same order each time: [m, h] and which of n each is of -> [n, h]."""
+    if rows.device.type == "cpu":
+        return rows.new_zeros(n, rows.shape[1]).index_add_(0, token, rows)
+    # Elsewhere `index_add_` adds in any order, and of three terms that changes the sum; this sorts them first.
+    return torch.ops.aten.embedding_dense_backward(rows, token, n, -1, False)
+
+
+class _Rows(torch.autograd.Function):
+    """Each token's row, as often as it is given to an expert: [n, h] -> [m, h]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, token: Tensor) -> Tensor:
+        ctx.n = len(rows)
+        ctx.save_for_backward(token)
+        return rows.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _sums(gradient, *ctx.saved_tensors, ctx.n), None
+
+
 class _Weighted(torch.autograd.Function):
     """Each token's sum of weight x row, keeping the rows for backward and not their products: -> [n, h]."""
 
     @staticmethod
     def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, n: int) -> Tensor:
         ctx.save_for_backward(y, weight, token)
-        return y.new_zeros(n, y.shape[1]).index_add_(0, token, y * weight.unsqueeze(-1))
+        return _sums(y * weight.unsqueeze(-1), token, n)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

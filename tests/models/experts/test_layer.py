@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.catalog import Experts, ModelShape, model_shape
 from shoal.models.experts.balance import begin, begin_validation, rebalance
 from shoal.models.experts.grouped import grouped
-from shoal.models.experts.layer import MoE
+from shoal.models.experts.layer import MoE, _Rows, _sums, _Weighted
 from shoal.models.experts.router import SUMS, RoutingContext
 
 GATES = {"top-k": 2, "switch": 1, "gshard": 2, "noisy-top-k": 2, "expert-choice": 2}
@@ -117,6 +118,35 @@ def test_the_bias_moves_towards_the_mean() -> None:
     layer = layer_of(shape_of(bias_update=0.25))
     rebalance(layer.router, torch.tensor([5.0, 1.0, 2.0, 0.0]))
     assert layer.router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25]
+
+
+def test_rows_are_summed_in_one_order_on_every_device() -> None:
+    """`index_add_` does so on the CPU alone. Both ways are the same sum."""
+    token = torch.randint(5, (40,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(-9, 9, (40, 3)).double()
+    expected = torch.stack([rows[token == t].sum(0) for t in range(5)])
+    assert torch.equal(_sums(rows, token, 5), expected)
+    assert torch.equal(torch.ops.aten.embedding_dense_backward(rows, token, 5, -1, False), expected)
+    with Seen() as seen:
+        y, gradient = torch.randn(2, 40, 3, device="meta", requires_grad=True)
+        weight = torch.randn(40, device="meta", requires_grad=True)
+        x, token = torch.randn(5, 3, device="meta", requires_grad=True), token.to("meta")
+        _Weighted.apply(y, weight, token, 5).sum().backward()
+        _Rows.apply(x, token).backward(gradient)
+    assert x.grad.shape == (5, 3)
+    assert not any("index_add" in name or "index_put" in name for name in seen.names), seen.names
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [0, 0, 0]])
