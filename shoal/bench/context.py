@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -105,9 +104,9 @@ def _time(what: Attention, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def ratio(seconds: dict[str, list[float]]) -> float:
-    """Median time of the ring over that of its bound."""
-    return median(seconds["ring"]) / median(seconds["bound"])
+def ratios(seconds: dict[str, list[float]]) -> list[float]:
+    """The ring's time over that of its bound in each turn: what disturbs a machine for longer disturbs both."""
+    return [ring / bound for ring, bound in zip(seconds["ring"], seconds["bound"], strict=True)]
 
 
 # ---- long sequences ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.bench.peak import DTYPES
+from shoal.bench.race import quartiles
 from shoal.catalog import Experts, model_shape
 from shoal.comm.world import synchronize
 from shoal.models.experts.layer import MoE
@@ -26,7 +27,8 @@ class Timing:
 
     Attributes:
         seconds: by kind, median of a forward and backward, router included.
-        ratio: median over turns of the loop's time over the grouped one's.
+        ratio: of the loop's time to the grouped one's, median over turns.
+        spread: the first and third quartile of it.
         difference: largest difference of outputs and gradients, relative to the largest of each.
     """
 
@@ -34,6 +36,7 @@ class Timing:
     per_token: int
     seconds: dict[str, float]
     ratio: float
+    spread: tuple[float, float]
     difference: float
 
 
@@ -74,7 +77,8 @@ def measure(
     ratios = [slow / fast for fast, slow in zip(seconds["grouped"], seconds["loop"], strict=True)]
     difference = max(float((a - b).abs().max() / b.abs().max())
                      for a, b in zip(results["grouped"], results["loop"], strict=True))
-    return Timing(count, per_token, {kind: median(s) for kind, s in seconds.items()}, median(ratios), difference)
+    medians = {kind: median(times) for kind, times in seconds.items()}
+    return Timing(count, per_token, medians, median(ratios), quartiles(ratios), difference)
 
 
 def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -75,7 +75,8 @@ def experts(options: ExpertsOptions, console: Console) -> int:
         raise UsageError(f"bench experts --width {options.width} is not a multiple of --experts {uneven[0]}.")
     table = Table(title=f"{options.tokens} tokens, k {options.per_token}, h {options.hidden}, "
                         f"{options.precision} on {device.type}")
-    for column in ("experts", "width of one", "loop ms", "grouped ms", "loop / grouped", "at least", "difference"):
+    columns = "experts", "width of one", "loop ms", "grouped ms", "loop / grouped", "quartiles", "at least", "off"
+    for column in columns:
         table.add_column(column, justify="right")
     missed = False
     for count in options.experts:
@@ -87,8 +88,8 @@ def experts(options: ExpertsOptions, console: Console) -> int:
         missed |= target is not None and found.ratio < target
         table.add_row(
             str(count), str(options.width // count), f"{1e3 * found.seconds['loop']:.2f}",
-            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", f"{target:.1f}" if target else "",
-            f"{found.difference:.0e}",
+            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", "{:.2f}-{:.2f}".format(*found.spread),
+            f"{target:.1f}" if target else "", f"{found.difference:.0e}",
         )
     console.print(table)
     return 1 if missed else 0
