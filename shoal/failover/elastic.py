@@ -19,6 +19,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.world import COLLECTIVE_SECONDS
 from shoal.config import RUN_FILE, RunConfig
 from shoal.errors import UsageError
+from shoal.failover.postmortem import former
 from shoal.failover.replan import replan
 from shoal.train.fits import check_memory
 from shoal.train.membership import Membership
@@ -53,6 +54,18 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
             "restarted worker tries to connect to those that have died."
             f"\n  Start it as: {OWN_STORE}=1 torchrun ..."
         )
+
+
+def refuse_again(member: Membership, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse at once what ended the attempt before as bad input: torch elastic restarts whatever the exit code.
+
+    Raises:
+        UsageError: the same.
+    """
+    if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        for last in former(member):
+            if last.usage:
+                raise UsageError(last.report)
 
 
 def starts_again(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:

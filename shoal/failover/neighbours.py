@@ -34,16 +34,29 @@ def shared_folder(member: Membership, environment: Mapping[str, str] = os.enviro
 
     Rounds differ by who started them, by the attempt, or by the port where they meet.
     """
-    job = environment.get("SLURM_JOB_ID") or str(os.getppid())
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
-    name = f"shoal-beats-{os.getuid()}-{job}-"
-    folder = Path(tempfile.gettempdir()) / f"{name}{member.master[1]}-{attempt}"
+    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
+    folder = Path(tempfile.gettempdir()) / name
     if member.local_rank == 0:
-        for earlier in folder.parent.glob(f"{name}*"):
+        for earlier in folders(environment):
             if earlier != folder:
                 shutil.rmtree(earlier, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder if is_private(folder) else None
+
+
+def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Those of this host's ranks in all rounds that whoever started this one has started."""
+    return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix(environment)}*") if is_private(found)]
+
+
+def _prefix(environment: Mapping[str, str]) -> str:
+    return f"shoal-beats-{os.getuid()}-{environment.get('SLURM_JOB_ID') or os.getppid()}-"
+
+
+def ended_path(folder: Path, rank: int) -> Path:
+    """What is there when a neighbour has ended a rank."""
+    return folder / f"ended-{rank}"
 
 
 class Neighbours:
@@ -99,4 +112,5 @@ class Neighbours:
         how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
         rank, host, stack = self.ranks[lost], watchdog.host(), redact(stack)
         print(f"rank {rank} {how} {where} (on {host})\n{stack}", file=sys.stderr, flush=True)
+        ended_path(self.folder, rank).touch()
         write_event(self.run_folder, "failure", rank=rank, host=host, how=how, where=where, step=step, report=stack)

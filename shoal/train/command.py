@@ -11,11 +11,12 @@ from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
-from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there
+from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
+from shoal.failover.neighbours import shared_folder
 from shoal.failover.supervisor import Supervisor
 from shoal.train.check import check
 from shoal.train.fits import check_disk, check_memory
-from shoal.train.membership import Membership, joined
+from shoal.train.membership import Membership, joined, record_end
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
 from shoal.train.run_folder import RUNS, check_resume, checkpoints_of, new_run
@@ -60,6 +61,7 @@ def _train(
         raise UsageError("--keep-going needs --run-folder, by which the run is found when the job is started again.")
     if member is not None:
         check_elastic(resume or run_folder)
+        refuse_again(member)
         config = on_ranks_there(config, check(config), member, keep_going)
         if member.rank >= config.parallel.world_size:
             return idle(member)
@@ -83,7 +85,11 @@ def _train(
     if member:
         from shoal.train.worker import run
 
-        return run(payload, member=member, stop=stop)
+        try:
+            return run(payload, member=member, stop=stop)
+        except (UsageError, OSError) as error:  # which the command line tells
+            record_end(shared_folder(member), member.rank, error)
+            raise
     prepare(config.data)
     there = resume or run_folder or RUNS
     kept = checkpoints_of(config, there)

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -153,7 +154,8 @@ def become_rank(
     membership = membership or joined()
     if membership is None:
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    sys.excepthook = _record_and_exit
+    place = scratch_folder() if membership.how == "local" else records
+    sys.excepthook = partial(_record_and_exit, place, membership.rank)
     faulthandler.enable()
     if records is not None:
         stack = open(stack_path(records, membership.rank), "a")  # noqa: SIM115 -- for good
@@ -177,19 +179,27 @@ def become_rank(
     return membership
 
 
-def _record_and_exit(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+def _record_and_exit(
+    folder: Path | None, rank: int, kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
     """The rank's last act, as ``sys.excepthook``: tell the parent, which shows the earliest record alone."""
-    usage = isinstance(error, UsageError)
-    report = redact(str(error) if usage else "".join(traceback.format_exception(kind, error, where)))
-    if "SHOAL_SCRATCH" in os.environ:
-        record = record_path(scratch_folder(), int(os.environ["RANK"]))
-        partial = record.with_suffix(".partial")
-        partial.write_text(json.dumps({"when": time.monotonic(), "report": report}))
-        partial.rename(record)  # whole or not at all, should a signal end this process meanwhile
+    usage, report = record_end(folder, rank, error)
     # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
     print(report, file=sys.__stderr__, flush=True)
     sys.stdout.flush()
     os._exit(2 if usage else 1)
+
+
+def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:
+    """Record what ended a rank, for its parent or the next attempt: whether it was bad input, and its report."""
+    usage = isinstance(error, UsageError)
+    report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
+    if folder is not None:
+        record = record_path(folder, rank)
+        unfinished = record.with_suffix(".partial")
+        unfinished.write_text(json.dumps({"when": time.monotonic(), "report": report, "usage": usage}))
+        unfinished.rename(record)  # whole or not at all, should a signal end this process meanwhile
+    return usage, report
 
 
 def record_path(scratch: Path, rank: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
 from shoal.failover.neighbours import Neighbours, shared_folder
+from shoal.failover.postmortem import cause, former
 from shoal.train.check import check
 from shoal.train.meeting import left_open
 from shoal.train.membership import Membership, become_rank, joined, read_payload, scratch_folder
@@ -48,6 +50,7 @@ def run(
         stop: where requests to stop are counted already.
     """
     member = member or joined()
+    before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)
     beat = Beat(records and record_path(records, member.rank))
     config = build(payload["config"])
@@ -74,8 +77,14 @@ def run(
         local_ranks=member.local_world_size,
         stop=stop,
     )
-    if payload.get("restarted") and member.how != "local" and member.rank == 0:  # else the supervisor tells
-        write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
+    if payload.get("restarted") and member.how != "local":  # else the supervisor tells
+        every = [before] * member.world_size
+        dist.all_gather_object(every, before)
+        if member.rank == 0:
+            if lost := cause(list(chain.from_iterable(every))):
+                write_event(Path(folder), "failure", **lost)
+                trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
+            write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
     if open_port := left_open(member):
         trainer.display.note(open_port)
     neighbours = None

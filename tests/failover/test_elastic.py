@@ -46,13 +46,26 @@ def test_lost_workers_are_restarted_and_nothing_is_lost(file, tmp_path, undistur
     code, said = shoal("train", file, "--run-folder", folder, launcher=AGENT, module=FAULTY)
     assert code == 0, said
     assert [event["step"] for event in read_events(folder) if event["event"] == "resumed"] == [4, 4, 8]
-    stopped, stuck = [event for event in read_events(folder) if event["event"] == "failure"]
+    killed, stopped, stuck = [event for event in read_events(folder) if event["event"] == "failure"]
+    assert (killed["rank"], killed["step"]) == (1, 4) and "ended without a word" in killed["how"]
+    assert killed["where"].startswith("in step 5, backward")
     assert (stopped["rank"], stopped["step"]) == (1, 6) and "is stopped (SIGSTOP) since" in stopped["how"]
     assert (stuck["rank"], stuck["step"]) == (0, 8) and "is stuck since" in stuck["how"]
     assert all("faulty.py" in event["report"] for event in (stopped, stuck))
     assert curve(folder) == curve(undisturbed)
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
     assert not list(tmp_path.glob("shoal-beats-*"))
+
+
+def test_bad_input_is_not_tried_again(file, tmp_path, monkeypatch):
+    """It is found in the fifth step, after a save: tried again, the run would have been resumed."""
+    monkeypatch.setenv("FAULT", "usage@5:1:B")
+    monkeypatch.setenv("FAULT_ALWAYS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    launcher = (*AGENT[:-1], "1")
+    code, said = shoal("train", file, "--run-folder", tmp_path / "run", launcher=launcher, module=FAULTY)
+    assert code == 1 and said.count("shoal: error: the planted fault") >= 2, said
+    assert read_events(tmp_path / "run") == []
 
 
 def test_a_restart_without_what_it_needs_is_refused_at_the_start(tmp_path, monkeypatch):
@@ -65,35 +78,86 @@ def test_a_restart_without_what_it_needs_is_refused_at_the_start(tmp_path, monke
     check_elastic(tmp_path, {"TORCHELASTIC_MAX_RESTARTS": "1", OWN_STORE: "1"})
 
 
+class Nodes:
+    """Two agents of one rank each; the store of their rendezvous is in one of them."""
+
+    def __init__(self, file: Path, folder: Path, fewest: int):
+        self.port = 29000 + os.getpid() % 1000
+        self.launcher = (
+            "torch.distributed.run", "--nnodes", f"{fewest}:2", "--nproc-per-node", "1", "--max-restarts", "3",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job", "--local-addr",
+            "localhost", "--rdzv-conf",
+            "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
+        )
+        self.words = ("train", file, "--run-folder", folder)
+        self.agents: list[subprocess.Popen] = []
+
+    def start(self, *more: str) -> list[subprocess.Popen]:
+        self.agents += (new := [start(*self.words, *more, launcher=self.launcher) for _ in range(2)])
+        return new
+
+    def has_store(self, agent: subprocess.Popen) -> bool:
+        ports = psutil.Process(agent.pid).net_connections()
+        return any(c.status == "LISTEN" and c.laddr.port == self.port for c in ports)
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.communicate()
+
+
 def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
-    """Two agents of one rank each; one is killed, and its worker dies with it."""
-    folder, port = tmp_path / "run", 29000 + os.getpid() % 1000
-    launcher = (
-        "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend",
-        "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job", "--local-addr", "localhost", "--rdzv-conf",
-        "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
-    )
-    words = ("train", file, "--run-folder", folder, "--train.pace", "0.3")
-    first, second = agents = [start(*words, launcher=launcher) for _ in range(2)]
-    try:
+    """Its agent is killed, and its worker dies with it."""
+    folder = tmp_path / "run"
+    with Nodes(file, folder, fewest=1) as nodes:
+        agents = nodes.start("--train.pace", "0.3")
         wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 5)
         assert all(psutil.Process(agent.pid).children() for agent in agents)
-        hosts = psutil.Process(first.pid).net_connections()
-        going = second if any(c.status == "LISTEN" and c.laddr.port == port for c in hosts) else first
+        left, going = sorted(agents, key=nodes.has_store, reverse=True)
         worker = psutil.Process(going.pid).children(recursive=True)
         going.kill()
-        left = first if going is second else second
         said = left.communicate(timeout=120)[0]
         assert left.returncode == 0, said
         wait_for(lambda: not any(alive(one) for one in worker), 5)
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()
     assert "1 of 2 ranks are there: now on one device" in said
     assert [event["ranks"] for event in read_events(folder) if event["event"] == "resumed"][-1] == 1
+    assert any(event["how"].startswith("left no trace") for event in read_events(folder) if event["event"] == "failure")
     for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(folder), curve(undisturbed), strict=True):
         assert loss == pytest.approx(same_loss, rel=2e-5) and norm == pytest.approx(same_norm, rel=4e-4)
+
+
+def test_the_node_with_the_store_is_lost_and_the_same_command_goes_on(file, tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    with Nodes(file, folder, fewest=2) as nodes:
+        agents = nodes.start("--train.pace", "0.3")
+        wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 6)
+        left, going = sorted(agents, key=nodes.has_store)
+        going.kill()
+        said = left.communicate(timeout=60)[0]
+        assert left.returncode == 1 and "Rendezvous" in said
+        again = nodes.start()
+        assert [agent.wait(60) for agent in again] == [0, 0]
+    assert [event["step"] for event in read_events(folder) if event["event"] == "resumed"] == [4]
+    assert curve(folder) == curve(undisturbed)
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+
+
+def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undisturbed):
+    """torchrun ends with 1 whatever its workers say, and passes SIGUSR1 on only if it is told to."""
+    folder = tmp_path / "run"
+    launcher = (*AGENT, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    agent = start("train", file, "--run-folder", folder, "--train.pace", "0.3", launcher=launcher)
+    wait_for(lambda: agent.poll() is not None or logged(folder) >= 5)
+    agent.send_signal(signal.SIGUSR1)
+    said = agent.communicate(timeout=60)[0]
+    assert agent.returncode == 1 and f"stopped after step {logged(folder)}, which is saved" in said
+    assert max(checkpoints(folder)) == logged(folder) < STEPS
+    code, said = shoal("train", file, "--run-folder", folder, launcher=launcher)
+    assert code == 0, said
+    assert curve(folder) == curve(undisturbed)
 
 
 # ---- without processes -----------------------------------------------------------------------------------------------
