@@ -123,7 +123,7 @@ class Display:
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
         """A line for one validation; ``loss`` in nats per token, ``dropped`` a part of the choices of experts."""
-        without = f", {dropped:.1%} of the experts' choices dropped" if dropped else ""
+        without = f", experts dropped {dropped:.1%}" if dropped else ""
         self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
 
     def note(self, text: str) -> None:

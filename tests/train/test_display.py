@@ -29,7 +29,7 @@ def show(width: int, *, terminal: bool = False, steps: int = 45) -> str:
         for step in range(1, steps + 1):
             view.progress(step, 200)
             view.step(replace(STEP, step=step))
-        view.validation(2.25, 45)
+        view.validation(2.25, 45, dropped=0.0625)
         view.note("checkpoint saved: step 45")
         view.finish(folder=Path("runs/one"), seconds=184, validation_loss=1.875, prompt="def ",
                     sample="main(x):\n  \x1b[31mreturn [bold]x[/bold]\n")
@@ -52,6 +52,7 @@ def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     assert "dp 2 (ZeRO-1) x tp 2 x pp 2 (1f1b) = 8 ranks" in shown
     assert "runs/one" in shown
     assert "  def main(x):\n    �[31mreturn [bold]x[/bold]\n" in shown
+    assert "step 45: validation loss 2.2500 nats per token, experts dropped 6.2%" in shown
     assert "finished in 3m04s: validation loss 1.8750 nats per token" in shown
     (row,) = [line.split() for line in lines if line.split()[:1] == ["10"]]
     assert row[:9] == ["10", "5.5000", "20.5k", "5.12k", "41.3%", "0.83", "1.0e-03", "512Mi", "1m12s"]

@@ -18,6 +18,7 @@ from shoal.models.cache import Slice
 from shoal.models.transformer import Transformer, initialise
 from shoal.train.check import check
 from shoal.train.engine import Engine
+from shoal.train.metrics import read_metrics
 from shoal.train.sample import generate, load_model, sample_checkpoint
 
 from .runs import checkpoints, small_config, train_in
@@ -167,12 +168,23 @@ def test_the_weights_that_it_uses_are_those_of_the_checkpoint(run, tmp_path):
         write(tmp_path / "run")
 
 
-def test_no_token_of_a_prompt_is_dropped(corpus, pool, tmp_path, monkeypatch):
-    """As long as a text is written its capacity is not known, so that there is none: a prompt computes what its tokens
-    do one by one."""
+@pytest.fixture(scope="module")
+def short_of_room(corpus, pool, tmp_path_factory):
+    """A run whose experts have room for half of their tokens."""
     experts = {"count": 4, "per_token": 2, "ffn": 32, "capacity_factor": 0.5}
     config = small_config(corpus, {"micro_batch": 8}, model={"experts": experts}, train={"steps": 1})
-    folder = train_in(pool, config, tmp_path / "run")
+    return config, train_in(pool, config, tmp_path_factory.mktemp("experts") / "run")
+
+
+def test_what_validation_dropped_is_logged(short_of_room):
+    (metrics,) = read_metrics(short_of_room[1])
+    assert 0.5 <= metrics.validation_dropped < 1
+
+
+def test_no_token_of_a_prompt_is_dropped(short_of_room, monkeypatch):
+    """As long as a text is written its capacity is not known, so that there is none: a prompt computes what its tokens
+    do one by one."""
+    config, folder = short_of_room
     written_by = []
     monkeypatch.setattr("shoal.train.sample.generate", lambda model, ids, *_, **__: written_by.append(model) or ids)
     write(folder)
