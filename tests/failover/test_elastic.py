@@ -155,7 +155,7 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
     said = agent.communicate(timeout=60)[0]
     assert agent.returncode == 1 and f"stopped after step {logged(folder)}, which is saved" in said
     assert max(checkpoints(folder)) == logged(folder) < STEPS
-    code, said = shoal("train", file, "--run-folder", folder, launcher=launcher)
+    code, said = shoal("train", file, "--run-folder", folder, "--keep-going")  # as any start of it does
     assert code == 0, said
     assert curve(folder) == curve(undisturbed)
 
