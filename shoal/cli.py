@@ -337,8 +337,9 @@ def parse(command: str, options: type[T], args: list[str], sections: tuple[str, 
         sections: those of the config that can be set.
 
     Raises:
-        UsageError: the file is missing or wrong, or a value is out of its range.
-        SystemExit: 0 after ``--help``; 2 after an option that does not exist (the nearest is shown) or cannot be read.
+        UsageError: the file is missing or wrong, an option does not exist (the nearest is named), or a value cannot be
+            read or is out of its range.
+        SystemExit: 0, after ``--help``.
     """
     file, args = _run_file(args) if sections else (None, args)
     base = (load(file) if file else RunConfig()).model_dump()

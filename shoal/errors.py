@@ -39,19 +39,30 @@ def of_system(error: OSError) -> UsageError:
     return UsageError(f"{where}{what[0].lower()}{what[1:].rstrip('.')}.")
 
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API)?KEY(_|$)|_PAT$", re.IGNORECASE)
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|(^|_)(API)?KEY(_|$)|(^|_)(PASS|AUTH)$|_(PAT|PWD)$",
+    re.IGNORECASE,
+)
 """What the name of an environment variable has in it whose value nobody should read in a log."""
+
+SIGNED_IN = re.compile(r"(?<=://)[^\s/:@]*:([^\s/]+)(?=@)")
+"""User and password of a URL, ``scheme://user:password@host``, whatever the name of the variable that holds it."""
 
 SHORTEST_SECRET = 6  # letters: a shorter value would be found everywhere
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without the values of the environment's secrets, by the names of their variables (`SECRET`).
+    """A text without the values of the environment's secrets, by the names of their variables (`SECRET`), and without
+    the passwords of URLs, the text's own or the environment's.
 
     >>> redact("401 for hf_abcdef", {"HF_TOKEN": "hf_abcdef"})
     '401 for [HF_TOKEN]'
+    >>> redact("no answer from ftp://ann:pass@host/x", {})
+    'no answer from ftp://[credentials]@host/x'
     """
-    secrets = {value: name for name, value in environment.items() if SECRET.search(name)}
+    secrets = {password: name for name, value in environment.items() for password in SIGNED_IN.findall(value)}
+    secrets |= {value: name for name, value in environment.items() if SECRET.search(name)}
+    text = SIGNED_IN.sub("[credentials]", text)
     for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         if len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"[{secrets[value]}]")

@@ -15,6 +15,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -38,8 +40,8 @@ def parse(prog: str, options: type[T], args: list[str]) -> T:
         prog: the words before ``args``, for the help.
 
     Raises:
-        UsageError: a value is out of its range.
-        SystemExit: 0 after ``--help``; 2 after an option that does not exist (the nearest is shown) or cannot be read.
+        UsageError: an option does not exist (the nearest is named), or a value cannot be read or is out of its range.
+        SystemExit: 0, after ``--help``.
     """
     given = read(prog, options.__doc__ or "", {"": options}, {"": defaults(options)}, args)[""]
     return validate(options, given, where="command line")
@@ -54,6 +56,10 @@ def read(
         what: is said above the help.
         sections: by the name that stands before their options ("" for none).
         default: values of each, without those that must be given.
+
+    Raises:
+        UsageError: an option does not exist, or a value cannot be read.
+        SystemExit: 0, after ``--help``.
     """
     given = pairs(sections, args)
     needed = {section: _required(kind) for section, kind in sections.items()}
@@ -69,10 +75,17 @@ def read(
         for section, kind in sections.items()
     }
     try:
-        return tyro.cli(
-            TypedDict("Arguments", fields),  # type: ignore[operator]
-            default=default, prog=prog, description=what.strip(), args=args,
-        )
+        with redirect_stderr(StringIO()):  # what tyro says of errors: `explain` says it in other words
+            return tyro.cli(
+                TypedDict("Arguments", fields),  # type: ignore[operator]
+                default=default, prog=prog, description=what.strip(), args=args,
+            )
+    except SystemExit as end:
+        if end.code == 0:
+            raise
+        from shoal.mistyped import explain, options_of
+
+        raise explain(prog, options_of(sections), args) from None
     except BrokenPipeError:  # `--help | head`: the reader has seen enough, also for what is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None

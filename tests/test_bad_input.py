@@ -124,7 +124,8 @@ CASES = {
     "a misspelt key": file("[train]\nstepz = 3", "there is no key 'train.stepz'; did you mean 'steps'?"),
     "a key of another section": file("zero = 1", "there is no key 'zero'; did you mean 'parallel.zero'?"),
     "a misspelt key deep inside": file("[model.experts]\ncuont = 4", "'model.experts.cuont'; did you mean 'count'?"),
-    "a misspelt option": option("--train.stepz", "3", says=("--train.stepz", "--train.steps")),
+    "a misspelt option": option(
+        "--train.stepz", "3", says="shoal train has no option '--train.stepz'; did you mean '--train.steps'?"),
     "text for a number": file("[train]\nsteps = '7'", "train.steps = '7': input should be a valid integer"),
     "a boolean for a number": file("[train]\nsteps = true", "train.steps = True: input should be a valid integer"),
     "a fraction for a count": file("[train]\nsteps = 7.5", "train.steps = 7.5: input should be a valid integer"),
@@ -135,7 +136,8 @@ CASES = {
     "neither of two types": file(
         "[parallel]\nbucket_mb = '1'", "parallel.bucket_mb = '1': input should be a valid number, or input should be"),
     "what is not a number": file("[optimizer]\nlearning_rate = nan", "learning_rate = nan: input should be a finite"),
-    "a word for a number, typed": option("--train.steps", "many", says=("--train.steps", "many")),
+    "a word for a number, typed": option(
+        "--train.steps", "many", says="train.steps = 'many': input should be a valid integer"),
     "a name that is no text": option("--model.name", "\udcff", says="is not Unicode text"),
     # ---- the layout
     "a degree that does not divide": option(
@@ -194,6 +196,18 @@ CASES = {
         lambda p: ["train", p.toml, "--run-folder", p.corpus], ("exists already", "--resume")),
     "a folder in a file's place": Bad(
         lambda p: ["train", p.toml, "--run-folder", p.toml / "run"], ("cannot be written: Not a directory",)),
+    "checkpoints in a file's place": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.folder / "new", "--checkpoint.folder", p.toml],
+        ("checkpoints cannot be written into ", "run.toml: Not a directory", "folder by checkpoint.folder")),
+    "another run's checkpoints": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.folder / "new", "--checkpoint.folder", p.run() / "checkpoints"],
+        ("already holds step-00000002 of another run", "a folder of its own")),
+    "an address of no store": option("--checkpoint.folder", "s4://bucket/run", says="checkpoint.folder = 's4://bucket"),
+    "memory in a file's place": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.folder / "new", "--failover.memory_every", "1",
+                   "--failover.memory_folder", p.toml], ("failover.memory_folder = ", "run.toml' is not there")),
+    "another run's folder": Bad(
+        lambda p: ["train", p.toml, "--run-folder", p.run()], ("exists already", "--resume")),
     "a folder that cannot be": option("--run-folder", "/proc/run", says="--run-folder /proc/run cannot be written"),
     "a page that cannot be written": Bad(
         lambda p: ["estimate", "--out", "/proc/page.html"], ("/proc/page.html: no such file or directory",)),
@@ -254,23 +268,19 @@ def test_one_clear_message(name, place, capfd, monkeypatch):
     words = [str(word) for word in CASES[name].words(place)]
     before = tree(place.folder)
     capfd.readouterr()
-    errors = 1
-    try:
-        code = main(words)
-    except SystemExit as refused:  # by the parser of the command line, in a frame of its own
-        code, errors = refused.code, 0
+    code = main(words)
     said = capfd.readouterr().err
     assert code == 2, said
     assert all(text in said for text in CASES[name].says), said
-    assert "Traceback" not in said and said.count("shoal: error: ") == errors, said
+    assert "Traceback" not in said and said.count("shoal: error: ") == 1, said
     assert tree(place.folder) == before  # nothing was begun, and no run was touched
 
 
 def tree(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Every file below, but for the cache of tokens."""
+    """Every file and folder below, but for the cache of tokens."""
     return {
-        path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")
-        if path.is_file() and "cache" not in path.relative_to(folder).parts
+        path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else (0, 0)
+        for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts
     }
 
 
@@ -311,20 +321,46 @@ def test_a_folder_of_somebody_else():
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """Words before a command which give it a disk of 192 kB, and the folder where it is."""
+def small_disk(tmp_path) -> Callable[[str], tuple[str, ...]]:
+    """Words before a command which give it a disk of 192 kB at ``tmp_path / "disk"``, on which a script first does
+    something."""
     prefix = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
-    mount = f'mount -t tmpfs -o size=192k tmpfs "{tmp_path}" && exec "$@"'
-    if subprocess.run([*prefix, "sh", "-c", mount, "sh", "true"], capture_output=True).returncode:
+    (tmp_path / "disk").mkdir()
+
+    def words(script: str = "true") -> tuple[str, ...]:
+        mount = f'cd "{tmp_path}/disk" && mount -t tmpfs -o size=192k tmpfs . && cd . && {script} && cd "{ROOT}"'
+        return (*prefix, "sh", "-c", f'{mount} && exec "$@"', "sh")
+
+    if subprocess.run([*words(), "true"], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
-    return (*prefix, "sh", "-c", mount, "sh"), tmp_path
+    return words
 
 
-def test_a_full_disk(place, small_disk):
-    prefix, folder = small_disk
-    code, said = shoal("train", place.toml, "--run-folder", folder / "run", prefix=prefix)
+FULL = "{ head -c 1M /dev/zero > filler 2> /dev/null || true; }"
+READ_ONLY = "mount -o remount,ro ."
+
+
+@pytest.mark.parametrize(("script", "options", "says"), [
+    ("true", ("--run-folder", "disk/run"), ("checkpoints: 1 of ", "kB free", "checkpoint.keep")),
+    (FULL, ("--run-folder", "disk/run", "--checkpoint.folder", "kept"),
+     ("--run-folder {}/disk/run cannot be written: No space left on device", "Make room")),
+    (FULL, ("--run-folder", "run", "--checkpoint.folder", "disk/kept"),
+     ("checkpoints cannot be written into {}/disk/kept: No space", "checkpoint.folder")),
+    (READ_ONLY, ("--run-folder", "run", "--checkpoint.folder", "disk/kept"),
+     ("checkpoints cannot be written into {}/disk/kept: Read-only file system", "checkpoint.folder")),
+    (FULL, ("--run-folder", "run", "--failover.memory_every", "1", "--failover.memory_folder", "disk"),
+     ("failover.memory_folder = '{}/disk' cannot be written: No space", "failover.memory_every = 0")),
+    ("true", ("--run-folder", "run", "--failover.memory_every", "1", "--failover.memory_folder", "disk"),
+     ("failover.memory_every: two copies", "take ", "kB in {}/disk", "197 kB are free", "failover.memory_folder")),
+], ids=["small", "full for the run", "full for checkpoints", "read-only", "full memory", "small memory"])  # fmt: skip
+def test_a_disk_that_cannot_be_written(script, options, says, place, small_disk, tmp_path):
+    """Nothing is left behind, so that the same run folder may be named again."""
+    words = [word if word.startswith("-") or word.isdigit() else tmp_path / word for word in options]
+    code, said = shoal("train", place.toml, *words, prefix=small_disk(script))
     assert code == 2, said
-    assert "shoal: error: checkpoints: 1 of " in said and "kB free" in said and "Traceback" not in said
+    assert said.startswith("shoal: error: ") and "Traceback" not in said
+    assert all(text.format(tmp_path) in said for text in says), said
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]
 
 
 def test_a_typo(place):

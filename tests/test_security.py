@@ -239,8 +239,25 @@ def test_a_secret_in_a_config_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("name", "secret"), [
     ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("OPENAI_API_KEY", True), ("PGPASSWORD", True), ("KEY", True),
-    ("MONKEY", False), ("KEYBOARD", False), ("PATH", False), ("HOME", False), ("TOKENIZERS_PARALLELISM", True),
+    ("MYSQL_PWD", True), ("SSH_PASSPHRASE", True), ("SMTP_AUTH", True), ("AUTH", True), ("DB_PASS", True),
+    ("SLACK_WEBHOOK_URL", True), ("PWD", False), ("OLDPWD", False), ("SSH_AUTH_SOCK", False), ("XAUTHORITY", False),
+    ("COMPASS", False), ("MONKEY", False), ("KEYBOARD", False), ("PATH", False), ("HOME", False),
+    ("TOKENIZERS_PARALLELISM", True),
 ])
 def test_which_names_are_secret(name, secret):
     assert (redact("it says abcdefgh", {name: "abcdefgh"}) == f"it says [{name}]") == secret
     assert redact("it says true", {name: "true"}) == "it says true"  # too short to be one
+
+
+def test_the_password_of_an_address_is_secret_whatever_its_variable_is_called():
+    proxy = {"HTTPS_PROXY": "http://ann:p@ss-word@proxy:3128"}
+    assert redact(f"no answer from {proxy['HTTPS_PROXY']}", proxy) == "no answer from http://[credentials]@proxy:3128"
+    assert redact("wrong: p@ss-word", proxy) == "wrong: [HTTPS_PROXY]"
+    assert redact("redis://:planted@host/0", {}) == "redis://[credentials]@host/0"
+    for harmless in ("http://host:80/x@y", "hdfs://ann@host/x", "s3://bucket/a:b@c", "see http://a:1, or ann@host"):
+        assert redact(harmless, {}) == harmless
+
+
+def test_an_address_with_a_password_is_refused_in_a_config():
+    with pytest.raises(UsageError, match=r"checkpoint.folder = 'ftp://\[credentials\]@host/x' holds .* the password"):
+        check(build({"checkpoint": {"folder": "ftp://ann:planted@host/x"}}))

@@ -231,18 +231,14 @@ class Checkpointer:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _open(self, fresh: bool) -> str:
-        if fresh and (found := newest(self._folder)):
-            raise CheckpointError(
-                f"a new run would save into {self._folder}, which already holds {found.path.name} of another run."
-                "\n  Resume from it, or give the new run a folder of its own."
-            )
-        storage.make_folder(self._folder)
-        self._lock = storage.lock(self._folder / LOCK)
+        check_folder(self._folder, fresh=fresh)
+        try:
+            storage.make_folder(self._folder)
+            self._lock = storage.lock(self._folder / LOCK)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from None
         if self._lock is None:
-            raise CheckpointError(
-                f"another process saves checkpoints into {self._folder} (on {socket.gethostname()} or elsewhere)."
-                "\n  Stop it, or give this run a folder of its own."
-            )
+            raise _in_use(self._folder)
         for name in filter(UNCOMMITTED.fullmatch, storage.names(self._folder)):  # left by a run that died
             storage.remove(self._folder / name)
         return secrets.token_hex(4)
@@ -256,6 +252,46 @@ class Checkpointer:
             return {"result": None, "error": str(error)}
         except Exception as error:
             return {"result": None, "error": f"{type(error).__name__}: {error}"}
+
+
+def check_folder(folder: Place, *, fresh: bool) -> None:
+    """Refuse a folder that this process could not save checkpoints into; nothing is made in it.
+
+    Args:
+        fresh: as of `Checkpointer`.
+
+    Raises:
+        CheckpointError: it cannot be written, another process saves into it, or it holds another run's checkpoints.
+    """
+    try:
+        if fresh and (found := newest(folder)):
+            raise CheckpointError(
+                f"a new run would save into {folder}, which already holds {found.path.name} of another run."
+                "\n  Resume from it, or give the new run a folder of its own."
+            )
+        if storage.renames(folder):
+            storage.try_to_write(folder)
+            if storage.exists(folder / LOCK):
+                lock = storage.lock(folder / LOCK)
+                if lock is None:
+                    raise _in_use(folder)
+                lock.close()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Place, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints cannot be written into {folder}: {error.strerror or error}."
+        "\n  Name another folder by checkpoint.folder, or make this one writable."
+    )
+
+
+def _in_use(folder: Place) -> CheckpointError:
+    return CheckpointError(
+        f"another process saves checkpoints into {folder} (on {socket.gethostname()} or elsewhere)."
+        "\n  Stop it, or give this run a folder of its own."
+    )
 
 
 def _result(outcome: dict[str, Any]) -> Any:

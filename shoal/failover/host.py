@@ -13,17 +13,21 @@ removed. A run that starts sweeps up what runs with dead owners have left.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from shoal.checkpoint.storage import try_to_write
 from shoal.config import FailoverConfig
+from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
 
 OWNER, PART = "owner.json", "part.json"
@@ -35,26 +39,53 @@ def home(run_folder: Path, config: FailoverConfig) -> Path:
     return config.memory_folder / f"{_prefix()}{name}"
 
 
+def check_home(path: Path, needed: int) -> None:
+    """Refuse a host's memory that could not keep a run's state, before anything is made in it.
+
+    Args:
+        path: `home` of the run, which need not be there yet.
+        needed: bytes that the run keeps at least.
+
+    Raises:
+        UsageError: there is no such file system, it cannot be written or has no room, or another user made the folder.
+    """
+    _check_folder(path)
+    try:
+        try_to_write(path.parent)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    check_room(path, needed)
+
+
 def make_home(path: Path) -> None:
     """Make a run's folder, or take the one that an earlier attempt left.
 
     Raises:
-        UsageError: there is no such file system, or another user made the folder.
+        UsageError: as `check_home`, but for the room.
     """
+    _check_folder(path)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    _check_folder(path)
+
+
+def _check_folder(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(
             f"failover.memory_folder = '{path.parent}' is not there.\n  Name a folder in memory (a tmpfs), or set "
             "failover.memory_every = 0."
         )
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Name another folder in "
-            "memory (a tmpfs), or set failover.memory_every = 0."
-        ) from None
-    if not is_private(path):
+    if os.path.lexists(path) and not is_private(path):
         raise UsageError(f"{path} is not a private folder of this user: shoal will not trust it.\n  Remove it.")
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Make room, name another "
+        "folder in memory (a tmpfs), or set failover.memory_every = 0."
+    )
 
 
 def is_private(path: Path) -> bool:
@@ -67,12 +98,19 @@ def is_private(path: Path) -> bool:
 
 
 def own(path: Path, run_folder: Path) -> None:
-    """Say with which process the run lives and dies."""
+    """Say with which process the run lives and dies.
+
+    Raises:
+        UsageError: the memory is full.
+    """
     pid = owner_pid()
     owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
     partial = path / f"{OWNER}.partial"
-    partial.write_text(json.dumps(owner))
-    partial.rename(path / OWNER)
+    try:
+        partial.write_text(json.dumps(owner))
+        partial.rename(path / OWNER)
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
 def owner_pid() -> int:
@@ -92,11 +130,17 @@ def sweep(path: Path) -> list[str]:
         path: of the run that starts, which is not touched.
     """
     swept = []
+    for other, run in _left(path):
+        free(other)
+        swept.append(f"swept up what {run} had left in {other}: its owner is dead")
+    return swept
+
+
+def _left(path: Path) -> Iterator[tuple[Path, str]]:
+    """The memories of other runs whose owners are dead, and those runs."""
     for other in path.parent.glob(f"{_prefix()}*"):
         if other != path and (run := _left_by(other)):
-            free(other)
-            swept.append(f"swept up what {run} had left in {other}: its owner is dead")
-    return swept
+            yield other, run
 
 
 def _left_by(path: Path) -> str | None:
@@ -120,21 +164,31 @@ def _started(pid: int) -> float | None:
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Require that this host has room for so many bytes in all, counting what is there of this run already.
+    """Require that this host has room for so many bytes in all, counting what is there of this run already, and what a
+    `sweep` would give back.
 
     Raises:
         UsageError: telling what is needed and what there is.
     """
-    here = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    places = os.statvfs(path)
+    here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _left(path))))
+    places = os.statvfs(path.parent)
     room = min(places.f_bavail * places.f_frsize, psutil.virtual_memory().available) + here
     if needed > room:
         raise UsageError(
             f"failover.memory_every: two copies of this node's state and two of its neighbour's take "
-            f"{needed / 2**30:.2f} GiB in {path.parent} of {socket.gethostname()}, where {room / 2**30:.2f} GiB are "
-            "free.\n  Enlarge that file system (in a container, by --shm-size), name another by "
-            "failover.memory_folder, use more nodes, or set failover.memory_every = 0."
+            f"{show_bytes(needed)} in {path.parent} of {socket.gethostname()}, where {show_bytes(room)} are free."
+            "\n  Enlarge that file system (in a container, by --shm-size), name another by failover.memory_folder, "
+            "use more nodes, or set failover.memory_every = 0."
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run sweeps too
+            found = file.lstat()
+            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return size
 
 
 def _prefix() -> str:

@@ -27,20 +27,25 @@ from shoal.failover.host import is_private
 from shoal.train.membership import Membership, stack_path
 
 LOOK_SECONDS = 0.5
+EVERYONES = f"shoal-beats-{os.getuid()}-"
+LEFT_SECONDS = 60.0
+"""For which records that nobody keeps any more are left alone."""
 
 
 def shared_folder(member: Membership, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of this host's ranks in this round, made if need be; None where it cannot be trusted.
 
-    Rounds differ by who started them, by the attempt, or by the port where they meet.
+    Rounds differ by who started them, by the attempt, or by the port where they meet. What earlier rounds of this job
+    left is removed, and what jobs left that ended without a word.
     """
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
     name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
     folder = Path(tempfile.gettempdir()) / name
     if member.local_rank == 0:
-        for earlier in folders(environment):
-            if earlier != folder:
-                shutil.rmtree(earlier, ignore_errors=True)
+        others = Path(tempfile.gettempdir()).glob(f"{EVERYONES}*")
+        for other in [*folders(environment), *filter(_is_left, others)]:
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder if is_private(folder) else None
 
@@ -51,12 +56,25 @@ def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def _prefix(environment: Mapping[str, str]) -> str:
-    return f"shoal-beats-{os.getuid()}-{environment.get('SLURM_JOB_ID') or os.getppid()}-"
+    return f"{EVERYONES}{environment.get('SLURM_JOB_ID') or os.getppid()}-"
 
 
 def ended_path(folder: Path, rank: int) -> Path:
     """What is there when a neighbour has ended a rank."""
     return folder / f"ended-{rank}"
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether no process keeps its records there any more: each is gone and has long given no sign, by a clock that
+    containers with processes of their own share too. (Of an earlier boot, a sign lies in the future.)"""
+    try:
+        records = [record for path in folder.glob("beat-*") if (record := read(path)) is not None]
+        made = time.time() - folder.stat().st_mtime
+    except (OSError, ValueError):  # being removed, or no such folder as ours
+        return False
+    silent = all(not 0 <= time.monotonic() - record.alive < LEFT_SECONDS for record in records)
+    gone = all(watchdog.process_state(record.pid)[0] in ("", "Z") for record in records)
+    return is_private(folder) and made > LEFT_SECONDS and silent and gone
 
 
 class Neighbours:

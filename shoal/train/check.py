@@ -75,7 +75,8 @@ def check_failover(config: RunConfig) -> None:
 
 
 def check_secrets(config: RunConfig) -> None:
-    """Refuse a config that holds a secret of the environment: it is written into the run folder and shown in reports.
+    """Refuse a config that holds a secret of the environment, or an address with a password: it is written into the run
+    folder and shown in reports.
 
     Raises:
         UsageError: naming the field and the variable, and not the value.
@@ -85,7 +86,8 @@ def check_secrets(config: RunConfig) -> None:
             if (without := redact(str(value))) != str(value):
                 raise UsageError(
                     f"{section}.{name} = {without!r} holds the value of an environment variable that is a secret by "
-                    "its name, and a config is written down.\n  Leave it out: libraries find such variables themselves."
+                    "its name, or the password of an address, and a config is written down."
+                    "\n  Leave it out: libraries find such variables, and fsspec its own files, themselves."
                 )
 
 

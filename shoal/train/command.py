@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-from shoal.checkpoint import list_checkpoints
 from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
@@ -15,11 +14,12 @@ from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there,
 from shoal.failover.neighbours import shared_folder
 from shoal.failover.supervisor import Supervisor
 from shoal.train.check import check
-from shoal.train.fits import check_disk, check_memory
+from shoal.train.fits import check_memory
+from shoal.train.folders import check_folders
 from shoal.train.membership import Membership, joined, record_end
 from shoal.train.metrics import check_trackers
 from shoal.train.relaxed.choose import goes_on_without
-from shoal.train.run_folder import RUNS, check_resume, checkpoints_of, new_run
+from shoal.train.run_folder import check_resume, new_run
 from shoal.train.stop import StopRequests
 
 
@@ -73,9 +73,12 @@ def _train(
     check_trackers(config.metrics)
     choice = config.train.device
     device = member.device(choice) if member else pick_device(choice, config.parallel.world_size - 1)
-    check_memory(config, shape, device, _ranks_here(config, member))
+    here = _ranks_here(config, member)
+    check_memory(config, shape, device, here)
     if resume is not None:
         check_resume(config, shape, resume, again=again)
+    if member is None or member.local_rank == 0:
+        check_folders(config, shape, resume or run_folder, resume=resume is not None, ranks=here)
     payload = {
         "config": plain(config),
         "folder": str(resume or run_folder) if resume or run_folder else None,
@@ -91,10 +94,6 @@ def _train(
             record_end(shared_folder(member), member.rank, error)
             raise
     prepare(config.data)
-    there = resume or run_folder or RUNS
-    kept = checkpoints_of(config, there)
-    if isinstance(kept, Path):
-        check_disk(config, shape, kept, existing=len(list_checkpoints(kept)))
     if resume is None:
         payload["folder"] = str(new_run(config, run_folder))
     payload["made"] = True

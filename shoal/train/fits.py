@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shoal.catalog import ModelShape
+from shoal.checkpoint.storage import standing
 from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
@@ -117,23 +118,28 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
         )
 
 
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of a checkpoint's weights and moments."""
+    policy = FORMATS[config.train.precision]
+    states = STATES.get(config.optimizer.name, 0) * policy.state.itemsize
+    return shape.parameters() * (policy.storage.itemsize + states)
+
+
 def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
     """Refuse a run whose checkpoints have no room.
 
     Args:
-        folder: of the run, which need not be there yet.
+        folder: of the checkpoints, which need not be there yet.
         existing: checkpoints that are there already.
 
     Raises:
         UsageError: with what is needed, and what is free.
     """
-    policy = FORMATS[config.train.precision]
-    states = STATES.get(config.optimizer.name, 0) * policy.state.itemsize
-    each = shape.parameters() * (policy.storage.itemsize + states)
+    each = checkpoint_bytes(config, shape)
     every = config.checkpoint.every
     saves = 1 + (config.train.steps - 1) // every if every else 1
     most = min(config.checkpoint.keep + 1, saves) - existing  # one is written before the oldest goes
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = standing(folder)
     size, _, free = shutil.disk_usage(there)
     if size and most * each > free:  # what is no disk has no size, and says itself what is wrong
         raise UsageError(

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,19 +44,29 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
     try:
         folder = folder or _fresh_folder(config)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if not is_free(folder):
             raise FileExistsError
         save(config, folder / RUN_FILE, new=True)
     except FileExistsError:
-        raise UsageError(
-            f"--run-folder {folder} exists already, and a run never writes over what it did not make."
-            f"\n  Go on with that run by --resume {folder}, or name another folder."
-        ) from None
+        raise taken(folder) from None
     except OSError as error:
         raise UsageError(
             f"--run-folder {folder} cannot be written: {error.strerror}.\n  Name a folder that can."
         ) from None
     return folder
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new run may have this folder: it is not there, or is empty."""
+    return not (any(folder.iterdir()) if folder.is_dir() else os.path.lexists(folder))
+
+
+def taken(folder: Path) -> UsageError:
+    """What is said of a folder that is not free."""
+    return UsageError(
+        f"--run-folder {folder} exists already, and a run never writes over what it did not make."
+        f"\n  Go on with that run by --resume {folder}, or name another folder."
+    )
 
 
 def _fresh_folder(config: RunConfig) -> Path:

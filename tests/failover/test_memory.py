@@ -1,5 +1,6 @@
 """The state in host memory: what survives which loss, under any cut, and what never happens to it."""
 
+import json
 import os
 import shutil
 import signal
@@ -353,10 +354,32 @@ def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_p
 def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
     memory = Memory(tmp_path / "home", tmp_path, group=None)
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
-    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take .* GiB in .*memory_every = 0"):
+    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take \d+ B in .* \d+ B are.*memory_every = 0"):
         memory.prepare(pieces_of(1, 3, 0, 1))
     monkeypatch.undo()
     memory.prepare(pieces_of(1, 3, 0, 1))
+
+
+def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
+    left = tmp_path / f"shoal-{os.getuid()}-dead"
+    host.make_home(left)
+    (left / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 0, "started": 1.0, "run": "x"}))
+    (left / "state").write_bytes(bytes(5000))
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
+    host.check_home(tmp_path / "new", 5000)
+    with pytest.raises(UsageError, match=r"6 kB in .* 5.1\d kB are free"):
+        host.check_home(tmp_path / "new", 6000)
+    assert [path.name for path in tmp_path.iterdir()] == [left.name]
+
+
+def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
+    """Memory that filled up since it was looked at."""
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match=r"failover.memory_folder = .* cannot be written: No space left on device"):
+        Memory(tmp_path / "home", tmp_path, group=None)
 
 
 def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path, monkeypatch):
