@@ -87,7 +87,8 @@ def options_of(sections: Mapping[str, type[BaseModel]]) -> list[Option]:
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 found += options_of({key: field.annotation})
             else:
-                found.append(Option(key, field, field.description or documented.get(name, ""), POSITIONAL in field.metadata))
+                about = field.description or documented.get(name, "")
+                found.append(Option(key, field, about, POSITIONAL in field.metadata))
     return found
 
 

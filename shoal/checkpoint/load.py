@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 
 from shoal.checkpoint import storage
-from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of, size_of
 from shoal.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from shoal.checkpoint.manifest import (
     MEND,
@@ -28,6 +27,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import State
+from shoal.comm.values import Group, broadcast, gather, rank_of, size_of
 from shoal.errors import did_you_mean
 from shoal.pieces import Piece
 

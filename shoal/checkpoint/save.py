@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from shoal.checkpoint import storage
-from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of
 from shoal.checkpoint.load import verify
 from shoal.checkpoint.manifest import (
     MANIFEST,
@@ -26,6 +25,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import Staged, Staging, State, write_part
+from shoal.comm.values import Group, broadcast, gather, rank_of
 
 LOCK = ".lock"
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shoal.checkpoint.coordinate import Group, gather
+from shoal.comm.values import Group, gather
 from shoal.config import FailoverConfig
 from shoal.failover.reexecute import reexecute
 from shoal.failover.replicas import compare

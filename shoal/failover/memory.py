@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of, size_of
 from shoal.checkpoint.write import Plan, Staged, State, header_of, lay_out, part_of
+from shoal.comm.values import Group, broadcast, gather, rank_of, size_of
 from shoal.failover import slots
 from shoal.failover.host import check_room, free, make_home, own, sweep
 from shoal.failover.slots import Record, Slot

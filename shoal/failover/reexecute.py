@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.coordinate import Group, broadcast, gather
+from shoal.comm.values import Group, broadcast, gather
 from shoal.failover.replicas import hash_of
 from shoal.train.blame import ValueWatch
 from shoal.train.engine import Engine

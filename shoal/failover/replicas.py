@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.coordinate import Group, broadcast, gather
 from shoal.checkpoint.manifest import key
+from shoal.comm.values import Group, broadcast, gather
 from shoal.pieces import Box
 from shoal.train.engine import Engine
 

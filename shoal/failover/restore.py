@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
-from shoal.checkpoint.coordinate import Group, broadcast, gather, rank_of
 from shoal.checkpoint.load import touched
 from shoal.checkpoint.manifest import merge, read_manifest, write_manifest
 from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import State, file_name
+from shoal.comm.values import Group, broadcast, gather, rank_of
 from shoal.failover import slots
 from shoal.failover.host import make_home
 from shoal.failover.memory import Places, in_messages

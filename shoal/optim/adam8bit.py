@@ -82,7 +82,7 @@ class Adam8bit(Rule):
         """Agree with the other holders on the blocks that are cut between ranks; how many there are."""
         mine = {id(tile): _keys(tile) for _, tile in self.tiles if not _is_whole(tile)}
         found = self.shards.holders.collect([key for keys in mine.values() for key in keys])
-        place = {key: i for i, key in enumerate(sorted({key for keys in found for key in keys}))}
+        place = {key: i for i, key in enumerate(sorted({tuple(key) for keys in found for key in keys}))}
         for _, tile in self.tiles:
             if id(tile) in mine:
                 tile.shared = torch.tensor([place[key] for key in mine[id(tile)]], device=self.shards.device)

@@ -89,7 +89,7 @@ class Holders(Protocol):
         """Its element-wise maximum, in place."""
 
     def collect(self, x: Any) -> list[Any]:
-        """Every holder's ``x``, a small object, in order."""
+        """Every holder's ``x``, a small JSON value, in order: what was a tuple is a list."""
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """Sum flat ``whole`` [ranks x n] and keep this rank's ``part`` [n]."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather_flat, all_reduce, reduce_scatter_flat
+from shoal.comm.values import all_gather
 from shoal.config import OptimizerConfig
 from shoal.optim.build import rate_factor, weight_decay
 from shoal.optim.shards import Alone, Holders, Part, Shard, Shards
@@ -42,9 +43,7 @@ class MeshHolders:
         """As `Holders`."""
         if self.group.alone:
             return [x if i == self.index else type(x)() for i in range(self.ranks)]
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, x, group=self.group.backend)
-        return found
+        return all_gather(x, self.group.backend)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """As `Holders`."""

@@ -8,14 +8,14 @@ the module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.comm.values import all_gather, world
 from shoal.parallel.apply import Stage
 from shoal.train.engine import Engine
 from shoal.train.updates import NonFinite
@@ -116,11 +116,8 @@ def blame(engine: Engine, step: int, error: NonFinite) -> str:
         for piece in pieces:
             watch.look(WEIGHTS, 0, f"the weights of {name}", piece.tensor)
     watch.run(engine, step)
-    every = [watch.found]
-    if engine.mesh.layout.world_size > 1:
-        every = [None] * engine.mesh.layout.world_size
-        dist.all_gather_object(every, watch.found)
-    found = [finding for finding in every if finding is not None]
+    every = all_gather(watch.found and astuple(watch.found), world() if engine.mesh.layout.world_size > 1 else None)
+    found = [_Finding(*finding) for finding in every if finding is not None]
     if not found and not error.untouched:
         return f"{error}. Run again with the weights as they are now, the step is finite everywhere."
     if not found:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
+from shoal.comm.values import broadcast, world
 from shoal.comm.world import synchronize
 from shoal.config import RunConfig, plain
 from shoal.data.batches import Dataset
@@ -42,11 +43,9 @@ def settle_bucket_size(
     layout = config.parallel
     if layout.dp == 1 or layout.zero == 3 or layout.sync != "all-reduce":
         return _with(config, layout.bucket_bytes / 2**20), "bucket_mb = auto: there is nothing to choose"
-    kept: list[float | None] = [_kept(config, folder) if resume and mesh.rank == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(kept)
-    if kept[0] is not None:
-        return _with(config, kept[0]), f"bucket_mb = auto: {kept[0]:g} MiB, as measured when the run began"
+    kept = broadcast(_kept(config, folder) if resume and mesh.rank == 0 else None, world())
+    if kept is not None:
+        return _with(config, kept), f"bucket_mb = auto: {kept:g} MiB, as measured when the run began"
     seconds = sweep(config, shape, mesh, samples)
     best = min(seconds, key=seconds.__getitem__)
     if mesh.rank == 0:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shoal.comm.group import host_identity
 from shoal.comm.mesh import Mesh
+from shoal.comm.values import all_gather, broadcast
 from shoal.comm.world import Stopwatch
 from shoal.config import MetricsConfig
 from shoal.errors import UsageError
@@ -48,10 +49,7 @@ class Profiler:
             self._clear()  # ranks and steps of two starts of a run are never mixed
         self._watch = Stopwatch(mesh.device)
         self._offset = clock_offset(group) if group else 0.0
-        epoch = [time.perf_counter()]
-        if group:
-            dist.broadcast_object_list(epoch, group=group)
-        self._offset -= epoch[0]
+        self._offset -= broadcast(time.perf_counter(), group)  # when it began
         self._lines: list[dict[str, Any]] = []
         self._begins: list[Any] = []
         self._arrivals: list[Any] = []
@@ -141,8 +139,7 @@ def clock_offset(
         clock: of this rank [s].
         host: that this rank is on; None asks the system.
     """
-    rank, hosts = dist.get_rank(group), [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host or host_identity() or platform.node(), group=group)
+    rank, hosts = dist.get_rank(group), all_gather(host or host_identity() or platform.node(), group)
     offset, now = 0.0, torch.zeros(1, dtype=torch.float64)
     for other in (r for r, name in enumerate(hosts) if name != hosts[0]):
         if rank == other:

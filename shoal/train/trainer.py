@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
+from shoal.comm.values import all_gather, world
 from shoal.comm.world import has_float8_products, peak_memory
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
@@ -28,7 +29,7 @@ from shoal.train.blame import blame
 from shoal.train.bucket_size import settle_bucket_size
 from shoal.train.display import Display
 from shoal.train.engine import Engine, StepResult
-from shoal.train.handicap import Handicaps, Watch, who_waits
+from shoal.train.handicap import Handicaps, Times, Watch, who_waits
 from shoal.train.histograms import Histograms
 from shoal.train.metrics import MetricsWriter, StepMetrics
 from shoal.train.profile import Profiler, profiled_steps
@@ -140,10 +141,8 @@ class Trainer:
             self.states.save(self.step, block=True)
             self._close()
             if self.watch:
-                every = [self.watch.times] * self.mesh.layout.world_size
-                if len(every) > 1:
-                    dist.all_gather_object(every, self.watch.times)
-                self.display.console.print(who_waits(dict(enumerate(every))))
+                every = all_gather(asdict(self.watch.times), world() if self.mesh.layout.world_size > 1 else None)
+                self.display.console.print(who_waits({rank: Times(**times) for rank, times in enumerate(every)}))
 
     def leave(self) -> None:
         """Wait until no rank needs another any more."""

@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.ops import all_reduce
+from shoal.comm.values import all_gather, world
 
 if TYPE_CHECKING:
     from shoal.pipeline.program import Action
@@ -139,10 +139,8 @@ class ManyUpdates(OneUpdate):
         loss_sum, stop, *norms = all_reduce(mine, mesh.group("world")).tolist()
         self.loss, self.stopped = loss_sum / self.tokens, stop > 0
         if not all(map(math.isfinite, (loss_sum, *norms))):
-            found = [(self.spoilt, -mesh.index("pp"), mesh.describe())]
-            if mesh.layout.world_size > 1:
-                found = [found[0]] * mesh.layout.world_size
-                dist.all_gather_object(found, (self.spoilt, -mesh.index("pp"), mesh.describe()))
+            mine = (self.spoilt, -mesh.index("pp"), mesh.describe())
+            found = all_gather(mine, world() if mesh.layout.world_size > 1 else None)
             first = min(((v, s, where) for v, s, where in found if v), default=(0, 0, "no rank"))
             raise NonFinite(
                 f"step {self.number}: loss {self.loss:g}; the gradient of update {first[0]} of "

@@ -9,10 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
+from shoal.comm.values import all_gather, broadcast, world
 from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
@@ -59,9 +58,8 @@ def run(
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:
-        made = [str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""]
-        dist.broadcast_object_list(made)
-        folder = made[0]
+        made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
+        folder = broadcast(made, world())
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)
@@ -113,8 +111,7 @@ def _agree_on_data(samples: dict[str, Dataset]) -> None:
         UsageError: naming the ranks that differ from rank 0.
     """
     mine = [samples["train"].fingerprint, samples["validation"].fingerprint]
-    every: list[list[str]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = all_gather(mine, world())
     others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
     if others:
         raise UsageError(

@@ -1,0 +1,78 @@
+"""Small JSON values between ranks. torch's own collectives of objects unpickle what peers send, which runs code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+"""A process group with gloo for what is in host memory, or None where there is a single process."""
+
+
+def world() -> Group:
+    """All ranks."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def rank_of(group: Group) -> int:
+    """This process's rank in the group."""
+    return dist.get_rank(group) if group is not None else 0
+
+
+def size_of(group: Group) -> int:
+    """Ranks in the group."""
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def gather(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, in rank order, on rank 0; an empty list on the others."""
+    if group is None:
+        return [value]
+    data, sizes = _packed(value, group)
+    parts = [torch.empty_like(data) for _ in sizes] if rank_of(group) == 0 else None
+    dist.gather(data, parts, group=group, group_dst=0)
+    return _unpacked(parts or [], sizes)
+
+
+def all_gather(value: Any, group: Group) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    if group is None:
+        return [value]
+    data, sizes = _packed(value, group)
+    parts = [torch.empty_like(data) for _ in sizes]
+    dist.all_gather(parts, data, group=group)
+    return _unpacked(parts, sizes)
+
+
+def broadcast(value: Any, group: Group) -> Any:
+    """Rank 0's value, on every rank."""
+    if group is None:
+        return value
+    data = _encoded(value)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, group=group, group_src=0)
+    if rank_of(group) != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return json.loads(bytes(data.numpy()))
+
+
+def _encoded(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _packed(value: Any, group: Group) -> tuple[torch.Tensor, list[int]]:
+    """A value in as many bytes as the longest of all ranks, and how many are each one's."""
+    data = _encoded(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    return padded, [int(size) for size in sizes]
+
+
+def _unpacked(parts: list[torch.Tensor], sizes: list[int]) -> list[Any]:
+    return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=False)]
