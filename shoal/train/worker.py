@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
 from shoal.failover.neighbours import Neighbours, shared_folder
-from shoal.failover.postmortem import cause, former
+from shoal.failover.postmortem import Last, cause, former
 from shoal.train.check import check
 from shoal.train.meeting import left_open
 from shoal.train.membership import Membership, become_rank, joined, read_payload, scratch_folder
@@ -76,10 +77,9 @@ def run(
         stop=stop,
     )
     if payload.get("restarted") and member.how != "local":  # else the supervisor tells
-        every = [before] * member.world_size
-        dist.all_gather_object(every, before)
+        every = all_gather([asdict(last) for last in before], world())
         if member.rank == 0:
-            if lost := cause(list(chain.from_iterable(every))):
+            if lost := cause([Last(**last) for last in chain.from_iterable(every)]):
                 write_event(Path(folder), "failure", **lost)
                 trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
             write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
