@@ -38,9 +38,7 @@ def shared_folder(member: Membership, environment: Mapping[str, str] = os.enviro
     Rounds differ by who started them, by the attempt, or by the port where they meet. What earlier rounds of this job
     left is removed, and what jobs left that ended without a word.
     """
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
-    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
-    folder = Path(tempfile.gettempdir()) / name
+    folder = folder_of(member, environment)
     if member.local_rank == 0:
         others = Path(tempfile.gettempdir()).glob(f"{EVERYONES}*")
         for other in [*folders(environment), *filter(_is_left, others)]:
@@ -48,6 +46,13 @@ def shared_folder(member: Membership, environment: Mapping[str, str] = os.enviro
                 shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder if is_private(folder) else None
+
+
+def folder_of(member: Membership, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where this host's ranks keep their records in this round."""
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
+    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
+    return Path(tempfile.gettempdir()) / name
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:

@@ -7,6 +7,7 @@ what their hosts have, and name the one that was the cause.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 
 from shoal.failover.beat import Phase, read
-from shoal.failover.neighbours import ended_path, folders
+from shoal.failover.neighbours import ended_path, folder_of, folders
 from shoal.failover.watchdog import host
 from shoal.train.membership import Membership, record_path
 
@@ -50,11 +51,15 @@ class Last:
 
 def former(member: Membership) -> list[Last]:
     """What the ranks of this host left behind in the attempt before; to be asked before this attempt has a folder."""
-    found = folders()
+    made = {}  # of each folder but that of this round, which a faster rank may have made already
+    for folder in folders():
+        with contextlib.suppress(FileNotFoundError):  # another rank of this round removes it
+            if folder != folder_of(member):
+                made[folder] = folder.stat().st_mtime
     if member.how == "torchrun":  # its number may have been another process's, long ago
         begun = psutil.Process(os.getppid()).create_time()
-        found = [folder for folder in found if folder.stat().st_mtime >= begun]
-    newest = max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+        made = {folder: when for folder, when in made.items() if when >= begun}
+    newest = max(made, key=made.__getitem__, default=None)
     return examine(newest) if newest else []
 
 
@@ -68,7 +73,9 @@ def examine(folder: Path) -> list[Last]:
         if record is None:
             continue
         note = record_path(folder, rank)
-        said: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+        said: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            said = json.loads(note.read_text())
         every.append(Last(
             f"{port} {world_size}", int(world_size), rank, host(), since_epoch + said.get("when", record.alive),
             record.where, record.steps if record.begun >= 0 else None, record.phase is Phase.DONE,

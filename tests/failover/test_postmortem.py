@@ -25,6 +25,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(beat.threading.Thread, "start", lambda thread: None)  # no more signs of life
     made = neighbours.shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of the attempt now
     rank = Beat(beat.record_path(made, 1))
     rank.begun(4)
     rank.phase(Phase.STEP)
@@ -40,6 +41,11 @@ def test_what_a_rank_left_behind_is_read(folder):
     assert "ArithmeticError: the cause" in former(MEMBER)[0].report
     neighbours.ended_path(folder, 1).touch()
     assert former(MEMBER)[0].told
+
+
+def test_what_a_faster_rank_of_this_attempt_has_made_is_not_of_the_one_before(folder):
+    neighbours.folder_of(MEMBER).mkdir(mode=0o700)
+    assert [last.rank for last in former(MEMBER)] == [1]
 
 
 def test_what_an_agent_of_the_same_number_left_long_ago_is_not(folder):
