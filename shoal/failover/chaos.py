@@ -94,6 +94,7 @@ class Chaos:
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
         prepare(self.config.data)
         self.reference = folder / "undisturbed"
+        self.began = 0  # the step after which the newest run went on
         if code := self._supervise(self.reference, {}):
             raise UsageError(f"the undisturbed run ended with code {code}.\n  Its log: {log}")
 
@@ -181,7 +182,9 @@ class Chaos:
             supervisor = Supervisor(
                 self.config, payload, folder, "cpu", survivable=False, module=module, nursery=self.nursery
             )
-            return supervisor.run()
+            code = supervisor.run()
+            self.began = supervisor.began
+            return code
         except UsageError as error:
             print(f"shoal: error: {error}", file=sys.stderr, flush=True)
             return 2
@@ -278,8 +281,7 @@ class Chaos:
         trial.lost = [event["lost"] for event in events if event["event"] == "recovered"]
         trial.seconds = [event["seconds"] for event in events if event["event"] == "recovered"]
         if trial.reached is not None:
-            resumed = re.findall(r"resumed after step (\d+)", said)
-            trial.lost.append(max(0, trial.reached - int(resumed[-1] if resumed else 0)))
+            trial.lost.append(max(0, trial.reached - self.began))
         bound = self.bound + (self.config.checkpoint.every if kind.deed in ("flip", "truncate", "remove") else 0)
         if trial.lost and max(trial.lost) > bound:
             trial.problems.append(f"{max(trial.lost)} steps lost, and at most {bound} are promised")
@@ -353,9 +355,9 @@ def done(run: Path) -> int:
 
 
 def reached(run: Path) -> int:
-    """The step that a run came to, by its last failure."""
-    steps = [event["step"] for event in read_events(run) if event["event"] == "failure"]
-    return (steps[-1] if steps else None) or 0
+    """The step that a run came to, by its failures; one before the first step has none."""
+    steps = [event.get("step", 0) for event in read_events(run) if event["event"] == "failure"]
+    return max(steps, default=0)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:

@@ -77,6 +77,7 @@ class Supervisor:
         self.failures, self.lost, self.recoveries = 0, 0, []
         self._recovery: _Recovery | None = None
         self._begun = False
+        self.began = 0  # steps that were done when the newest attempt began
         self._layout = config.parallel  # of the attempt before
         self._nursery = nursery
 
@@ -192,7 +193,7 @@ class Supervisor:
         first = max(begun, key=lambda record: record.steps)
         if not self._begun:
             self.account.begun(first.begun)
-            self._begun = True
+            self._begun, self.began = True, first.begun
         self.account.stepped(first.steps, first.seconds)
         if self._recovery and first.steps > first.begun:
             recovery, self._recovery = self._recovery, None

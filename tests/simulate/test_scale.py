@@ -1,6 +1,5 @@
 """A simulation of a large cluster ends soon, and in little memory."""
 
-import resource
 import subprocess
 import sys
 import time
@@ -44,9 +43,10 @@ def test_a_quarter_of_a_million_micro_batches_that_all_differ() -> None:
         links = Links(*(random.uniform(0, 0.1, (p, p)) for _ in range(2)))
         timeline = simulate(of_schedule(SCHEDULES["1f1b"], p, m), times, links)
         assert timeline.busy.shape == (1, p) and timeline.peak_live.max() == p
+        # Its own alone: getrusage counts what its parent had when it was forked.
+        [peak] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+        assert int(peak.split()[1]) < 1024 * 1024, peak  # KiB
     """
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", dedent(script)], check=True)
-    assert done.returncode == 0
+    subprocess.run([sys.executable, "-c", dedent(script)], check=True)
     assert time.perf_counter() - begin < 60 / 4
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1024 * 1024  # KiB
