@@ -105,6 +105,7 @@ def test_users_add_their_own(own):
 def test_a_wrong_file_is_refused(own, text, says):
     if text is not None:
         own.write_text(text)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=says) as error:
         tables.add(own)
         accelerator("abacus")
+    assert own.name in str(error.value)

@@ -20,6 +20,7 @@ from shoal.files import read_toml
 T = TypeVar("T", bound=BaseModel)
 KINDS = ("accelerators", "links", "nodes", "models", "software")
 _own: dict[str, dict[str, dict[str, Any]]] = {}
+_file = ""  # that a user's tables are from
 _caches: list[Callable[[], Any]] = []
 
 
@@ -41,6 +42,7 @@ def add(path: str | Path) -> None:
     Raises:
         UsageError: no such file, not TOML, or a table that is none of `KINDS`.
     """
+    global _file
     given = read_toml(path)
     for kind, entries in given.items():
         if kind not in KINDS:
@@ -49,6 +51,7 @@ def add(path: str | Path) -> None:
             raise UsageError(f"{path}: [{kind}] holds tables with a name, as [{kind}.my-own]")
     forget()
     _own.update(given)
+    _file = str(path)
 
 
 def forget() -> None:
@@ -69,4 +72,5 @@ def entry(of: type[T], name: str, values: dict[str, Any], kind: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"catalog: [{kind}.{name}] {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        place = _file if name in _own.get(kind, {}) else "catalog"
+        raise UsageError(f"{place}: [{kind}.{name}] {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
