@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from shoal.comm.shared import SharedGroup
 
 SPINS = 50  # looks at the counters before the core is offered to others
-YIELDS = 2000  # offers of the core before sleeping
+YIELDS = 500  # offers of the core before sleeping
 NAP = 50e-6  # seconds
+NAP_SHARE = 0.02  # of the time waited so far, where that is longer: each look takes a core from others
 CHECK_SECONDS = 0.05  # between looks whether the rank that is waited for still lives
 
 MOVED = -1  # what a step yields that did something; else it yields the rank that it waits for
@@ -116,12 +117,13 @@ class Progress:
             if looks <= SPINS + YIELDS:
                 os.sched_yield()
                 continue
+            now = time.monotonic()
             if looks == SPINS + YIELDS + 1:
-                start = check = time.monotonic()
-            time.sleep(NAP)
-            if time.monotonic() - check > CHECK_SECONDS:
-                check = time.monotonic()
-                self._look_after(operation, check - start)
+                start = check = now
+            time.sleep(min(max(NAP, NAP_SHARE * (now - start)), CHECK_SECONDS))
+            if now - check > CHECK_SECONDS:
+                check = now
+                self._look_after(operation, now - start)
 
     def _look_after(self, operation: Operation, waited: float) -> None:
         """Give up on a rank that has ended, or on waiting."""
