@@ -142,12 +142,6 @@ class Estimate(Stages):
         """Whether every rank's memory is enough."""
         return self.fullest.reserved <= self.capacity
 
-    @property
-    def capacity(self) -> float:
-        """Bytes of each accelerator that a process can have: what is sold as 80 GB has 80 GiB."""
-        machine = self.run.cluster.accelerator
-        return machine.memory_bytes * (float(self.constants["usable"]) if machine.devices else 1.0)
-
 
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",

@@ -157,6 +157,12 @@ class StageMemory:
         return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
 
     @cached_property
+    def capacity(self) -> float:
+        """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
+        machine = self.run.cluster.accelerator
+        return machine.memory_bytes * (float(self.constants["usable"]) if machine.devices else 1.0)
+
+    @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
         return float(self.constants["fragmentation"][list(software_table()).index("shoal")])

@@ -40,7 +40,7 @@ def write_page(
 
 def memory_bars(estimate: Estimate) -> str:
     """A bar for each pipeline rank, to the limit of the device."""
-    limit = estimate.run.cluster.accelerator.memory_bytes
+    limit = estimate.capacity
     scale = (WIDTH - LEFT - 10) / max(limit, *(memory.reserved for memory in estimate.memory))
     canvas = Canvas()
     top = y = legend(canvas, list(vars(estimate.fullest)))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.links import Link
 from shoal.errors import UsageError, divisors
+from shoal.plan.memory import StageMemory
 from shoal.plan.run import Run
 from shoal.plan.search import Found, Progressing, search
 from shoal.plan.space import Space
@@ -55,9 +56,9 @@ def fewest(run: Run, space: Space, progress: Progressing | None = None) -> Answe
     sizes = [(1, each) for each in divisors(machine.per_node)]
     if machine.nic:
         sizes += [(nodes, machine.per_node) for nodes in range(2, MOST_NODES + 1)]
-    weights = run.shape.parameters() * run.policy.compute.itemsize
+    weights, room = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
     for nodes, each in sizes:
-        if nodes * each * machine.accelerator.memory_bytes < weights:
+        if nodes * each * room < weights:
             continue
         answer = best(replace(run, cluster=sized(machine, nodes, each)), space, progress)
         if answer:

@@ -25,7 +25,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.bounds import first_rank, in_turns
 from shoal.plan.branches import SLACK, Branch, Work, branches
-from shoal.plan.memory import Memory
+from shoal.plan.memory import Memory, StageMemory
 from shoal.plan.outline import Outline
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
@@ -196,7 +196,7 @@ class Search:
         self.placed: dict[tuple[Stages, Outline], Placed] = {}
         self.families: dict[tuple, Found] = {}
         self.limit = np.inf
-        self.room = run.cluster.accelerator.memory_bytes
+        self.room = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:
         """Go through everything, the most promising first."""

@@ -22,6 +22,7 @@ from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.command import OPTIMIZERS
 from shoal.plan.estimate import Estimate
+from shoal.plan.memory import StageMemory
 from shoal.plan.questions import Answer, fewest, grid, machines, what_if
 from shoal.plan.run import KINDS, Run
 from shoal.plan.search import Found, Plan, Progressing, search
@@ -224,7 +225,7 @@ def lines(plan: Plan, estimates: Sequence[Estimate], options: PlanOptions) -> li
         "",
     ]
     if not plan.best:
-        room = show_bytes(run.cluster.accelerator.memory_bytes)
+        room = show_bytes(StageMemory(run).capacity)
         return [*head, f"No layout that was searched fits in {room} and can split {run.global_batch:,} sequences.",
                 "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
     rows = [("", "step", "MFU", "memory", "layout", "against the best")]

@@ -47,7 +47,7 @@ def times(estimates: Sequence[Estimate]) -> str:
 
 def memories(estimates: Sequence[Estimate]) -> str:
     """A bar for each layout, by what holds the memory."""
-    limit = estimates[0].run.cluster.accelerator.memory_bytes
+    limit = estimates[0].capacity
     names = list(vars(estimates[0].fullest))
     shares = [list(vars(estimate.fullest).values()) for estimate in estimates]
     ends = [show_bytes(estimate.fullest.reserved) for estimate in estimates]
