@@ -51,6 +51,9 @@ class Node(BaseModel):
     most: PositiveInt | None = None
     """Of a pod: its chips."""
 
+    wraps_at: PositiveInt = 1
+    """Of a pod: an axis of a multiple of so many chips is closed to a ring; any other is a line."""
+
     cores_per_chip: PositiveInt = 1
     """Of a pod: what the number in a slice's name counts for each chip."""
 
@@ -77,6 +80,7 @@ class Cluster:
         nic: of one adapter, out of the node; None for a single node.
         nics: of a node.
         torus: the sizes of its dimensions, empty for switched nodes.
+        wraps_at: of these, multiples of so many are rings, the others lines.
         at_once: accelerators of a node that compute at one time; None for all.
         constants: of the calibrated cost model, measured here.
     """
@@ -89,6 +93,7 @@ class Cluster:
     nic: Link | None = None
     nics: int = 1
     torus: tuple[int, ...] = ()
+    wraps_at: int = 1
     at_once: int | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
 
@@ -207,7 +212,9 @@ def _slice(name: str, node: Node, count: int) -> Cluster:
             f"{node.cores_per_chip} for each.\n  The largest is {node.name}-{node.most * node.cores_per_chip}."
         )
     torus = _cube(chips, node.dimensions)
-    return Cluster(name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus)
+    return Cluster(
+        name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=node.wraps_at
+    )
 
 
 def _cube(chips: int, dimensions: int) -> tuple[int, ...]:

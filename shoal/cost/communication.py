@@ -5,6 +5,10 @@ many latencies as it has steps. That is what `shoal.cost.collectives.price` find
 Where a group has L ranks in each of G nodes, its rings leave a node over L adapters at once; the slowest link decides.
 Two trees that share the links between them (Sanders, Speck & Traeff 2009), as NCCL has them, do an all-reduce with the
 ring's volume in fewer steps; the faster one counts.
+
+What each rank has for each other (all-to-all) cannot be passed on like that: of S bytes of a rank S (G-1)/G leave its
+node, over its own share of the adapters. In a torus they cross the middle of each axis, of n places say: a ring's links
+there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A message to the next rank goes over one link.
 """
 
 from __future__ import annotations
@@ -23,12 +27,16 @@ class Ring:
     Attributes:
         ranks: their number.
         bandwidth: of the slowest link of the ring, of one rank's share of it, bytes/s in one direction.
+        exchange: bytes/s at which what a rank has for all others leaves it, where all exchange at once.
+        hop: bytes/s of a message to the next rank, where that is farthest.
         inside, outside: steps of the ring within nodes and between them.
         latency, outer_latency: of each, s.
     """
 
     ranks: int
     bandwidth: float = float("inf")
+    exchange: float = float("inf")
+    hop: float = float("inf")
     inside: int = 0
     outside: int = 0
     latency: float = 0.0
@@ -50,11 +58,11 @@ class Ring:
     def all_to_all(self, size: float) -> float:
         """Seconds in which every rank sends ``size`` bytes, to all others together."""
         steps = self.inside * self.latency + self.outside * self.outer_latency
-        return steps + size / self.bandwidth
+        return steps + size / self.exchange
 
     def send(self, size: float) -> float:
         """Seconds for a message to the next rank."""
-        return max(self.latency, self.outer_latency) + size / self.bandwidth
+        return max(self.latency, self.outer_latency) + size / self.hop
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
@@ -82,19 +90,26 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:
     nodes = ranks // here
     inside = cluster.inside
     if nodes == 1 or cluster.nic is None:
-        return Ring(ranks, inside.bandwidth, ranks - 1, 0, inside.latency)
+        return Ring(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
-    bandwidth = min(here * share, inside.bandwidth if here > 1 else float("inf"))
-    return Ring(ranks, bandwidth, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
+    near = inside.bandwidth if here > 1 else float("inf")
+    exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
+    bandwidth, hop = min(here * share, near), min(share, near)
+    return Ring(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
 
 
 def _in_torus(cluster: Cluster, ranks: int, stride: int) -> Ring:
-    """A group that fills a dimension goes round it both ways at once; one that fills a part of it, there and back."""
-    done, links, steps = 1, 0, 0
+    """A group that fills a dimension goes round it both ways at once, where its ends are connected; else there and
+    back."""
+    link = cluster.inside
+    done, links, steps, fullest = 1, 0, 0, 0.0
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)
         if extent > 1:
-            links += 2 if extent == size else 1
-            steps += extent - 1
+            ways = 2 if extent == size and size % cluster.wraps_at == 0 else 1
+            links, steps = links + ways, steps + extent - 1
+            # Over the middle of the axis: from each of one half's places to each of the other's.
+            fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)
         done *= size
-    return Ring(ranks, max(1, links) * cluster.inside.bandwidth, steps, 0, cluster.inside.latency)
+    exchange = (ranks - 1) / ranks * link.bandwidth / fullest if fullest else link.bandwidth
+    return Ring(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, steps, 0, link.latency)

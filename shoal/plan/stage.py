@@ -290,7 +290,7 @@ class Stages(StageMemory):
         """From a pipeline rank to the next."""
         run, pipeline = self.run, group_of(self.run.layout, "pp", self.cluster)
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
-        return Links.of_bandwidth(moved, pipeline.bandwidth, max(pipeline.latency, pipeline.outer_latency))
+        return Links.of_bandwidth(moved, pipeline.hop, max(pipeline.latency, pipeline.outer_latency))
 
     @cached_property
     def hop(self) -> float:

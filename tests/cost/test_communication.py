@@ -9,17 +9,17 @@ from shoal.comm.algorithms.description import Collective
 from shoal.comm.algorithms.textbook import describe
 from shoal.cost.collectives import lower_bound, price
 from shoal.cost.communication import group_of, ring_of
-from shoal.cost.topology import Wire, islands
+from shoal.cost.topology import Wire, islands, ring
 from shoal.layout import Layout
 
 
-def priced(name: str, nodes: int, per_node: int) -> float:
-    """A ring's time for 64 MB, on one rank of each node or on a node's."""
+def priced(name: str, nodes: int, per_node: int, algorithm: str = "ring", size: float = 64e6) -> float:
+    """An algorithm's time, on one rank of each node or on a node's."""
     found = cluster(f"{max(2, nodes)}x8xH100")
     inside = Wire(found.inside.latency, found.inside.bandwidth)
     nic = Wire(found.nic.latency, found.nic.bandwidth)
     topology = islands(nodes * per_node, per_node, inside, nic)
-    return price(describe(name, "ring", nodes * per_node), topology).seconds(64e6)
+    return price(describe(name, algorithm, nodes * per_node), topology).seconds(size)
 
 
 @settings(max_examples=15, deadline=None)
@@ -44,6 +44,52 @@ def test_a_ring_over_nodes_leaves_each_by_all_its_adapters() -> None:
     assert ring_of(cluster("4x8xH100"), 32).bandwidth == 400e9
     assert ring_of(cluster("4x8xH100"), 16, stride=2).bandwidth == 200e9
     assert ring_of(cluster("4x8xH100-IB800"), 32).bandwidth == 450e9
+
+
+@pytest.mark.parametrize(("nodes", "here"), [(1, 8), (2, 1), (4, 1), (2, 4), (2, 8), (4, 8), (8, 8), (5, 8)])
+def test_an_all_to_all_leaves_a_node_by_each_ranks_own_adapter(nodes: int, here: int) -> None:
+    """Message by message what stays inside is not at the same time as what leaves; of 64 GB latencies are nothing."""
+    group = ring_of(cluster(f"{max(2, nodes)}x8xH100"), nodes * here, stride=8 // here)
+    size, ranks = 64e9, nodes * here
+    found = group.all_to_all(size * (ranks - 1) / ranks)
+    exact = priced("all-to-all", nodes, here, "pairwise", size)
+    apart = size * (here - 1) / ranks / 450e9 if nodes > 1 else 0.0
+    assert found <= exact * (1 + 1e-9)
+    uneven = 1.25 if ranks == 40 else 1.0  # no pairs: in some rounds a few ranks stay inside, and wait for the others
+    assert found * uneven + apart >= exact * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather(ranks: int) -> None:
+    """jax-ml/scaling-book, sharding: V/(4 W) against V/W. Rounds of pairs use the links of one direction at a time."""
+    machine = cluster({4: "v5p-128", 8: "v5p-1024", 16: "v6e-256"}[ranks])
+    assert machine.torus[-1] == ranks
+    group, size = ring_of(machine, ranks), 64e9
+    found = group.all_to_all(size * (ranks - 1) / ranks)
+    assert group.all_gather(ranks * size) / found == pytest.approx(4 * (ranks - 1) / ranks, rel=1e-3)
+    wire = Wire(machine.inside.latency, machine.inside.bandwidth)
+    exact = price(describe("all-to-all", "pairwise", ranks), ring(ranks, wire)).seconds(size)
+    assert exact / 2.001 <= found <= exact
+
+
+def test_a_message_to_the_next_rank_takes_one_link() -> None:
+    machine = cluster("2x8xH100")
+    assert ring_of(machine, 8).send(64e6) == pytest.approx(64e6 / 450e9, rel=0.03)
+    for ranks, stride in ((16, 1), (4, 4), (2, 8)):
+        assert ring_of(machine, ranks, stride).send(64e6) == pytest.approx(64e6 / 50e9, rel=0.03)
+    assert ring_of(cluster("v5p-8192"), 16).send(64e6) == pytest.approx(64e6 / 90e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "torus", "axis"),
+    [("v5e-64", (8, 8), 45e9), ("v5e-256", (16, 16), 90e9), ("v5p-16", (2, 2, 2), 90e9), ("v5p-128", (4, 4, 4), 180e9),
+     ("v4-128", (4, 4, 4), 90e9)],
+)  # fmt: skip
+def test_an_axis_is_a_ring_only_where_its_ends_are_connected(name: str, torus: tuple, axis: float) -> None:
+    """jax-ml/scaling-book, tpus: a full 16 of v5e and v6e, a multiple of 4 of v4 and v5p; else a line."""
+    machine = cluster(name)
+    assert machine.torus == torus
+    assert ring_of(machine, torus[-1]).bandwidth == axis
 
 
 @given(
