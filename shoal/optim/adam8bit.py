@@ -95,8 +95,8 @@ class Adam8bit(Rule):
         for shard, tile in self.tiles:
             if tile.shared is not None:  # one block a row
                 moments = self._moments(shard, tile, slice(None), learning_rate)
-                for largest, moment in zip(table, moments, strict=True):
-                    largest[tile.shared] = moment.abs().amax(1)
+                for largest, moment in zip(table, moments, strict=True):  # of which a tile before may have a part
+                    largest[tile.shared] = torch.maximum(largest[tile.shared], moment.abs().amax(1))
                 waiting.append((tile, moments))
                 continue
             for rows in tile.rows():

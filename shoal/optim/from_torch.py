@@ -21,7 +21,7 @@ class _Made:
 
     Attributes:
         states: what it keeps per element.
-        options: its own arguments.
+        options: its own arguments, besides which kernel.
         counts: whether it keeps the number of updates.
     """
 
@@ -33,19 +33,24 @@ class _Made:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TORCH = {
-    "sgd": _Made(torch.optim.SGD, (), lambda c: {"fused": True}, counts=False),
+    "sgd": _Made(torch.optim.SGD, (), lambda c: {}, counts=False),
     # Polyak 1964; Sutskever et al. 2013, equation 4 (nesterov), in torch's form
     "momentum": _Made(
         torch.optim.SGD, ("momentum_buffer",),
-        lambda c: {"momentum": c.momentum, "nesterov": c.nesterov, "fused": True}, counts=False,
+        lambda c: {"momentum": c.momentum, "nesterov": c.nesterov}, counts=False,
     ),
     # Duchi et al. 2011, figure 1 (diagonal)
-    "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps, "fused": True}),
+    "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),
     # Kingma & Ba 2015, algorithm 1; weight decay is added to the gradient
-    "adam": _Made(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps, "fused": True}),
+    "adam": _Made(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
     # Loshchilov & Hutter 2019, algorithm 2; weight decay beside the gradient
-    "adamw": _Made(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps, "fused": True}),
+    "adamw": _Made(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
 }
+
+
+def has_fused(name: str, device: torch.device) -> bool:
+    """Whether torch has one kernel for all of a rule on a device: Adagrad's for CUDA came with 2.13."""
+    return name != "adagrad" or device.type == "cpu" or torch.__version__ >= (2, 13)
 
 
 class FromTorch(Rule):
@@ -64,12 +69,15 @@ class FromTorch(Rule):
         options = [
             {"params": parameters, "weight_decay": decay, "rate": rate} for (decay, rate), parameters in groups.items()
         ] or [{"params": [], "rate": 1.0}]  # a rank whose shards are padding alone updates nothing
-        self.rule = made.make(options, lr=config.learning_rate, **made.options(config))
+        fused = has_fused(name, shards.device)
+        kernel = {"fused": fused, "foreach": not fused}
+        self.rule = made.make(options, lr=config.learning_rate, **kernel, **made.options(config))
         for parameter in self.parameters:
             if made.states:
                 states: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in made.states}
                 if made.counts:
-                    states["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    # Without a fused kernel the host reads it in every update.
+                    states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 self.rule.state[parameter] = states
 
     def update(self, learning_rate: float) -> None:

@@ -75,14 +75,18 @@ def largest(x: Tensor, grain: Grain) -> Tensor:
 
 
 def scale_of(most: Tensor, kind: Format, grain: Grain) -> Tensor:
-    """What to multiply by, from the largest absolute values; 1 where these are 0."""
+    """What to multiply by, from the largest absolute values; 1 where these are 0.
+
+    Both a scale and its inverse are normal numbers: the largest of a tensor that is smaller than that allows for are
+    further from the format's end.
+    """
     if grain.scale == "mx":
         # frexp gives [1/2, 1): the exponent of the octave is one less
         octave = torch.frexp(most).exponent - 1 - _octave(kind)
         exponent = octave.clamp(*_MX_EXPONENTS)
         scale = torch.ldexp(torch.ones_like(most), -exponent)
     else:
-        scale = kind.largest / most
+        scale = (kind.largest / most).clamp(max=1 / torch.finfo(most.dtype).tiny)  # infinity x 0 would be NaN
         if grain.scale == "power":
             scale = torch.ldexp(torch.ones_like(most), torch.frexp(scale).exponent - 1)
     # What is not finite stays so: a step with it must be noticed.

@@ -35,9 +35,12 @@ def draws(key: int, positions: Tensor) -> Tensor:
 def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
     """Round float32 ``x`` to bfloat16 ``out``: away from 0 with the probability that is the rest's part of a digit.
 
+    What is not finite stays so.
+
     Args:
         bits: int32 draws, one for each element.
     """
+    x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # NaN with one bit set, to which something can be added
     whole = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
     out.copy_(whole.view(torch.float32))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from shoal.catalog import ModelShape
 from shoal.config import Float8Config, RunConfig
 from shoal.errors import UsageError
 from shoal.optim.build import ELEMENTWISE
 from shoal.precision.float8 import MX_BLOCK
 from shoal.precision.formats import FORMATS, Formats
+from shoal.precision.recipe import float8_layers
 
 SEVERAL_UPDATES = ("pipedream", "pipedream-2bw")
 
@@ -83,6 +86,7 @@ def _check_float8(config: RunConfig, shape: ModelShape, field: str) -> None:
     _need(shape.kv_heads % layout.tp == 0, f"{field} with parallel.tp = {layout.tp} and kv_heads = {shape.kv_heads}",
           "ranks that share a key/value head hold terms of its gradient, which do not round as their sum does",
           f"Use a tp that divides {shape.kv_heads}")
+    _check_kept(float8.keep, shape)
     mx = FORMATS[config.train.precision].products == "mxfp8"
     if layout.tp > 1 and (mx or float8.scales == "block"):
         block = MX_BLOCK if mx else float8.block
@@ -92,6 +96,14 @@ def _check_float8(config: RunConfig, shape: ModelShape, field: str) -> None:
             _need(size % (layout.tp * block) == 0, f"{field} with parallel.tp = {layout.tp} and {name} = {size}",
                   f"a rank's {size // layout.tp} cut a block of {block}, whose scale one device takes from all of it",
                   f"Use a model in which {name} is a multiple of tp x {block} = {layout.tp * block}, or another tp")
+
+
+def _check_kept(patterns: tuple[str, ...], shape: ModelShape) -> None:
+    names = float8_layers(shape, ()) if patterns else []
+    for pattern in patterns:
+        _need(any(fnmatchcase(name, pattern) for name in names), f"float8.keep: '{pattern}'",
+              "it fits no linear layer of the model's blocks",
+              f"These are called {', '.join(name for name in names if '.0.' in name)}, ..; * stands for anything")
 
 
 def _need(there: bool, what: str, why: str, mend: str) -> None:

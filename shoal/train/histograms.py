@@ -5,21 +5,21 @@
     activations        the input of each linear layer
     output gradients   of each linear layer, without the loss scale
 
-Of what tensor-parallel ranks hold alike, one counts it, so that the counts are those of one device.
+Of what tensor-parallel ranks hold alike, one counts it, and of what each has a term, the sum: so the counts are those
+of one device.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
@@ -49,6 +49,25 @@ class Histogram:
     counts: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer, and which tensor-parallel ranks have the same of it (names of axes, "tp/1" for this one alone).
+
+    Attributes:
+        name: in the whole model.
+        input: that have the same whole input, if the rank has not a part of the tokens to itself.
+        output: that have the same output, likewise.
+        units: of its outputs here, without padding.
+        terms: whether those with the same output have terms of its gradient each.
+    """
+
+    name: str
+    input: str
+    output: str
+    units: int
+    terms: bool = False
+
+
 class Histograms:
     """Records some steps of an engine.
 
@@ -66,9 +85,13 @@ class Histograms:
         rows = [*((kind, name) for kind in KINDS[:2] for name in names),
                 *((kind, name) for kind in KINDS[2:] for name in linear)]
         self.place = {row: i for i, row in enumerate(rows)}
-        self.splits = {
-            slot.split.name: slot.split for bucket in engine.parameters.buckets for slot in bucket.slots
-        }
+        self.vocabulary = next(
+            (slot.split.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
+             if slot.split.name == self._weight("head")), 0,
+        )
+        # Keys and values of one head are made on several ranks where there are more than heads.
+        self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
+        self.sharers = engine.mesh.group(self.shared)
         self.counts: Tensor | None = None
         self._forward = False
 
@@ -82,14 +105,12 @@ class Histograms:
         engine = self.engine
         self.counts = torch.zeros(len(self.place), BINS, dtype=torch.int64, device=engine.mesh.device)
         self.scale = engine.loss_scale.value if engine.loss_scale else 1.0
-        hooks = [hook for stage in engine.stages for hook in self._attach(stage)]
-        engine.observe = self._parameters
-        try:
+        with ExitStack() as undo:
+            for stage in engine.stages:
+                self._attach(stage, undo)
+            engine.observe = self._parameters
+            undo.callback(setattr, engine, "observe", None)
             yield
-        finally:
-            engine.observe = None
-            for hook in hooks:
-                hook.remove()
         all_reduce(self.counts, engine.mesh.group("world"))
         if engine.mesh.rank == 0:
             self._write(step + 1, self.counts.tolist())
@@ -108,41 +129,63 @@ class Histograms:
                     if piece.primary:
                         self._add(kind, name, piece.tensor, scale)
 
-    def _attach(self, stage: Stage) -> Iterator[RemovableHandle]:
+    def _attach(self, stage: Stage, undo: ExitStack) -> None:
         def enter(*_: object) -> None:
             self._forward = True
 
         def leave(*_: object) -> None:
             self._forward = False
 
-        yield stage.module.register_forward_pre_hook(enter)
-        yield stage.module.register_forward_hook(leave)
-        mesh = self.engine.mesh
+        undo.callback(stage.module.register_forward_pre_hook(enter).remove)
+        undo.callback(stage.module.register_forward_hook(leave).remove)
+        projected = set()
         for name, module in stage.module.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            split = self.splits[self._weight(name)]
-            rows, columns = (part != all_of for part, all_of in zip(split.box.shape, split.whole, strict=True))
-            first = mesh.index("tp") == 0
-            summed = columns and mesh.layout.sequence_parallel  # its output is scattered along the sequence
-            if columns and mesh.layout.tp_x > 1:
-                rows = mesh.index("tp_y") == 0  # the others along y have the same output
-            if columns or first:
-                yield module.register_forward_pre_hook(partial(self._input, name))
-            if rows or summed or first:
-                yield module.register_forward_hook(partial(self._output, name))
+            if hasattr(module, "projections"):  # made together, without a call of each
+                layers = [self._projection(f"{name}.{part}", getattr(module, part)) for part in module.projections]
+                projected |= {getattr(module, part) for part in module.projections}
+                undo.callback(setattr, module, "project", module.project)
+                module.project = partial(self._project, layers, module.project)
+            elif isinstance(module, nn.Linear) and module not in projected:
+                layer = (_Layer(name, "tp", "tp/1", self.vocabulary) if name == "head" else
+                         _Layer(name, "tp/1", "tp_y", module.out_features))
+                undo.callback(module.register_forward_hook(partial(self._called, layer)).remove)
+
+    def _projection(self, name: str, module: nn.Linear) -> _Layer:
+        heads = name.endswith((".attention.k", ".attention.v"))
+        shared = self.shared if heads else "tp/1"
+        return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
 
     def _weight(self, name: str) -> str:
         """A tied head has the embedding's."""
         return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
 
-    def _input(self, name: str, module: nn.Module, args: tuple[Tensor]) -> None:
-        if self._forward:  # else it is computed again, in backward
-            self._add("activations", name, args[0])
+    def _project(self, layers: list[_Layer], project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor):
+        outputs = project(x)
+        for layer, output in zip(layers, outputs, strict=True):
+            self._seen(layer, x, output)
+        return outputs
 
-    def _output(self, name: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if self._forward and output.requires_grad:
-            output.register_hook(lambda gradient: self._add("output gradients", name, gradient, self.scale))
+    def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        self._seen(layer, args[0], output)
+
+    def _seen(self, layer: _Layer, x: Tensor, output: Tensor) -> None:
+        if not self._forward:  # it is computed again, in backward
+            return
+        entering, leaving = (tensor.shape[:-1].numel() for tensor in (x, output))
+        # With sequence parallelism a rank's tokens are its own before a region, whose products gather them, and after.
+        if entering < leaving or self.engine.mesh.index(layer.input) == 0:
+            self._add("activations", layer.name, x)
+        counted = leaving < entering or self.engine.mesh.index(layer.output) == 0
+        if output.requires_grad and (counted or layer.terms):
+            output.register_hook(partial(self._returned, layer, counted))
+
+    def _returned(self, layer: _Layer, counted: bool, gradient: Tensor) -> None:
+        gradient = gradient[..., : layer.units]
+        if layer.terms:
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+            all_reduce(gradient, self.sharers)
+        if counted:
+            self._add("output gradients", layer.name, gradient, self.scale)
 
     def _write(self, step: int, counts: list[list[int]]) -> None:
         tensors = []

@@ -80,6 +80,20 @@ def test_mx_scales_are_the_specifications():
     assert quantise(x, E4M3, Grain(1, 32, "mx")).values(torch.float32)[1, 0] == 1.75
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("small", [1e-30, 1e-34, 1.3e-36, 1e-38, 1e-45])
+def test_the_smallest_numbers_do_not_become_nan(grain, kind, small):
+    x = torch.zeros(3, 40)
+    x[1, 5], x[1, 6] = small, -small / 2
+    codes = quantise(x, kind, grain)
+    values = codes.values(torch.float32)
+    assert torch.equal(values == 0, x == 0) or small < 1e-38
+    spacing = 2.0 ** (kind.tiniest - 1) / codes.scale.max().item()  # of subnormal numbers
+    assert (values - x).abs().max() <= max(2.0 ** -(kind.digits + 1) * abs(small), spacing)
+    assert codes.scale.reciprocal().min() >= 2.0**-127  # what hardware multiplies results by
+
+
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_stays_so(grain, bad):

@@ -33,6 +33,14 @@ def test_what_a_bfloat16_holds_stays(bits, key):
         assert torch.equal(rounded(x.float(), key), x)
 
 
+def test_what_is_not_finite_stays_so():
+    """NaN in all its bits: CUDA's has all of them set, and grows into those of a -0."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)
+    x = bits.view(torch.float32).repeat(64)
+    for key in range(8):
+        torch.testing.assert_close(rounded(x, key).float(), x, rtol=0, atol=0, equal_nan=True)
+
+
 def test_draws_are_even_and_differ_by_name_kind_update_and_seed():
     keys = [key_of(*what) for what in ((0, "a", "w", 1), (0, "a", "w", 2), (0, "a", "m", 1), (0, "b", "w", 1),
                                        (1, "a", "w", 1))]  # fmt: skip

@@ -1,10 +1,13 @@
 """Histograms of a step are those of one device, on any layout, and reach the report's page."""
 
 import pytest
+import torch
+from torch import nn
 
 from shoal.cli import main
 from shoal.config import RunConfig, build
 from shoal.errors import UsageError
+from shoal.models.transformer import Transformer
 from shoal.precision.histogram import BINS, bin_of
 from shoal.train.histograms import KINDS, Histograms, check_histograms, read_histograms
 from tests.parallel.counting import engine_of
@@ -16,6 +19,7 @@ LAYOUTS = [
     {"dp": 2, "zero": 3, "tp": 2, "recompute": "full"},
     {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
     {"tp": 4, "tp_x": 2},
+    {"tp": 4, "sequence_parallel": True, "tp_overlap": True},  # two ranks for each head of keys, tokens of their own
     {"dp": 2, "zero": 2, "zero_shard": 1},
 ]
 
@@ -39,6 +43,11 @@ def histograms_of(pool, parallel, folder):
 def test_any_layout_counts_what_one_device_counts(pool, tmp_path):
     one = histograms_of(pool, {}, tmp_path / "one")
     assert {kind for kind, _ in one} == set(KINDS)
+    with torch.device("meta"):
+        model = Transformer(small_run({}).model.shape(vocab=259, sequence_length=8))
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for kind in KINDS[2:]:
+        assert {name for k, name in one if k == kind} == linear
     assert sum(one["weights", "embed.token.weight"]) == sum(one["gradients", "embed.token.weight"]) == 259 * 16
     assert sum(one["activations", "layers.1.mlp.down"]) == 8 * 8 * 12
     assert sum(one["output gradients", "layers.1.mlp.down"]) == 8 * 8 * 16
