@@ -81,6 +81,7 @@ class ReplicaEngine(Engine):
             self.parameters.sum_ends()
             if not dry:
                 result = self.update(step, loss, tokens, stop)
+                self.parameters.gather()  # what is computed with may be a copy, in another number format
 
         self.runtime.step(batches, np.full(len(batches), 1 / tokens), update)
         return result

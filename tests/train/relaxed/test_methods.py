@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig, build
-from shoal.data.batches import SyntheticDataset
+from shoal.data.batches import Batch, SyntheticDataset
 from shoal.train.engine import Engine
+from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL
 from shoal.train.relaxed.engines import CompressedEngine, LocalEngine
 from shoal.train.relaxed.free import FreeEngine
 
@@ -41,11 +43,11 @@ def config_of(
     return build(values)
 
 
-def engine_of(config: RunConfig, masked: float) -> Engine:
+def engine_of(config: RunConfig, masked: float, kind_of_data: type[SyntheticDataset] = SyntheticDataset) -> Engine:
     shape: ModelShape = config.model.shape(vocab=64, sequence_length=16)
     mesh = Mesh(config.parallel, dist.get_rank())
     kind = ENGINES.get(config.parallel.sync, FreeEngine)
-    return kind(config, shape, mesh, SyntheticDataset(64, 16, 0, masked))
+    return kind(config, shape, mesh, kind_of_data(64, 16, 0, masked))
 
 
 def train(config: RunConfig, masked: float) -> list[torch.Tensor]:
@@ -115,6 +117,36 @@ RELAXED = {
 @pytest.mark.parametrize("name", RELAXED)
 def test_and_with_it_is_not(name, pool):
     assert apart(name, WHOLE | RELAXED[name], pool) > 1e-6
+
+
+class FewSamples(SyntheticDataset):
+    """The same four, over and over, so that the loss falls as they are learnt."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        return super().batch([index % 4 for index in indices])
+
+
+def in_bf16(config: RunConfig) -> tuple[list[float], bool]:
+    """The losses of a run, and whether in the end it computes with the weights that its optimizer has."""
+    engine = engine_of(config, 0.0, FewSamples)
+    if isinstance(engine, FreeEngine):
+        engine.method.start(0)
+        dist.barrier()
+    losses = [engine.step(step).loss for step in range(config.train.steps)]
+    return losses, all(
+        bucket.full.dtype == torch.bfloat16 and torch.equal(bucket.full, bucket.master.to(torch.bfloat16))
+        for bucket in engine.parameters.buckets
+    )
+
+
+@pytest.mark.parametrize("sync", ["all-reduce", *COMPRESSED, *LOCAL, *FREE])
+def test_what_computes_in_bf16_learns(sync, pool):
+    ranks = 1 if sync == "hogwild" else 2  # another could write after this rank's last step
+    few = {"train": {"precision": "bf16", "steps": 15}}
+    relaxed = {"local_steps": 3, "staleness": 0, "density": 0.2}
+    for losses, same in pool.run(in_bf16, ranks, config_of(sync, ADAM, relaxed, few, dp=ranks)):
+        assert same
+        assert losses[-1] < 0.9 * losses[0]
 
 
 # ---- compression -----------------------------------------------------------------------------------------------------
