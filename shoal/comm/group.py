@@ -20,6 +20,7 @@ from shoal.comm.shared import SharedGroup
 
 T = TypeVar("T")
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all of this process
+_progress: list[Progress | None] = []  # of the world, once somebody has asked for it
 
 
 class Group:
@@ -82,6 +83,7 @@ def leave_groups() -> None:
     for group in list(_groups):
         del group.backend, group.shared
     _groups.clear()
+    _progress.clear()
 
 
 def announce(device: torch.device) -> None:
@@ -94,8 +96,15 @@ def local_progress(device: torch.device) -> Progress | None:
     """For the groups of a world whose ranks all compute on the CPUs of one host; None in any other world.
 
     It is the world that counts and not the single group: nothing moves in shared memory while a rank waits for the
-    network, so that a run which uses both could wait in a circle. Waits until every rank has called `announce`.
+    network, so that a run which uses both could wait in a circle. For the same reason there is one for all groups:
+    whoever waits anywhere drives whatever this process has under way. Waits until every rank has called `announce`.
     """
+    if not _progress:
+        _progress.append(_local_progress(device))
+    return _progress[0]
+
+
+def _local_progress(device: torch.device) -> Progress | None:
     if device.type != "cpu" or dist.get_backend() != "gloo":
         return None
     hosts = {_store().get(f"shoal/host/{rank}").decode() for rank in range(dist.get_world_size())}

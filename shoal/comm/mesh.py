@@ -119,7 +119,7 @@ class Mesh:
         del mesh.coordinate  # of the whole grid
         return mesh
 
-    @cached_property
+    @property
     def _progress(self) -> Progress | None:
         """Of what is under way in shared memory; None where there is none."""
         return local_progress(self.device) if self.transport == "auto" else None

@@ -85,6 +85,10 @@ class Engine:
         self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
         # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.
         self.here = mesh if layout.sync == "all-reduce" else mesh.replica()
+        # To make a group its ranks wait for each other, and meanwhile move nothing that they have under way: so what a
+        # step needs is made before it.
+        for view, axis in ((mesh, "world"), (self.here, "world"), (mesh, "dp")):
+            view.group(axis)
         self.stages, self.parameters = build_stages(
             shape, self.program, self.here, self.policy, self.spread,
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,

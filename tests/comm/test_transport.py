@@ -338,3 +338,23 @@ def test_messages_arrive_in_order(
 def test_messages_may_be_larger_than_the_ring_and_many(pool: Pool) -> None:
     """Both ranks send three times what the ring holds before either receives."""
     pool.run(round_trip, 2, "auto", [shared.PAIR_CAPACITY // 8 * 9, 0, 1, shared.PAIR_CAPACITY // 8 * 15], torch.uint8)
+
+
+def through_two_views(capacity: int) -> float:
+    """A rank sends more than the other has taken, through one view of the ranks, and waits through another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "PAIR_CAPACITY", capacity)
+        whole = Mesh(Layout(dp=2, pp=2), dist.get_rank())
+        pipeline, everyone = whole.replica().group("pp"), whole.with_layout(whole.layout).group("world")
+        x, place = torch.ones(capacity), whole.index("pp")
+        sent = ops.start_send(x, whole.ranks("pp")[1], pipeline) if place == 0 else None
+        if place == 1:
+            ops.start_receive(x, whole.ranks("pp")[0], pipeline).wait()
+        total = ops.all_reduce(torch.ones(1), everyone).item()
+        if sent:
+            sent.wait()
+        return total
+
+
+def test_whoever_waits_anywhere_drives_what_was_started_through_another_view(pool: Pool) -> None:
+    assert pool.run(through_two_views, 4, 4096, timeout=8.0) == [4.0] * 4

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.catalog import ModelShape
+from shoal.comm import shared
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig, build
@@ -147,6 +148,23 @@ def test_what_computes_in_bf16_learns(sync, pool):
     for losses, same in pool.run(in_bf16, ranks, config_of(sync, ADAM, relaxed, few, dp=ranks)):
         assert same
         assert losses[-1] < 0.9 * losses[0]
+
+
+# ---- with a pipeline inside a replica --------------------------------------------------------------------------------
+
+
+def with_little_room(config: RunConfig) -> None:
+    """Steps in which a stage sends more than fits between two ranks at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "PAIR_CAPACITY", 1024)
+        engine = engine_of(config, 0.0)
+        for step in range(2):
+            engine.step(step)
+
+
+@pytest.mark.parametrize("sync", ["all-reduce", "powersgd", "diloco"])
+def test_stages_that_send_more_than_is_taken_wait_for_nobody_in_a_circle(sync, pool):
+    pool.run(with_little_room, 4, config_of(sync, ADAM, {}, dp=2, pp=2), timeout=8.0)
 
 
 # ---- compression -----------------------------------------------------------------------------------------------------
