@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.links import Link
-from shoal.errors import UsageError, divisors
+from shoal.errors import UsageError
 from shoal.plan.memory import StageMemory
 from shoal.plan.run import Run
 from shoal.plan.search import Found, Progressing, search
@@ -24,9 +25,9 @@ class Answer(NamedTuple):
     found: Found
 
 
-def best(run: Run, space: Space, progress: Progressing | None = None) -> Answer | None:
-    """The fastest layout that fits; None where none does."""
-    found = search(run, space, count=1, progress=progress).best
+def best(run: Run, space: Space, progress: Progressing | None = None, within: float = inf) -> Answer | None:
+    """The fastest layout that fits, if a step of it takes no longer than ``within`` seconds; None where none does."""
+    found = search(run, space, count=1, within=within, progress=progress).best
     return Answer(run, found[0]) if found else None
 
 
@@ -48,12 +49,12 @@ def sized(machine: Cluster, nodes: int, per_node: int | None = None) -> Cluster:
 
 
 def fewest(run: Run, space: Space, progress: Progressing | None = None) -> Answer | None:
-    """The least cluster on which the run fits: a part of a node, a node, then one more at a time.
+    """The least cluster on which the run fits: one device, one more of its node at a time, then one more node.
 
     The weights in their number format alone need so many at least; no fewer are tried.
     """
     machine = run.cluster
-    sizes = [(1, each) for each in divisors(machine.per_node)]
+    sizes = [(1, each) for each in range(1, machine.per_node + 1)]
     if machine.nic:
         sizes += [(nodes, machine.per_node) for nodes in range(2, MOST_NODES + 1)]
     weights, room = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
@@ -74,6 +75,22 @@ def machines(run: Run, space: Space, progress: Progressing | None = None) -> Ite
         if answer:
             yield answer
         nodes = run.cluster.nodes if nodes < run.cluster.nodes < 2 * nodes else 2 * nodes
+
+
+def affordable(
+    run: Run, space: Space, device_seconds: float, progress: Progressing | None = None
+) -> Answer | None:
+    """The fastest on any number of nodes up to the cluster's, of those whose step takes so many device-seconds at most.
+
+    Neither time nor price need fall or rise evenly with the nodes: a batch divides into some replicas, and not into
+    others. So every number is asked for a layout that is cheap enough and faster than the best before.
+    """
+    found = None
+    for nodes in range(run.cluster.nodes, 0, -1):
+        machine = sized(run.cluster, nodes)
+        most = min(device_seconds / machine.size, found.found.seconds if found else inf)
+        found = best(replace(run, cluster=machine), space, progress, most) or found
+    return found
 
 
 def what_if(run: Run, space: Space, progress: Progressing | None = None) -> Iterator[tuple[str, Answer | None]]:

@@ -80,12 +80,16 @@ def family(layout: Layout) -> tuple:
     return tuple(getattr(layout, name) for name in TOLD_APART)
 
 
-def search(run: Run, space: Space | None = None, *, count: int = 10, progress: Progressing | None = None) -> Plan:
+def search(
+    run: Run, space: Space | None = None, *, count: int = 10, within: float = np.inf,
+    progress: Progressing | None = None,
+) -> Plan:  # fmt: skip
     """The fastest layouts that fit.
 
     Args:
         run: its layout is ignored.
         count: how many to list, each of another mesh, pipeline, micro-batch or recomputation.
+        within: seconds that a step may take; the less, the sooner it is known that nothing does.
         progress: called with branches done, all branches, and what is found so far.
 
     Raises:
@@ -97,7 +101,7 @@ def search(run: Run, space: Space | None = None, *, count: int = 10, progress: P
             "\n  Search for the model without it, and estimate the best (shoal estimate)."
         )
     begin = time.perf_counter()
-    searching = Search(run, space or Space(), count)
+    searching = Search(run, space or Space(), count, within)
     searching.all(progress)
     searching.plan.seconds = time.perf_counter() - begin
     return searching.plan
@@ -184,9 +188,10 @@ class Search:
         run: its layout is ignored.
         space: what is chosen from.
         count: how many to find.
+        within: seconds that a step may take.
     """
 
-    def __init__(self, run: Run, space: Space, count: int):
+    def __init__(self, run: Run, space: Space, count: int, within: float = np.inf):
         self.run, self.space, self.count = run, space, count
         self.plan = Plan(run)
         self.known: dict = {}
@@ -195,7 +200,7 @@ class Search:
         self.replicas: dict[tuple, Replicas] = {}
         self.placed: dict[tuple[Stages, Outline], Placed] = {}
         self.families: dict[tuple, Found] = {}
-        self.limit = np.inf
+        self.limit = within
         self.room = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:

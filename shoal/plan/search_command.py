@@ -23,7 +23,7 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.command import OPTIMIZERS
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory import StageMemory
-from shoal.plan.questions import Answer, fewest, grid, machines, what_if
+from shoal.plan.questions import Answer, affordable, fewest, grid, machines, what_if
 from shoal.plan.run import KINDS, Run
 from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.space import LEVELS, Space
@@ -319,24 +319,33 @@ def _ask(options: PlanOptions, run: Run, space: Space, progress: Progressing | N
     if options.what_if:
         say(table(["hardware", "step", "", "MFU", "memory", "best layout"], _compared(what_if(run, space, progress))))
         return 0
+    return _pay(options, run, space, progress)
+
+
+def _pay(options: PlanOptions, run: Run, space: Space, progress: Progressing | None) -> int:
+    """The fastest for some money, beside what 1, 2, 4, ... nodes take."""
     price = options.price or run.cluster.accelerator.dollars_per_hour
     if not price:
         raise UsageError(f"--budget: {run.cluster.accelerator.name} has no price in the catalog.\n  Give --price.")
     tokens = options.tokens or 20 * run.shape.parameters()
-    rows, affordable = [], []
-    for answer in machines(run, space, progress):
-        days = answer.found.seconds * tokens / run.tokens / DAY
-        dollars = days * 24 * answer.run.cluster.size * price
-        if dollars <= options.budget:
-            affordable.append((days, answer))
-        rows.append([f"{answer.run.cluster.size:,}", f"{days:,.1f}", f"${dollars:,.0f}",
+    steps = tokens / run.tokens
+    of_size = {answer.run.cluster.size: answer for answer in machines(run, space, progress)}
+    found = affordable(run, space, options.budget / price * (DAY / 24) / steps, progress)
+    if found:
+        of_size[found.run.cluster.size] = found
+    rows = []
+    for size, answer in sorted(of_size.items()):
+        days = answer.found.seconds * steps / DAY
+        dollars = days * 24 * size * price
+        rows.append([f"{size:,}", f"{days:,.1f}", f"${dollars:,.0f}",
                      "" if dollars <= options.budget else "over budget", words(answer.found.layout)])  # fmt: skip
     say(table(["devices", "days", "dollars", "", "best layout"], rows))
-    if not affordable:
-        say(["", f"${options.budget:,.0f} do not pay for {tokens:.3g} tokens on any of these."])
+    budget = f"${options.budget:,.0f}"
+    if not found:
+        say(["", f"{budget} do not pay for {tokens:.3g} tokens on 1 to {run.cluster.nodes:,} nodes."])
         return 1
-    days, answer = min(affordable, key=lambda entry: entry[0])
-    say(["", f"${options.budget:,.0f}: {answer.run.cluster.size:,} devices, {days:,.1f} days for {tokens:.3g} tokens."])
+    days = found.found.seconds * steps / DAY
+    say(["", f"{budget}: {found.run.cluster.size:,} devices, {days:,.1f} days for {tokens:.3g} tokens."])
     return 0
 
 
