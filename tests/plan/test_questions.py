@@ -57,7 +57,7 @@ def test_the_fewest_are_said(capsys: pytest.CaptureFixture) -> None:
     words = "plan --model gpt2-124m --cluster 2x2xH100 --global-batch 4 --seq 512 --fix schedule=1f1b --fewest"
     assert main(words.split()) == 0
     assert "1 x h100-sxm are the fewest that hold gpt2-124m" in capsys.readouterr().out
-    assert main([*"plan --model llama-3-405b --cluster 8xH100 --global-batch 8 --fewest".split()]) == 1
+    assert main([*["plan", "--model", "llama-3-405b", "--cluster", "8xH100", "--global-batch", "8", "--fewest"]]) == 1
     assert "does not fit on any number of h100-sxm" in capsys.readouterr().out
 
 
