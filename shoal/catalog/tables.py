@@ -30,6 +30,11 @@ def table(kind: str) -> dict[str, dict[str, Any]]:
     return shipped | _own.get(kind, {})
 
 
+def own(kind: str) -> frozenset[str]:
+    """The names of the entries that are a user's."""
+    return frozenset(_own.get(kind, {}))
+
+
 def forgets(cache: Any) -> Any:
     """Have a cached reading of a table forgotten when a user's file is added."""
     _caches.append(cache.cache_clear)

@@ -70,7 +70,7 @@ def memory_rate(cluster: Cluster) -> float:
 
 def layer_of(
     shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
-    sequence_parallel: bool, recompute: str, later: float,
+    sequence_parallel: bool, recompute: str, later: float, eight_bits: bool = False,
 ) -> Layer:  # fmt: skip
     """The times of a layer.
 
@@ -78,6 +78,7 @@ def layer_of(
         kind: of the products, as accelerators name their peaks.
         itemsize: bytes of a number while it is computed with.
         later: by which attention takes longer on the last place of an uneven ring.
+        eight_bits: the layer's products are of 8-bit copies; attention and the head are not.
     """
     machine, wide = cluster.accelerator, itemsize / E
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else np.inf
@@ -87,6 +88,7 @@ def layer_of(
         "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
         "recompute": RECOMPUTE.index(recompute), "attention": ATTENTION.index("flash-2"), "overlap_tensor": 1,
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
+        "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": machine.memory_bytes,
         "inside": cluster.inside.bandwidth / wide if cluster.inside else np.inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),

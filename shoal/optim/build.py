@@ -30,9 +30,6 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     "sophia-h": Sophia,
 }
 
-ELEMENTWISE = (*TORCH, "radam", "sage")
-"""Rules that update every element by itself, from its gradient alone, with states that are numbers of each."""
-
 
 def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> Rule:
     """The rule that a run asks for, with its states allocated.

@@ -15,9 +15,9 @@ from shoal.cost.flops import DAY, dollars, kilowatt_hours, model_flops, petaflop
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
-from shoal.pipeline.choose import check_schedule
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
+from shoal.plan.trained import check_device, check_trained
 from shoal.precision.formats import FORMATS
 
 TOKENS_PER_STEP = 4 * 2**20
@@ -123,12 +123,14 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
-    if FORMATS[precision].products != "compute":
-        machine.accelerator.dense_flops("fp8")  # which refuses one that would only imitate them
+    run = Run(shape, layout, machine, s, batch, precision, optimizer)
+    check_device(run)
+    if run.eight_bits and config and config.float8.scales == "block":
+        raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
-    return checked(Run(shape, layout, machine, s, batch, precision, optimizer))
+    return checked(run) if options.dry_run else estimable(checked(run))
 
 
 def checked(run: Run) -> Run:
@@ -139,7 +141,27 @@ def checked(run: Run) -> Run:
     """
     sizes = {"global_batch": run.global_batch, "sequence_length": run.sequence_length}
     run.layout.check(run.shape, **sizes, ranks=run.cluster.size)
-    check_schedule(run.layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
+    check_trained(run, run.layout)
+    return run
+
+
+def estimable(run: Run) -> Run:
+    """The run, if there are formulas for the time of its step.
+
+    Raises:
+        UsageError: there are not.
+    """
+    layout = run.layout
+    if layout.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.sync = {layout.sync}: what replicas exchange other than all gradients is not estimated."
+            "\n  Leave sync out, or measure."
+        )
+    if layout.schedule == "terapipe":
+        raise UsageError(
+            "parallel.schedule = terapipe: what a slice of a sequence takes is not estimated."
+            "\n  Choose another schedule, or measure; shoal simulate plays it with times that you give."
+        )
     return run
 
 

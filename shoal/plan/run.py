@@ -30,6 +30,16 @@ class Run:
         return FORMATS[self.precision]
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether the layers' products are made in 8 bits: those of MXFP8's blocks are made in the compute format."""
+        return self.policy.products == "float8"
+
+    @property
+    def products(self) -> str:
+        """What the layers multiply, as accelerators name their peaks."""
+        return "fp8" if self.eight_bits else KINDS[self.policy.compute.name]
+
+    @property
     def tokens(self) -> int:
         """Of one step."""
         return self.global_batch * self.sequence_length

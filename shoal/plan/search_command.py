@@ -24,9 +24,10 @@ from shoal.plan.command import OPTIMIZERS
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory import StageMemory
 from shoal.plan.questions import Answer, affordable, fewest, grid, machines, what_if
-from shoal.plan.run import KINDS, Run
+from shoal.plan.run import Run
 from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.space import LEVELS, Space
+from shoal.plan.trained import check_device, check_trained, model_section
 from shoal.precision.formats import FORMATS
 from shoal.simulate.columns import of_schedule
 
@@ -100,6 +101,8 @@ def run(options: PlanOptions) -> int:
     if options.map:
         return _map(options)
     problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
+    if options.toml:
+        model_section(options.model, problem.shape, problem.sequence_length)  # or is refused before anything is sought
     if options.fewest or options.budget or options.what_if:
         with shown("asking") as progress:
             return _ask(options, problem, space, progress)
@@ -137,8 +140,10 @@ def described(options: PlanOptions, model: str) -> Run:
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     machine = cluster(options.cluster)
-    machine.accelerator.dense_flops(KINDS[FORMATS[options.precision].compute.name])
-    return Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
+    run = Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
+    check_device(run)
+    check_trained(run, Layout(micro_batch=run.global_batch))  # what no layout could change
+    return run
 
 
 def sequences(options: PlanOptions) -> int:
@@ -239,8 +244,16 @@ def lines(plan: Plan, estimates: Sequence[Estimate], options: PlanOptions) -> li
         *head, *table, "",
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
         f"{plan.programs} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
-        "", "The best, for `shoal train`:", "", *run_toml(options, run, plan.best[0].layout).splitlines(),
+        "", *_for_train(options, run, plan.best[0].layout),
     ]
+
+
+def _for_train(options: PlanOptions, run: Run, layout: Layout) -> list[str]:
+    """A run's TOML under its title, or why there is none."""
+    try:
+        return ["The best, for `shoal train`:", "", *run_toml(options, run, layout).splitlines()]
+    except UsageError as error:
+        return [str(error)]
 
 
 def words(layout: Layout) -> str:
@@ -295,7 +308,7 @@ def run_toml(options: PlanOptions, run: Run, layout: Layout) -> str:
         for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
     }
     return tomli_w.dumps({
-        "model": {"name": options.model, "vocab": run.shape.vocab},
+        "model": model_section(options.model, run.shape, run.sequence_length),
         "parallel": parallel,
         "data": {"sequence_length": run.sequence_length},
         "train": {"global_batch": run.global_batch, "precision": run.precision},

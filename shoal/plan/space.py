@@ -17,10 +17,10 @@ from typing import Any
 from shoal.catalog import ModelShape
 from shoal.errors import UsageError, divisors
 from shoal.layout import Layout
-from shoal.pipeline.choose import check_schedule
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.split import even_layers
 from shoal.plan.run import Run
+from shoal.plan.trained import check_trained
 
 SEARCHED = (
     "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
@@ -180,10 +180,9 @@ def depth_of(pp: int, pipe: Fields) -> int:
 
 
 def fits(run: Run, layout: Layout) -> bool:
-    """Whether a layout's own rules, and its schedule's, hold."""
+    """Whether `shoal train` takes a layout."""
     try:
-        layout.check(run.shape, global_batch=run.global_batch, sequence_length=run.sequence_length)
-        check_schedule(layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
+        check_trained(run, layout)
     except UsageError:
         return False
     return True

@@ -92,7 +92,7 @@ class Stages(StageMemory):
         self.finished: dict[tuple, tuple[float, float, float]] = {}
         if "machine" not in self.known:
             self.known["machine"] = (
-                run.cluster.accelerator.dense_flops(KINDS[run.policy.compute.name]), memory_rate(run.cluster),
+                run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster),
                 attained(run.cluster), 1 + float(self.constants["stragglers"]) * log2(run.cluster.nodes),
             )  # fmt: skip
         self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
@@ -153,7 +153,7 @@ class Stages(StageMemory):
         key = ("layer", sparse, skips, run.cluster.name, run.precision, s, *split)
         if key not in self.known:
             kind, itemsize = KINDS[run.policy.compute.name], run.policy.compute.itemsize
-            found = layer_of(shape, run.cluster, kind, itemsize, s, *split)
+            found = layer_of(shape, run.cluster, kind, itemsize, s, *split, eight_bits=run.eight_bits)
             if skips:
                 moved = ROUTING * self.forward.tokens_here * shape.hidden * itemsize
                 found = found._replace(elements=found.elements + moved / self.hbm)

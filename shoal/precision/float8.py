@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shoal.precision.formats import E4M3, E5M2, Format
 
-MX_BLOCK = 32
 _MX_EXPONENTS = (-127, 127)  # of E8M0, the format of a scale (OCP MX, section 5.4.1)
 
 

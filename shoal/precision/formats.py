@@ -37,6 +37,8 @@ FP16 = Format("float16", 2, 10, -14, 65504.0)
 E4M3 = Format("float8_e4m3fn", 1, 3, -6, 448.0)
 E5M2 = Format("float8_e5m2", 1, 2, -14, 57344.0)
 
+MX_BLOCK = 32  # numbers that share a scale (OCP MX, section 5.2)
+
 Products = Literal["compute", "float8", "mxfp8"]
 
 

@@ -12,8 +12,8 @@ from shoal.catalog import ModelShape
 from shoal.config import Float8Config
 from shoal.models.transformer import Transformer
 from shoal.pieces import Box, Piece
-from shoal.precision.float8 import MX_BLOCK, Grain, scale_of
-from shoal.precision.formats import E4M3, E5M2, Format, Products
+from shoal.precision.float8 import Grain, scale_of
+from shoal.precision.formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """The tensors of a linear layer: x, W, and the gradient of its output."""

@@ -7,10 +7,8 @@ from fnmatch import fnmatchcase
 from shoal.catalog import ModelShape
 from shoal.config import Float8Config, RunConfig
 from shoal.errors import UsageError
-from shoal.optim.build import ELEMENTWISE
-from shoal.precision.float8 import MX_BLOCK
-from shoal.precision.formats import FORMATS, Formats
-from shoal.precision.recipe import float8_layers
+from shoal.optim.names import ELEMENTWISE
+from shoal.precision.formats import FORMATS, MX_BLOCK, Formats
 
 SEVERAL_UPDATES = ("pipedream", "pipedream-2bw")
 
@@ -99,7 +97,11 @@ def _check_float8(config: RunConfig, shape: ModelShape, field: str) -> None:
 
 
 def _check_kept(patterns: tuple[str, ...], shape: ModelShape) -> None:
-    names = float8_layers(shape, ()) if patterns else []
+    if not patterns:
+        return
+    from shoal.precision.recipe import float8_layers  # which needs torch
+
+    names = float8_layers(shape, ())
     for pattern in patterns:
         _need(any(fnmatchcase(name, pattern) for name in names), f"float8.keep: '{pattern}'",
               "it fits no linear layer of the model's blocks",

@@ -11,7 +11,7 @@ from shoal.config import validate
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.pipeline.schedules import EVERY
-from shoal.plan.command import checked
+from shoal.plan.command import checked, estimable
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
 from shoal.precision.formats import FORMATS
@@ -51,6 +51,7 @@ def priced(name: str, options: SimulateOptions) -> Priced:
     shape = model_shape(options.model or "llama-3-8b")
     s = options.sequence_length or shape.max_sequence
     batch = options.dp * options.micro_batch * options.microbatches
-    estimate = Estimate(checked(Run(shape, layout, cluster(options.cluster), s, batch, options.precision)))
+    run = checked(Run(shape, layout, cluster(options.cluster), s, batch, options.precision))
+    estimate = Estimate(estimable(run))
     links = replace(estimate.link, blocking=options.blocking)
     return Priced(of_program(estimate.program), estimate.durations, links, estimate.step_seconds)

@@ -13,13 +13,9 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError, redact
 from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
-from shoal.precision.formats import FORMATS
-from shoal.precision.rules import check_precision
-from shoal.train.curvature import check_curvature
-from shoal.train.depths import check_depths
 from shoal.train.histograms import check_histograms
 from shoal.train.relaxed.choose import check_relaxed
-from shoal.train.routing import check_experts
+from shoal.train.rules import check_rules
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
@@ -41,15 +37,11 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         config.parallel, shape, config.train.global_batch, compile=config.train.compile,
         sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
     )
-    check_precision(config, shape)
+    check_rules(config, shape)
     check_histograms(config)
-    check_products(config)
     check_link(config)
     check_profile(config)
     check_relaxed(config)
-    check_curvature(config)
-    check_experts(config, shape)
-    check_depths(config, shape)
     check_rates(config, shape)
     check_failover(config)
     return shape
@@ -107,28 +99,6 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
             raise UsageError(
                 f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
                 "* stands for anything."
-            )
-
-
-def check_products(config: RunConfig) -> None:
-    """Refuse products made part by part, or on a grid of ranks, where they are compiled or in 8 bits.
-
-    Raises:
-        UsageError: naming the two fields.
-    """
-    layout, scaled = config.parallel, FORMATS[config.train.precision].products != "compute"
-    for name, value, special, how in (
-        ("tp_overlap", "true", layout.tp_overlap is True, "takes products and collectives as they are"),
-        ("tp_x", layout.tp_x, layout.tp_x > 1, "takes products and collectives as they are in one dimension"),
-    ):
-        if special and config.train.compile:
-            raise UsageError(
-                f"parallel.{name} = {value} with train.compile = true, which {how}.\n  Leave one of them out."
-            )
-        if special and scaled:
-            raise UsageError(
-                f"parallel.{name} = {value} with train.precision = '{config.train.precision}', which scales a "
-                f"product's input as a whole.\n  Leave {name} out, or use bf16."
             )
 
 

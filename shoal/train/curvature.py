@@ -24,52 +24,16 @@ import torch
 from torch import Tensor
 
 from shoal.comm.ops import all_gather, all_reduce
-from shoal.config import RunConfig
 from shoal.data.batches import Batch
-from shoal.errors import UsageError
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
 from shoal.models.transformer import IGNORE
-from shoal.pipeline.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:
     from shoal.train.engine import Engine
 
-PRECISIONS = {"sophia-g": ("fp32", "bf16", "fp64"), "sophia-h": ("fp32", "fp64")}
-"""By rule, those in which its estimate means something."""
-
 SHIFT = 1e-3
 """d, relative to the root mean square of the weights: errors of the difference of 5e-5, and its rounding of fp32."""
-
-
-def check_curvature(config: RunConfig) -> None:
-    """Refuse what no estimate can be made of.
-
-    Raises:
-        UsageError: naming the field, why, and what would do.
-    """
-    rule, layout = config.optimizer.name, config.parallel
-    if rule not in PRECISIONS:
-        return
-    what = f"optimizer.name = '{rule}'"
-    if layout.sync != "all-reduce":
-        raise UsageError(
-            f"{what} with parallel.sync = '{layout.sync}': its estimates are of all replicas together."
-            "\n  Use parallel.sync all-reduce, or another optimizer."
-        )
-    if layout.schedule in ASYNCHRONOUS:
-        raise UsageError(
-            f"{what} with parallel.schedule = '{layout.schedule}': an estimate is of one version of all weights, and "
-            "each stage would have several in a step.\n  Use another schedule, or another optimizer."
-        )
-    if config.train.precision not in PRECISIONS[rule]:
-        raise UsageError(
-            f"{what} with train.precision = '{config.train.precision}': "
-            + ("differences of gradients would be their rounding." if rule == "sophia-h" else
-               "its squares of gradients would leave the number format's range.")
-            + f"\n  Use train.precision {' or '.join(PRECISIONS[rule])}, or optimizer.name "
-            + ("sophia-g." if rule == "sophia-h" else "adamw.")
-        )
 
 
 def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:

@@ -10,31 +10,8 @@ import torch
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.config import RunConfig
-from shoal.errors import UsageError
 from shoal.models.depths import COUNTS, begin, depths_of
 from shoal.parallel.apply import Stage
-from shoal.train.curvature import PRECISIONS
-
-
-def check_depths(config: RunConfig, shape: ModelShape) -> None:
-    """Refuse what does not go with layers that only some tokens pass through.
-
-    Raises:
-        UsageError: naming the field, why, and what would do.
-    """
-    if shape.depths is None:
-        return
-    if config.train.compile:
-        raise UsageError(
-            "train.compile = true with model.depths: which tokens pass through a layer is known only when it runs, and "
-            "its router counts them and adds to backward as it goes.\n  Leave compile out."
-        )
-    if config.optimizer.name in PRECISIONS:
-        raise UsageError(
-            f"optimizer.name = '{config.optimizer.name}' with model.depths: its estimates are of the loss of the "
-            "tokens alone, and moved weights would choose other tokens.\n  Use another optimizer."
-        )
 
 
 @dataclass(frozen=True)

@@ -12,34 +12,11 @@ from torch import Tensor
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
-from shoal.config import RunConfig
-from shoal.errors import UsageError
 from shoal.models.experts.balance import begin, begin_validation, rebalance, routers_of
 from shoal.models.experts.router import SUMS, Router
 from shoal.parallel.apply import Stage
 from shoal.pieces import Box, Piece
 from shoal.pipeline.program import Program
-from shoal.train.curvature import PRECISIONS
-
-
-def check_experts(config: RunConfig, shape: ModelShape) -> None:
-    """Refuse what does not go with experts.
-
-    Raises:
-        UsageError: naming the field, why, and what would do.
-    """
-    if shape.experts is None:
-        return
-    if config.train.compile:
-        raise UsageError(
-            "train.compile = true with experts: how many rows each gets is known only when it runs, and every number "
-            "would be compiled anew.\n  Leave compile out."
-        )
-    if config.optimizer.name in PRECISIONS:
-        raise UsageError(
-            f"optimizer.name = '{config.optimizer.name}' with experts: its estimates are of the loss of the tokens "
-            "alone, and moved weights would choose other experts.\n  Use another optimizer."
-        )
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,7 @@ from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.tokenizer import load_tokenizer
 from shoal.pipeline.choose import check_schedule
 from shoal.precision.formats import verified_as
-from shoal.precision.rules import check_precision
-from shoal.train.curvature import check_curvature
-from shoal.train.depths import check_depths
-from shoal.train.routing import check_experts
+from shoal.train.rules import check_rules
 from shoal.verify.judge import PLAIN, Finding, Verdict, judge
 from shoal.verify.rank import Job, RankReport, compare, synthetic
 from shoal.verify.reference import StepFacts, run_reference
@@ -63,10 +60,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     check_schedule(
         config.parallel, shape, train.global_batch, sequence_length=length, clip_norm=config.optimizer.clip_norm
     )
-    check_curvature(config)
-    check_experts(config, shape)
-    check_depths(config, shape)
-    check_precision(config, shape)
+    check_rules(config, shape)
     changed: dict = {"device": "cpu", "compile": False}
     if train.compile:
         notes.append("compile is off: the layout is verified, not the compiler")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.config import RunConfig, build
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.train.curvature import PRECISIONS
+from shoal.train.rules import PRECISIONS
 
 Choose = Callable[[Sequence[Any]], Any]
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.config import OptimizerConfig
 from shoal.optim import widened
-from shoal.optim.build import ELEMENTWISE, build, build_for
+from shoal.optim.build import build, build_for
+from shoal.optim.names import ELEMENTWISE
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.pieces import Box, flat_range
 from shoal.precision.policy import POLICIES

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shoal.config import RunConfig
 from shoal.errors import UsageError
-from shoal.optim.build import ELEMENTWISE
+from shoal.optim.names import ELEMENTWISE
 from shoal.train.handicap import Handicaps
 
 if TYPE_CHECKING:

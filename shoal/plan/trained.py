@@ -1,0 +1,77 @@
+"""What `shoal train` takes: its own rules, asked of what is planned or estimated; and a model as its config has it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from shoal.catalog import ModelShape, model_names, model_shape, tables
+from shoal.config import RunConfig, build
+from shoal.errors import UsageError
+from shoal.layout import Layout
+from shoal.pipeline.choose import check_schedule
+from shoal.plan.run import Run
+from shoal.train.rules import check_rules
+
+OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
+PARTS = ("experts", "depths")
+
+
+def check_trained(run: Run, layout: Layout) -> None:
+    """Refuse a layout that would not be trained.
+
+    Args:
+        run: of which the layout is not looked at.
+
+    Raises:
+        UsageError: naming the field that cannot be, as `shoal train` does.
+    """
+    sizes = {"global_batch": run.global_batch, "sequence_length": run.sequence_length}
+    layout.check(run.shape, **sizes)
+    check_schedule(layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
+    check_rules(_settings(run.precision, run.optimizer).model_copy(update={"parallel": layout}), run.shape)
+
+
+def check_device(run: Run) -> None:
+    """Refuse number formats that the cluster's accelerators have no products of.
+
+    Raises:
+        UsageError: naming the accelerator and what it has.
+    """
+    run.cluster.accelerator.dense_flops(run.products)
+
+
+@cache
+def _settings(precision: str, optimizer: str) -> RunConfig:
+    return build({"train": {"precision": precision}, "optimizer": {"name": optimizer}})
+
+
+def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
+    """The section of a config that makes this model, where no catalog but shoal's own is read.
+
+    Args:
+        name: in the catalog that was read.
+
+    Raises:
+        UsageError: a user's own model has something that no model of shoal's catalog has, and no field overrides.
+    """
+    if name not in tables.own("models"):
+        return {"name": name, "vocab": shape.vocab}
+    values = shape.model_dump(exclude_none=True)
+    given = {field: values[field] for field in (*OVERRIDES, *PARTS) if field in values}
+    for base in model_names():
+        if base in tables.own("models") or model_shape(base).family != shape.family:
+            continue
+        section = {"name": base, **given}
+        try:
+            made = build({"model": section}).model.shape(vocab=shape.vocab, sequence_length=sequence_length)
+        except UsageError:
+            continue
+        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama's has it
+        if made.model_copy(update={"max_sequence": length}) == shape:
+            return section
+    settled = ("norm_eps", "rope_theta") if shape.family == "llama" else ("norm_eps", "max_sequence")
+    given = ", ".join(f"{field} = {getattr(shape, field)}" for field in settled)
+    raise UsageError(
+        f"--model {name}: `shoal train` takes {' and '.join(settled)} from shoal's own catalog alone, where no such "
+        f"model has {given}.\n  It cannot be written as a run; leave --toml out."
+    )
