@@ -120,7 +120,7 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     [
         ("estimate --parallel.dp 8 --parallel.sync diloco", "parallel.sync = diloco: what replicas exchange"),
         ("estimate --parallel.pp 8 --parallel.schedule terapipe", "parallel.schedule = terapipe: what a slice"),
-        ("simulate --schedule terapipe --pp 4 --microbatches 4 --cluster 4xH100", "parallel.schedule = terapipe: what a slice"),
+        ("simulate --schedule terapipe --pp 4 --microbatches 4 --cluster 4xH100", "schedule = terapipe: what a slice"),
     ],
 )
 def test_what_has_no_formula_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
