@@ -64,7 +64,7 @@ class Moments:
 
     def _each(self, held: Held) -> int:
         if self.optimizer == "muon":
-            return 1 if len(held.whole) == 2 and held.name.startswith("layers.") else 2
+            return 1 if len(held.whole) > 1 and held.name.startswith("layers.") else 2
         return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: Held, elements: int) -> int:

@@ -9,6 +9,7 @@ from shoal.config import OptimizerConfig
 from shoal.optim.from_torch import FromTorch
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
+from shoal.optim.turns import turns
 from shoal.pieces import Piece
 
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
@@ -20,8 +21,8 @@ _MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (
 class Muon(Rule):
     """Orthogonal momentum for matrices inside the layers; AdamW for embeddings, the head, norms and biases.
 
-    A matrix must be whole to be made orthogonal. Each is worked on by one of the ranks that hold parts of it: momenta
-    are reduce-scattered to these owners and their results all-gathered, as many bytes as ZeRO-1 moves in a step.
+    A matrix must be whole to be made orthogonal; of a parameter of several experts each is one. Each is worked on by
+    one of the ranks that hold parts of it (`shoal.optim.turns`), which moves as many bytes as ZeRO-1 does in a step.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
@@ -30,35 +31,38 @@ class Muon(Rule):
         empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
         self.matrices, self.rest = kinds.get(True, empty), FromTorch(config, kinds.get(False, empty), "adamw")
         self.momentum = like(self.matrices.shards)
-        self.places, self.chunk = _owners(self.matrices.parameters, shards.holders.ranks)
+        self.turns = list(turns(self.matrices))
 
     def update(self, learning_rate: float) -> None:
         self.rest.step(learning_rate)
         shards, holders = self.matrices.shards, self.shards.holders
-        kind = {"dtype": self.shards.dtype, "device": self.shards.device}
-        whole, mine = torch.zeros(holders.ranks * self.chunk, **kind), torch.empty(self.chunk, **kind)
-        views = {name: self._view(whole, name) for name in self.places}
-        for shard, momentum in zip(shards, self.momentum, strict=True):
+        rates = [learning_rate * shard.rate for shard in shards]
+        for shard, momentum, rate in zip(shards, self.momentum, rates, strict=True):
             momentum.mul_(self.config.momentum).add_(shard.gradient)
-            ahead = torch.add(shard.gradient, momentum, alpha=self.config.momentum)  # Nesterov's
-            for part in shard.parts:
-                views[part.name][part.box.slices] = ahead[part.slice].view(part.box.shape) / part.copies
-        holders.reduce_scatter(mine, whole)
-        for name, start in self.places.items():
-            if start // self.chunk == holders.index:
-                matrix = mine[start % self.chunk :][: views[name].numel()].view(views[name].shape)
-                matrix.copy_(orthogonal(matrix) * (_MATCH * max(matrix.shape) ** 0.5))
-        holders.all_gather(whole, mine)
-        for shard in shards:
-            rate = learning_rate * shard.rate
             shard.weights.mul_(1 - rate * shard.decay)
-            for part in shard.parts:
-                weights = shard.weights[part.slice].view(part.box.shape)
-                weights.sub_(views[part.name][part.box.slices], alpha=rate)
-
-    def _view(self, whole: Tensor, name: str) -> Tensor:
-        start, shape = self.places[name], self.matrices.parameters[name]
-        return whole[start : start + shape[0] * shape[1]].view(shape)
+        pieces = [piece for turn in self.turns for piece, _ in turn.pieces]
+        kind = {"dtype": self.shards.dtype, "device": self.shards.device}
+        whole = torch.empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0), **kind)
+        mine = torch.empty(max((p.stop for p in pieces), default=0), **kind)
+        for turn in self.turns:
+            for piece, moves in turn.pieces:
+                buffer = whole[: holders.ranks * (piece.stop - piece.start)].zero_()
+                for move in moves:
+                    gradient, momentum = move.of(shards[move.shard].gradient), move.of(self.momentum[move.shard])
+                    there = move.through(buffer)
+                    torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov's
+                    there /= move.part.copies
+                holders.reduce_scatter(mine[piece], buffer)
+            start = 0
+            for matrix in turn.mine:
+                values = mine[start : start + matrix.numel].view(matrix.shape)
+                values.copy_(orthogonal(values) * (_MATCH * max(matrix.shape) ** 0.5))
+                start += matrix.numel
+            for piece, moves in turn.pieces:
+                buffer = whole[: holders.ranks * (piece.stop - piece.start)]
+                holders.all_gather(buffer, mine[piece])
+                for move in moves:
+                    move.of(shards[move.shard].weights).sub_(move.through(buffer), alpha=rates[move.shard])
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {"momentum": named(self.matrices.shards, self.momentum), **self.rest.states()}
@@ -71,10 +75,10 @@ class Muon(Rule):
 def orthogonal(matrix: Tensor) -> Tensor:
     """About the nearest matrix with orthonormal rows or columns: its singular values become 0.7 to 1.2.
 
-    Newton-Schulz iterations, in bfloat16 on CUDA, where its authors found that enough (Jordan et al. 2024).
+    Newton-Schulz iterations; of float32 on CUDA in bfloat16, which its authors found enough (Jordan et al. 2024).
     """
     a, b, c = _COEFFICIENTS
-    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix
+    x = matrix.to(torch.bfloat16) if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
     wide = x.size(0) <= x.size(1)
     x = x if wide else x.T
     x = x / (x.norm() + 1e-7)  # the spectral norm is at most 1
@@ -85,23 +89,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def is_hidden_matrix(name: str, whole: tuple[int, ...]) -> bool:
-    """Whether Muon works on a parameter: a matrix that maps activations to activations, inside a layer."""
-    return len(whole) == 2 and name.startswith("layers.")
-
-
-def _owners(parameters: dict[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, int], int]:
-    """Where each matrix starts in a buffer of one chunk for each rank, and the chunk's size: largest first, each to
-    the rank with the least to do, which costs the cube of the shorter side."""
-    filled, work = [0] * ranks, [0] * ranks
-    placed: dict[str, tuple[int, int]] = {}
-    for name, (rows, columns) in sorted(parameters.items(), key=lambda p: (-_cost(p[1]), p[0])):
-        owner = work.index(min(work))
-        placed[name] = owner, filled[owner]
-        filled[owner] += rows * columns
-        work[owner] += _cost((rows, columns))
-    chunk = max(filled)
-    return {name: owner * chunk + start for name, (owner, start) in placed.items()}, chunk
-
-
-def _cost(shape: tuple[int, ...]) -> int:
-    return min(shape) ** 2 * max(shape)
+    """Whether Muon works on a parameter: matrices that map activations to activations, inside a layer."""
+    return len(whole) > 1 and name.startswith("layers.")

@@ -13,7 +13,10 @@ from shoal.optim.muon import orthogonal
 from shoal.optim.shards import Shards
 
 STEPS, RATE, DECAY = 8, 0.03, 0.1
-SHAPES = {"layers.0.mlp.up.weight": (48, 300), "norm.weight": (31,), "layers.1.attention.q.weight": (40, 104)}
+SHAPES = {
+    "layers.0.mlp.up.weight": (48, 300), "norm.weight": (31,), "layers.1.attention.q.weight": (40, 104),
+    "layers.1.mlp.experts.up": (3, 14, 11),
+}
 
 
 def sage(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
@@ -47,6 +50,8 @@ def muon(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
     """Jordan et al. 2024, with the scale of Liu et al. 2025, equation 4; AdamW for what is no matrix in a layer."""
     if w.dim() < 2:
         return adamw(w, g, s, t, c)
+    if w.dim() == 3:
+        return torch.stack([muon(w[e], g[e], s.setdefault(e, {}), t, c) for e in range(len(w))])
     s["m"] = c.momentum * s.get("m", 0) + g
     x = g + c.momentum * s["m"]
     x = x / (x.norm() + 1e-7)
@@ -122,7 +127,7 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
     ours = {name: w.clone() for name, w in expected.items()}
     gradients = {name: torch.zeros_like(w) for name, w in ours.items()}
     rule = build(config, Shards.of(
-        ((name, ours[name], gradients[name]) for name in SHAPES), lambda name, w: DECAY if w.dim() == 2 else 0.0
+        ((name, ours[name], gradients[name]) for name in SHAPES), lambda name, w: DECAY if w.dim() > 1 else 0.0
     ))
     states: dict[str, dict] = {name: {} for name in SHAPES}
     for t in range(1, STEPS + 1):
@@ -130,7 +135,7 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
             g = torch.randn(w.shape, generator=generator, dtype=torch.float64)
             gradients[name].copy_(g)
             update = paper(w, g, states[name], t, config)
-            expected[name] = w * (1 - RATE * (DECAY if w.dim() == 2 else 0.0)) + update
+            expected[name] = w * (1 - RATE * (DECAY if w.dim() > 1 else 0.0)) + update
         if paper is sophia and rule.due:
             rule.learn([shard.gradient.square() / 2 for shard in rule.shards.shards])
         rule.step(RATE)
