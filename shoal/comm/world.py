@@ -147,8 +147,14 @@ def device_name(device: torch.device) -> str:
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on units of the device: on CUDA from compute capability 8.9 on (Ada, Hopper)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether `torch._scaled_mm` runs on units of the device, for e4m3fn and e5m2.
+
+    On CUDA it does from compute capability 8.9 on (Ada, Hopper). ROCm calls itself CUDA, and its first devices with
+    such units have other formats of 8 bits.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def peak_memory(device: torch.device) -> int:

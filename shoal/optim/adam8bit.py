@@ -48,9 +48,9 @@ class _Tile:
     shared: Tensor | None = None
 
     def rows(self) -> Iterator[slice]:
-        """Some rows at a time."""
+        """Some rows at a time, which stay in the caches; all on a GPU."""
         rows, columns = self.weights.shape
-        many = max(1, BLOCK // columns)
+        many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))
 
 
@@ -77,6 +77,8 @@ class Adam8bit(Rule):
             for tile in _tiles(shard, part, [codes[i] for codes in self.codes])
         ]
         self.blocks_shared = self._share()
+        self.levels = [dynamic_map(signed).to(shards.device, shards.dtype) for signed in (True, False)]
+        self.nearest = [_codes(signed).to(shards.device) for signed in (True, False)]
 
     def _share(self) -> int:
         """Agree with the other holders on the blocks that are cut between ranks; how many there are."""
@@ -103,22 +105,22 @@ class Adam8bit(Rule):
                 for i, moment in enumerate(self._moments(shard, tile, rows, learning_rate)):
                     scales = _blocked(moment).abs().amax(-1)
                     tile.scales[i][rows] = scales
-                    tile.codes[i][rows] = _quantise(moment, scales, signed=i == 0)
+                    tile.codes[i][rows] = _quantise(moment, scales, self.nearest[i])
         if self.blocks_shared:
             self.shards.holders.maximum(table)
         for tile, moments in waiting:
             for i, (largest, moment) in enumerate(zip(table, moments, strict=True)):
                 scales = largest[tile.shared, None]
                 tile.scales[i].copy_(scales)
-                tile.codes[i].copy_(_quantise(moment, scales, signed=i == 0))
+                tile.codes[i].copy_(_quantise(moment, scales, self.nearest[i]))
 
     def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
         """Update some rows of the weights; their new moments, of full precision."""
         beta1, beta2 = self.config.betas
         weights, gradient = tile.weights[rows], tile.gradient[rows]
         mean, square = (
-            _dequantise(codes[rows], scales[rows], signed=i == 0)
-            for i, (codes, scales) in enumerate(zip(tile.codes, tile.scales, strict=True))
+            _dequantise(codes[rows], scales[rows], levels)
+            for codes, scales, levels in zip(tile.codes, tile.scales, self.levels, strict=True)
         )
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -212,15 +214,14 @@ def _blocked(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, WIDTH)) if x.size(1) % WIDTH == 0 else x.unsqueeze(1)
 
 
-def _quantise(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]."""
+def _quantise(x: Tensor, scales: Tensor, nearest: Tensor) -> Tensor:
+    """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]; ``nearest`` is of `_codes`."""
     relative = (_blocked(x) / scales.clamp(min=torch.finfo(x.dtype).tiny).unsqueeze(-1)).to(torch.bfloat16)
     bits = relative.view(torch.int16).int() & 0xFFFF
-    return _codes(signed).to(x.device).index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
+    return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
 
 
-def _dequantise(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """[rows, columns] values of codes."""
-    levels = dynamic_map(signed).to(scales.device, scales.dtype)
+def _dequantise(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    """[rows, columns] values of codes; ``levels`` is of `dynamic_map`."""
     values = levels.index_select(0, codes.int().reshape(-1)).view(codes.shape)
     return _blocked(values).mul_(scales.unsqueeze(-1)).view(codes.shape)

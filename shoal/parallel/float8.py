@@ -30,7 +30,7 @@ from shoal.models.transformer import Transformer
 from shoal.parallel.data import ShardedParameters
 from shoal.parallel.split import Split
 from shoal.parallel.weight import Postponed, add_gradient, add_rows, give
-from shoal.precision.float8 import Codes, encode, largest, scale_of
+from shoal.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
 from shoal.precision.formats import E5M2
 from shoal.precision.policy import Policy
 from shoal.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, float8_layers
@@ -63,6 +63,10 @@ class Float8:
         recipe, layers = Recipe.of(products, config), float8_layers(shape, config.keep)
         history = AmaxHistory(recipe, layers, policy.compute, device) if recipe.history else None
         return Float8(tuple(layers), recipe, history)
+
+    def native(self, compute: torch.dtype, device: torch.device) -> bool:
+        """Whether products are made in 8 bits, and not of what the codes stand for."""
+        return has_float8_products(device) and all(_takes(grain, compute) for grain in self.recipe.grains)
 
     def end_step(self, world: Group | None) -> None:
         """A step is over on every rank: agree on what it had at most."""
@@ -184,18 +188,21 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
             both sides, and sides that are multiples of 16.
     """
     both_e5m2 = a.codes.dtype == b.codes.dtype == getattr(torch, E5M2.name)
-    whole = a.scale.numel() == b.scale.numel() == 1
-    rows = a.scale.shape == (a.codes.shape[0], 1) and b.scale.shape == (b.codes.shape[0], 1)
+    taken = a.grain == b.grain and _takes(a.grain, dtype)
     fits = all(side % _ALIGN == 0 for side in (*a.codes.shape, *b.codes.shape))
-    taken = (whole and dtype != torch.float64) or (rows and dtype == torch.bfloat16)
     if not (native and taken and fits and not both_e5m2):
         return F.linear(a.values(dtype), b.values(dtype))
     scales = (a.scale.reciprocal(), b.scale.reciprocal().t())
-    if whole:
+    if a.grain == TENSOR:
         scales = tuple(scale.view(()) for scale in scales)
     return torch._scaled_mm(
         a.codes.contiguous(), b.codes.contiguous().t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype
     )
+
+
+def _takes(grain: Grain, dtype: torch.dtype) -> bool:
+    """Whether `torch._scaled_mm` takes such scales, and gives such results."""
+    return (grain == TENSOR and dtype != torch.float64) or (grain == ROW and dtype == torch.bfloat16)
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -40,6 +40,9 @@ class Grain(NamedTuple):
     scale: str = "exact"
 
 
+TENSOR, ROW = Grain(0, 0), Grain(1, 0)
+
+
 class Codes(NamedTuple):
     """A matrix in 8 bits.
 

@@ -12,7 +12,7 @@ from shoal.catalog import ModelShape
 from shoal.config import Float8Config
 from shoal.models.transformer import Transformer
 from shoal.pieces import Box, Piece
-from shoal.precision.float8 import Grain, scale_of
+from shoal.precision.float8 import ROW, TENSOR, Grain, scale_of
 from shoal.precision.formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -46,7 +46,7 @@ class Recipe:
         if config.scales == "block":
             row, square = Grain(1, config.block, "power"), Grain(config.block, config.block, "power")
             return Recipe(kinds, (row, square, row), keep=config.keep)
-        grain = Grain(0, 0) if config.scales == "tensor" else Grain(1, 0)
+        grain = TENSOR if config.scales == "tensor" else ROW
         history = config.history if config.amax == "delayed" else 0
         return Recipe(kinds, (grain,) * 3, history, config.margin, config.keep)
 

@@ -16,7 +16,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.values import all_gather, world
-from shoal.comm.world import has_float8_products, peak_memory
+from shoal.comm.world import peak_memory
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
@@ -264,8 +264,9 @@ class Trainer:
 
     def _peak(self) -> float | None:
         """Peak FLOP/s of all ranks together, None where one does not know its own."""
-        native = self.engine.float8 is not None and has_float8_products(self.mesh.device)
-        kind = torch.float8_e4m3fn if native else self.engine.policy.compute
+        float8, compute = self.engine.float8, self.engine.policy.compute
+        native = float8 is not None and float8.native(compute, self.mesh.device)
+        kind = torch.float8_e4m3fn if native else compute
         own = peak_flops(kind, self.mesh.device, self.local_ranks)
         total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
         rate, unknown = all_reduce(total, self.mesh.group("world")).tolist()

@@ -4,12 +4,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.catalog import model_shape
 from shoal.config import Float8Config, RunConfig, build
 from shoal.errors import UsageError
-from shoal.parallel.float8 import Float8Product, multiply
-from shoal.precision.float8 import Grain, quantise
+from shoal.parallel.float8 import Float8, Float8Product, multiply
+from shoal.precision.float8 import ROW, TENSOR, quantise
 from shoal.precision.formats import E4M3, E5M2
+from shoal.precision.policy import POLICIES
 from shoal.precision.rules import check_precision
 from shoal.verify.case import prepare, run_case
 from tests.parallel.counting import engine_of
@@ -92,7 +95,7 @@ def _kept(config: RunConfig) -> tuple[int, int]:
     return len(codes), len({x.untyped_storage().data_ptr() for x in codes})
 
 
-@pytest.mark.parametrize("grain", [Grain(0, 0), Grain(1, 0)])
+@pytest.mark.parametrize("grain", [TENSOR, ROW])
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3)])
 def test_native_products_are_the_emulated_ones(grain, kinds):
     """`torch._scaled_mm` runs on the CPU too, for whole tensors; rows there are emulated."""
@@ -102,6 +105,40 @@ def test_native_products_are_the_emulated_ones(grain, kinds):
     exact = a.values(torch.float64) @ b.values(torch.float64).t()
     for native in (False, True):
         assert (multiply(a, b, dtype, native=native).double() - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3)], ids=["forward", "backward"])
+def test_native_products_are_what_torch_takes_on_cuda(scales, kinds, monkeypatch):
+    """Fake tensors go through the checks that `torch._scaled_mm` makes of their shapes, strides and formats."""
+    taken, product = [], torch._scaled_mm
+
+    def counting(*args, **options):
+        taken.append(options["scale_a"].shape)
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counting)
+    grain = {"tensor": TENSOR, "row": ROW}[scales]
+    with FakeTensorMode():
+        a, b = (torch.empty(n, 64, dtype=torch.bfloat16, device="cuda") for n in (32, 48))
+        a, b = quantise(a, kinds[0], grain), quantise(b, kinds[1], grain)
+        y = multiply(a, b, torch.bfloat16, native=True)
+        assert (tuple(y.shape), y.dtype, y.device.type) == ((32, 48), torch.bfloat16, "cuda")
+    assert [tuple(shape) for shape in taken] == [() if scales == "tensor" else (32, 1)]
+
+
+@pytest.mark.parametrize(("precision", "settings", "native"), [
+    ("fp8", {}, True), ("fp8", {"scales": "row"}, True), ("fp8", {"scales": "block"}, False), ("mxfp8", {}, False),
+    ("fp64-fp8", {}, False),
+])
+def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings, native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    policy, device = POLICIES[precision], torch.device("cuda")
+    float8 = Float8.of(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
+    assert float8.native(policy.compute, device) == native
+    assert not float8.native(policy.compute, torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose devices of that number have other formats
+    assert not float8.native(policy.compute, device)
 
 
 @pytest.mark.parametrize(("precision", "sections", "said"), [
