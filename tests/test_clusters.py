@@ -92,6 +92,42 @@ def test_users_add_their_own(own):
     assert "abacus" not in accelerator_names()
 
 
+MINE = """
+[models.mine]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 4
+ffn = 128
+vocab = 99
+max_sequence = 128
+tied = true
+source = "mine"
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "says"),
+    [
+        ("heads = 4", "", r"own.toml: \[models.mine\] heads: field required"),
+        ("heads = 4", "heads = 0", r"\[models.mine\] heads: input should be greater than 0"),
+        ("heads = 4", "heads = 7", "hidden: 64 is no multiple of heads 7"),
+        ("heads = 4", 'heads = "four"', r"\[models.mine\] heads: input should be a valid integer"),
+        ("heads = 4", "heads = 4\nkv_heads = 3", "kv_heads: 3 does not divide heads 4"),
+        ("layers = 2", "layers = -2", r"\[models.mine\] layers: input should be greater than 0"),
+        ("layers = 2", "layer = 2", r"\[models.mine\] layers: field required"),
+        ("layers = 2", 'layers = 2\nname = "x"', "name: the table's own name is it"),
+        ('family = "llama"', 'same_as = "llama-3-8"', "same_as: there is no model 'llama-3-8'; did you mean"),
+    ],
+)
+def test_a_wrong_model_is_refused(own, given, instead, says):
+    assert given in MINE
+    own.write_text(MINE.replace(given, instead))
+    tables.add(own)
+    with pytest.raises(UsageError, match=says):
+        model_shape("mine")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from shoal.catalog.depths import Depths
 from shoal.catalog.experts import Experts
-from shoal.catalog.tables import forgets, table
+from shoal.catalog.tables import entry, forgets, table, wrong
 from shoal.errors import UsageError, did_you_mean
 
 
@@ -207,14 +207,16 @@ _ABOUT = {"published_parameters", "published_to", "published_active", "off_becau
 @forgets
 @cache
 def _catalog() -> dict[str, dict]:
-    entries = table("models")
-    return {name: entries[entry.get("same_as", name)] for name, entry in entries.items()}
+    return table("models")
 
 
 def _entry(name: str) -> dict:
     if name not in _catalog():
         raise UsageError(f"model.name = '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
-    return _catalog()[name]
+    found = _catalog()[name]
+    if (other := found.get("same_as", name)) not in _catalog():
+        raise wrong("models", name, f"same_as: there is no model '{other}'; {did_you_mean(str(other), _catalog())}")
+    return _catalog()[other]
 
 
 def model_names() -> list[str]:
@@ -226,12 +228,18 @@ def model_shape(name: str) -> ModelShape:
     """The shape of a published model, or one of ours.
 
     Raises:
-        UsageError: the name is not in the catalog.
+        UsageError: the name is not in the catalog, or a value of a user's own is missing, unknown or out of its range.
     """
     shape = {key: value for key, value in _entry(name).items() if key not in _ABOUT}
-    shape.setdefault("kv_heads", shape["heads"])
-    shape.setdefault("head_dim", shape["hidden"] // shape["heads"])
-    return ModelShape(**shape)
+    heads, hidden = shape.get("heads"), shape.get("hidden")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        if "head_dim" not in shape and hidden % heads:
+            raise wrong("models", name, f"hidden: {hidden} is no multiple of heads {heads}, and head_dim is not given")
+        shape = {"kv_heads": heads, "head_dim": hidden // heads} | shape
+    found = entry(ModelShape, name, shape, "models")
+    if found.heads % found.kv_heads:
+        raise wrong("models", name, f"kv_heads: {found.kv_heads} does not divide heads {found.heads}")
+    return found
 
 
 def published(name: str) -> Published:
@@ -240,11 +248,11 @@ def published(name: str) -> Published:
     Raises:
         UsageError: the name is not in the catalog.
     """
-    entry = _entry(name)
+    found = _entry(name)
     return Published(
-        parameters=entry.get("published_parameters"),
-        to=entry.get("published_to", 1),
-        active=entry.get("published_active"),
-        off_because=entry.get("off_because", ""),
-        source=entry["source"],
+        parameters=found.get("published_parameters"),
+        to=found.get("published_to", 1),
+        active=found.get("published_active"),
+        off_because=found.get("off_because", ""),
+        source=found.get("source", ""),
     )

@@ -67,15 +67,21 @@ def forget() -> None:
 
 
 def entry(of: type[T], name: str, values: dict[str, Any], kind: str) -> T:
-    """One entry, checked.
+    """One entry, checked; with its name, if it has a place for that.
 
     Raises:
         UsageError: a value that is missing, unknown or out of its range.
     """
+    if "name" in values:
+        raise wrong(kind, name, "name: the table's own name is it")
     try:
-        return of(name=name, **values)
+        return of(**({"name": name} if "name" in of.model_fields else {}), **values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        place = _file if name in _own.get(kind, {}) else "catalog"
-        raise UsageError(f"{place}: [{kind}.{name}] {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise wrong(kind, name, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def wrong(kind: str, name: str, what: str) -> UsageError:
+    """An error in an entry, with the file that it is from."""
+    return UsageError(f"{_file if name in own(kind) else 'catalog'}: [{kind}.{name}] {what}")

@@ -70,7 +70,8 @@ def memory_rate(cluster: Cluster) -> float:
 
 def layer_of(
     shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
-    sequence_parallel: bool, recompute: str, later: float, eight_bits: bool = False,
+    sequence_parallel: bool, recompute: str, later: float,
+    eight_bits: bool = False, kernel: str = "sdpa", masked: bool = False,
 ) -> Layer:  # fmt: skip
     """The times of a layer.
 
@@ -79,14 +80,17 @@ def layer_of(
         itemsize: bytes of a number while it is computed with.
         later: by which attention takes longer on the last place of an uneven ring.
         eight_bits: the layer's products are of 8-bit copies; attention and the head are not.
+        kernel: of attention; around a ring it is never written out.
+        masked: attention stays inside documents.
     """
-    machine, wide = cluster.accelerator, itemsize / E
+    machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else np.inf
     runs = Runs.of([{
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
         "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
-        "recompute": RECOMPUTE.index(recompute), "attention": ATTENTION.index("flash-2"), "overlap_tensor": 1,
+        "recompute": RECOMPUTE.index(recompute), "overlap_tensor": 1,
+        "attention": ATTENTION.index("unfused" if written else "flash-2"),
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
         "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": machine.memory_bytes,
@@ -96,6 +100,8 @@ def layer_of(
     }])  # fmt: skip
     c = calibration_of(cluster)
     k = Kernels(runs, c)
+    if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
+        later = 2 * later
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
     hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden

@@ -13,11 +13,13 @@ from shoal.catalog.clusters import cluster
 from shoal.config import OptimizerConfig, RunConfig, Section
 from shoal.cost.flops import DAY, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
+from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
 from shoal.plan.trained import check_device, check_trained
+from shoal.plan.unused import check_unused
 from shoal.precision.formats import FORMATS
 
 TOKENS_PER_STEP = 4 * 2**20
@@ -80,6 +82,10 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
     """
     if options.out and options.out.suffix != ".html":
         raise UsageError(f"--out {options.out}: a page ends in .html")
+    if options.dry_run:
+        check_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
+    else:
+        check_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         tables.add(options.catalog)
     estimate = Estimate(described(options, config, layout))
@@ -105,9 +111,8 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     if options.model or config is None:
         shape = model_shape(options.model or "llama-3-8b")
     else:
-        shape = config.model.shape(vocab=1, sequence_length=config.data.sequence_length)
-        if config.model.vocab is None:
-            shape = shape.model_copy(update={"vocab": model_shape(config.model.name).vocab})
+        vocab = load_tokenizer(config.data.tokenizer).vocab_size
+        shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     s = options.sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     if shape.family == "gpt":
         shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, s)})
@@ -123,7 +128,10 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
-    run = Run(shape, layout, machine, s, batch, precision, optimizer)
+    explicit, masked = (config.train.attention == "explicit", config.data.document_mask) if config else (False, False)
+    run = Run(
+        shape, layout, machine, s, batch, precision, optimizer, "explicit" if explicit else "sdpa", masked
+    )
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")

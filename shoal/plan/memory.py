@@ -62,7 +62,9 @@ class StageMemory:
         if "constants" not in self.known:
             self.known["constants"] = calibration_of(run.cluster)
         self.constants = self.known["constants"]
-        self.forward = Pass(run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize)
+        self.forward = Pass(
+            run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask
+        )
 
     def sparse(self, part: StagePart) -> int:
         """Layers of a stage that have experts."""

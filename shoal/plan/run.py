@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.catalog import ModelShape
 from shoal.catalog.clusters import Cluster
@@ -14,7 +15,12 @@ KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 
 @dataclass(frozen=True)
 class Run:
-    """What is estimated."""
+    """What is estimated.
+
+    Attributes:
+        attention: sdpa, torch's kernel, on accelerators a flash one; explicit, written out.
+        document_mask: attention stays inside documents: the kernel reads a mask, and skips no score.
+    """
 
     shape: ModelShape
     layout: Layout
@@ -23,6 +29,8 @@ class Run:
     global_batch: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    attention: Literal["sdpa", "explicit"] = "sdpa"
+    document_mask: bool = False
 
     @property
     def policy(self) -> Formats:

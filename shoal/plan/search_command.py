@@ -28,6 +28,7 @@ from shoal.plan.run import Run
 from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.space import LEVELS, Space
 from shoal.plan.trained import check_device, check_trained, model_section
+from shoal.plan.unused import check_unused
 from shoal.precision.formats import FORMATS
 from shoal.simulate.columns import of_schedule
 
@@ -96,6 +97,12 @@ def run(options: PlanOptions) -> int:
         raise UsageError(f"--out {options.out}: what is written ends in {wanted}")
     if sum(map(bool, (options.fewest, options.budget, options.what_if, options.map))) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
+    if not options.budget:
+        check_unused(options, ("tokens", "price"), "only with --budget, which counts dollars of a whole training")
+    if options.fewest or options.budget or options.what_if or options.map:
+        asked = next(name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name))
+        names = ("top", "toml") if options.map else ("top", "toml", "out")
+        check_unused(options, names, f"--{asked.replace('_', '-')} lists no layouts of one search")
     if options.catalog:
         tables.add(options.catalog)
     if options.map:

@@ -153,7 +153,10 @@ class Stages(StageMemory):
         key = ("layer", sparse, skips, run.cluster.name, run.precision, s, *split)
         if key not in self.known:
             kind, itemsize = KINDS[run.policy.compute.name], run.policy.compute.itemsize
-            found = layer_of(shape, run.cluster, kind, itemsize, s, *split, eight_bits=run.eight_bits)
+            found = layer_of(
+                shape, run.cluster, kind, itemsize, s, *split, eight_bits=run.eight_bits, kernel=run.attention,
+                masked=run.document_mask,
+            )
             if skips:
                 moved = ROUTING * self.forward.tokens_here * shape.hidden * itemsize
                 found = found._replace(elements=found.elements + moved / self.hbm)

@@ -55,6 +55,11 @@ class Job:
     repair: float = DAY
 
     @property
+    def spare_share(self) -> float:
+        """Devices that stand by, over those of the job."""
+        return (self.spares or 0) * self.per_node / self.devices
+
+    @property
     def between(self) -> float:
         """M, between failures of the job."""
         return self.mtbf / self.devices

@@ -129,7 +129,8 @@ def report(jobs: Sequence[Job], options: GoodputOptions) -> list[str]:
             f"{job.devices:,}", show_seconds_long(job.between), show_seconds_long(interval),
             show_seconds_long(young(job)), show_seconds_long(daly(job)), f"{100 * effective(job, interval):.1f} %",
             f"{100 * play(alone, interval, failures=options.failures, seed=options.seed):.1f} %",
-            f"{job.spares} nodes", f"{100 * available(job):.1f} %", f"{100 * goodput(job, interval):.1f} %",
+            f"{job.spares} nodes, +{100 * job.spare_share:.1f} %", f"{100 * available(job):.1f} %",
+            f"{100 * goodput(job, interval):.1f} %",
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     first = jobs[0]

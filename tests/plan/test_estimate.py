@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from shoal.catalog import model_shape
 from shoal.catalog.clusters import cluster
 from shoal.cli import main
-from shoal.config import RunConfig
+from shoal.config import RunConfig, build
+from shoal.data.tokenizer import train_bpe
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.plan.command import EstimateOptions, described
@@ -141,6 +142,45 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert html.count("<svg") == 3
     assert "http-equiv" in html and "<script src" not in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2
+
+
+def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
+    """Its tokenizer's vocabulary, its attention kernel, and masks between documents."""
+    values = {
+        "model": {"name": "llama-3.2-1b"}, "data": {"sequence_length": 4096}, "train": {"global_batch": 8},
+        "parallel": {"dp": 8},
+    }  # fmt: skip
+
+    def read(**changed: dict) -> Estimate:
+        config = build({**values, **changed})
+        return Estimate(described(EstimateOptions(cluster="8xH100", precision="bf16"), config, config.parallel))
+
+    plain = read()
+    assert plain.run.shape.vocab == 257, "bytes and an end"
+    trained = train_bpe(["a b c d e " * 20, "f g h"], 260, tmp_path / "tokenizer.json").vocab_size
+    other = read(data={"sequence_length": 4096, "tokenizer": str(tmp_path / "tokenizer.json")})
+    assert other.run.shape.vocab == trained != 257
+    assert read(model={"name": "llama-3.2-1b", "vocab": 1000}).run.shape.vocab == 1000
+    written = read(train={"global_batch": 8, "attention": "explicit"})
+    assert written.step_seconds > 1.1 * plain.step_seconds
+    assert written.fullest.activations > 2 * plain.fullest.activations, "scores are kept"
+    masked = read(data={"sequence_length": 4096, "document_mask": True})
+    assert masked.layer().attention == pytest.approx(2 * plain.layer().attention)
+    assert masked.fullest.activations > plain.fullest.activations, "and the mask"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--measure", "--measure: only with --dry-run"),
+        ("--rank 3", "--rank 3: only with --dry-run"),
+        ("--steps 2", "--steps 2: only with --dry-run"),
+        ("--dry-run --tokens 1e9", "--tokens 1000000000.0: a dry run"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["estimate", *words.split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [

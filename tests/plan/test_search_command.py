@@ -90,6 +90,12 @@ def test_more_of_anything_never_makes_it_slower() -> None:
         ("--map 1,x --out map.svg", "give numbers of nodes"),
         ("--map 1,2 --cluster 8xH100", "Name two, as 2x8xH100"),
         ("--fewest --what-if", "Ask one at a time"),
+        ("--fewest --toml run.toml", "--toml run.toml: --fewest lists no layouts of one search"),
+        ("--map 1,2 --toml run.toml", "--toml run.toml: --map lists no layouts of one search"),
+        ("--what-if --out plan.html", "--out plan.html: --what-if lists no"),
+        ("--budget 5 --top 3", "--top 3: --budget lists no"),
+        ("--tokens 1e9", "--tokens 1000000000.0: only with --budget"),
+        ("--fewest --price 3", "--price 3.0: only with --budget"),
         ("--budget 5 --cluster v5e-16", "slices of a pod"),
     ],
 )

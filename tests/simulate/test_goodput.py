@@ -55,6 +55,12 @@ def test_young_and_daly_are_near_the_best_and_daly_nearer(job: Job) -> None:
     assert effective(job, daly(job)) >= 0.999 * effective(job, best)
 
 
+def test_spares_are_nodes_of_as_many_devices_as_are_given(capsys: pytest.CaptureFixture) -> None:
+    for per_node, share in ((8, "2 nodes, +1.6 %"), (4, "2 nodes, +0.8 %")):
+        assert main(f"goodput --devices 1024 --spares 2 --failures 100 --per-node {per_node}".split()) == 0
+        assert share in capsys.readouterr().out
+
+
 def test_young_is_the_limit_of_rare_failures() -> None:
     job = Job(1, 1e9, checkpoint=10.0)
     assert young(job) == pytest.approx(best_interval(job), rel=1e-3)
