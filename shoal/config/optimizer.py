@@ -49,7 +49,8 @@ class OptimizerConfig(Section):
     """Factors on the learning rate by pattern of parameter names, as in {"embed.*" = 0.5}; the first match counts."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    """Weight decay, on matrices only (not on norms and biases): beside the gradient, times the learning rate
+    (decoupled: Loshchilov & Hutter 2019); of adam, adagrad and momentum a term of the gradient."""
 
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 does not clip."""

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from shoal.cost.buckets import Bucket, Filled, Size
 from shoal.cost.parameters import Held
+from shoal.optim.muon import is_hidden_matrix
+from shoal.optim.turns import AT_ONCE
 from shoal.pieces import flat_range
 
 STATES = {  # per element
@@ -27,6 +29,7 @@ class Moments:
     def __init__(self, optimizer: str, itemsize: int):
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
         self.factored: set[str] = set()  # matrices that were counted: two stages of a rank may have the same
+        self._matrices: list[tuple[int, ...]] = []  # muon: whole shapes of what it makes orthogonal
 
     def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
         """Those of one rank's shard of each bucket of a stage.
@@ -42,6 +45,15 @@ class Moments:
                 if each[kind] is None:
                     self._go_through(bucket, chunks[kind], index[stage.sizes[kind].expert])
 
+    @property
+    def passing(self) -> int:
+        """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
+        of a turn (`shoal.optim.turns`), and four copies each of the largest and of its product with itself."""
+        largest = max(((n * m, min(n, m) ** 2) for *_, n, m in self._matrices), default=(0, 0))
+        every = sum(map(math.prod, self._matrices))
+        turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest[0]), every)
+        return (turn + 4 * sum(largest)) * self.itemsize
+
     def _share(self, size: Size, chunk: int, index: int) -> int | None:
         """Bytes of a shard where every element has as many; None where that is not so."""
         if self.optimizer not in STATES or size.elements != size.allocated:
@@ -52,6 +64,8 @@ class Moments:
     def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
         start = 0
         for held in in_order(bucket):
+            if self.optimizer == "muon" and is_hidden_matrix(held.name, held.whole):
+                self._matrices.append(held.whole)
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
             if self.optimizer == "adafactor":
@@ -64,7 +78,7 @@ class Moments:
 
     def _each(self, held: Held) -> int:
         if self.optimizer == "muon":
-            return 1 if len(held.whole) > 1 and held.name.startswith("layers.") else 2
+            return 1 if is_hidden_matrix(held.name, held.whole) else 2
         return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: Held, elements: int) -> int:

@@ -68,6 +68,7 @@ class StateBytes:
         passing: by stage: of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while.
         elements: parameters that are here, padding left out.
         experts: of these, those of experts.
+        updating: bytes besides, of an update while it goes on (`Moments.passing`).
     """
 
     parameters: int
@@ -76,6 +77,7 @@ class StateBytes:
     passing: tuple[Passing, ...]
     elements: int
     experts: int = 0
+    updating: int = 0
 
 
 def state_bytes(
@@ -116,7 +118,7 @@ def state_bytes(
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
         passing.append(_passing(layout, part, stage, [wholes[kind] for kind in stage.kind], compute, reduce))
-    return StateBytes(parameters, gradients, moments.bytes, tuple(passing), elements, experts)
+    return StateBytes(parameters, gradients, moments.bytes, tuple(passing), elements, experts, moments.passing)
 
 
 def _passing(

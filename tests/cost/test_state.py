@@ -1,6 +1,7 @@
 """What formulas say stays on a rank is what the engine holds, to the byte."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +12,13 @@ from shoal.cost.parameters import StagePart
 from shoal.cost.state import state_bytes, zero_bytes
 from shoal.errors import UsageError
 from shoal.layout import Layout
+from shoal.models.transformer import Transformer
 from shoal.optim.build import RULES
+from shoal.optim.build import build as build_rule
+from shoal.optim.shards import Shards
 from shoal.plan.parts import parts_of
 from shoal.precision.policy import POLICIES
+from shoal.simulate.tracker import Tracker
 from shoal.train.engine import Engine
 from shoal.verify.case import prepare
 from tests.parallel.counting import engine_of
@@ -89,6 +94,24 @@ def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:
     config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
     for found, said in pool.run(held, 6, config):
         assert said == found
+
+
+@pytest.mark.parametrize("at_once", [2_000, 30_000, 10**9])
+def test_what_muon_has_besides_in_an_update(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that is not far: of the whole model where it is small, of one matrix where nothing else may be whole."""
+    monkeypatch.setattr("shoal.optim.turns.AT_ONCE", at_once)
+    monkeypatch.setattr("shoal.cost.moments.AT_ONCE", at_once)
+    shape = small_run({}, {"hidden": 64, "ffn": 300}).model.shape(vocab=259, sequence_length=8)
+    said = state_bytes(shape, Layout(), POLICIES["fp32"], "muon", [StagePart(range(shape.layers))])
+    weights = [(name, w.detach(), torch.zeros_like(w)) for name, w in Transformer(shape).named_parameters()]
+    rule = build_rule(OptimizerConfig(name="muon"), Shards.of(weights, lambda name, w: 0.1))
+    with Tracker() as tracker:
+        rule.step(0.1)
+        held = tracker.alive
+        tracker.rewind()
+        rule.step(0.1)
+        besides = tracker.rewind() - held
+    assert besides <= said.updating <= 1.2 * besides
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

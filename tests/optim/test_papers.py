@@ -1,4 +1,4 @@
-"""Our own rules against the papers' algorithms, written down as they are printed, in float64, on whole parameters."""
+"""The rules against the papers' algorithms, written down as they are printed, in float64, on whole parameters."""
 
 import math
 
@@ -17,6 +17,36 @@ SHAPES = {
     "layers.0.mlp.up.weight": (48, 300), "norm.weight": (31,), "layers.1.attention.q.weight": (40, 104),
     "layers.1.mlp.experts.up": (3, 14, 11),
 }
+
+
+def sgd(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    return -RATE * g
+
+
+def momentum(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    """Polyak 1964, equation 9, with the learning rate outside of the sum."""
+    s["v"] = c.momentum * s.get("v", 0) + g
+    return -RATE * s["v"]
+
+
+def nesterov(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    """Sutskever et al. 2013, equations 3 and 4, of the point that is looked at: theta + mu v."""
+    s["v"] = c.momentum * s.get("v", 0) + g
+    return -RATE * (g + c.momentum * s["v"])
+
+
+def adagrad(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    """Duchi et al. 2011, figure 1, with diagonal matrices; delta is beside the root."""
+    s["s"] = s.get("s", 0) + g**2
+    return -RATE * g / (c.eps + s["s"].sqrt())
+
+
+def adam(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
+    """Kingma & Ba 2015, algorithm 1."""
+    beta1, beta2 = c.betas
+    s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
+    s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * g**2
+    return -RATE * (s["m"] / (1 - beta1**t)) / ((s["v"] / (1 - beta2**t)).sqrt() + c.eps)
 
 
 def sage(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
@@ -77,11 +107,8 @@ def radam(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
 
 
 def adamw(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
-    """Loshchilov & Hutter 2019, algorithm 2."""
-    beta1, beta2 = c.betas
-    s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * g
-    s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * g**2
-    return -RATE * (s["m"] / (1 - beta1**t)) / ((s["v"] / (1 - beta2**t)).sqrt() + c.eps)
+    """Loshchilov & Hutter 2019, algorithm 2: Adam, but for the decay."""
+    return adam(w, g, s, t, c)
 
 
 def sophia(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
@@ -114,12 +141,19 @@ def rounded(x: Tensor, signed: bool) -> Tensor:
     return out
 
 
+IN_THE_GRADIENT = (momentum, nesterov, adagrad, adam)  # is where these have weight decay
+
+
 @pytest.mark.parametrize(
-    "paper", [sage, adafactor, muon, adamw, radam, adam8bit, sophia], ids=lambda paper: paper.__name__
+    "paper", [sgd, momentum, nesterov, adagrad, adam, adamw, sage, adafactor, muon, radam, adam8bit, sophia],
+    ids=lambda paper: paper.__name__,
 )
 def test_a_rule_does_what_its_paper_says(paper) -> None:
-    name = "sophia-g" if paper is sophia else paper.__name__
-    config = OptimizerConfig(name=name, betas=(0.8, 0.95), weight_decay=DECAY, hessian_every=3, hessian_scale=20.0)
+    name = {sophia: "sophia-g", nesterov: "momentum"}.get(paper, paper.__name__)
+    config = OptimizerConfig(
+        name=name, betas=(0.8, 0.95), weight_decay=DECAY, hessian_every=3, hessian_scale=20.0,
+        nesterov=paper is nesterov,
+    )
     generator = torch.Generator().manual_seed(7)
     expected = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
@@ -134,8 +168,11 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
         for name, w in expected.items():
             g = torch.randn(w.shape, generator=generator, dtype=torch.float64)
             gradients[name].copy_(g)
-            update = paper(w, g, states[name], t, config)
-            expected[name] = w * (1 - RATE * (DECAY if w.dim() > 1 else 0.0)) + update
+            decay = DECAY if w.dim() > 1 else 0.0
+            if paper in IN_THE_GRADIENT:
+                expected[name] = w + paper(w, g + decay * w, states[name], t, config)
+            else:
+                expected[name] = w * (1 - RATE * decay) + paper(w, g, states[name], t, config)
         if paper is sophia and rule.due:
             rule.learn([shard.gradient.square() / 2 for shard in rule.shards.shards])
         rule.step(RATE)

@@ -28,13 +28,15 @@ def steps(config: RunConfig, overflow: tuple[int, int] | None = None):
     """(scale, skipped, whether the weights changed) of each step; ``overflow`` = (rank, step) plants an infinity in
     that rank's gradients before they are summed."""
     engine = engine_of(config)
+    dims = 3 if engine.shape.experts else 1
     found = []
     for step in range(6):
         if overflow == (dist.get_rank(), step):
             parameters = engine.stages[0].parameters
 
             def plant(parameter, total):
-                total.view(-1)[0] = torch.inf
+                if parameter.dim() >= dims:
+                    total.view(-1)[0] = torch.inf
 
             parameters.watch = plant
         before = [piece.tensor.clone() for pieces in engine.parameters.weights().values() for piece in pieces]
@@ -47,8 +49,8 @@ def steps(config: RunConfig, overflow: tuple[int, int] | None = None):
     return found
 
 
-def scaled(parallel, **loss_scale) -> RunConfig:
-    config = small_run(parallel, precision="fp16")
+def scaled(parallel, model=None, **loss_scale) -> RunConfig:
+    config = small_run(parallel, model, precision="fp16")
     return config.model_copy(update={"loss_scale": config.loss_scale.model_copy(update=loss_scale)})
 
 
@@ -65,9 +67,10 @@ def test_every_rank_backs_off_and_grows_alike(pool, parallel):
         assert [step[3] for step in rank] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize("parallel", [*LAYOUTS[1:], {"cp": 2}, {"dp": 2, "ep": 2}], ids=str)
 def test_what_one_rank_finds_all_skip(pool, parallel):
-    config = scaled(parallel, initial=2.0**10)
+    """An infinity in experts that no other rank has is found by all too."""
+    config = scaled(parallel, {"experts": EXPERTS} if "ep" in parallel else {}, initial=2.0**10)
     for rank in range(config.parallel.world_size):
         for found in pool.run(steps, config.parallel.world_size, config, (rank, 2)):
             assert [skipped for _, skipped, *_ in found] == [False, False, True, False, False, False]
