@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from shoal.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from shoal.catalog.links import Link, link
@@ -63,6 +63,10 @@ class Node(BaseModel):
 
     constants: dict[str, NonNegativeFloat] = {}
     """Of the calibrated cost model (`calibration.toml`), where they were measured on this very node."""
+
+    reference: PositiveFloat | None = None
+    """Seconds of one and the same work on each of its cores (`bench/calibration/measure.py`) when these were measured:
+    how fast the machine was."""
 
     source: str
     """Where the numbers are from."""

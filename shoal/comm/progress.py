@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SPINS = 50  # looks at the counters before the core is offered to others
 YIELDS = 500  # offers of the core before sleeping
-NAP = 50e-6  # seconds
-NAP_SHARE = 0.02  # of the time waited so far, where that is longer: each look takes a core from others
+NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
+NAP_SHARE = 0.02  # of the time waited so far: each look takes a core from others
 CHECK_SECONDS = 0.05  # between looks whether the rank that is waited for still lives
 
 MOVED = -1  # what a step yields that did something; else it yields the rank that it waits for
@@ -120,7 +120,7 @@ class Progress:
             now = time.monotonic()
             if looks == SPINS + YIELDS + 1:
                 start = check = now
-            time.sleep(min(max(NAP, NAP_SHARE * (now - start)), CHECK_SECONDS))
+            time.sleep(min(max(NAP, NAP_SHARE * (now - start)), LONGEST_NAP))
             if now - check > CHECK_SECONDS:
                 check = now
                 self._look_after(operation, now - start)

@@ -57,18 +57,6 @@ def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np
     return np.cumsum(change, axis=0)
 
 
-def in_turns(program: Program, times: np.ndarray, finishing: np.ndarray, turns: float) -> float:
-    """Seconds that all of a step takes where ranks share cores, and whoever waits leaves them to others.
-
-    Args:
-        times: [3, stages] seconds of a forward and of both halves of a backward.
-        finishing: [3, stages] seconds of reductions, updates and gathers.
-        turns: ranks over cores.
-    """
-    counts = [len(program.microbatches_of(stage)) for stage in range(program.stages)]
-    return turns * float(times.sum(axis=0) @ counts + finishing.sum()) / (max(program.stage_rank) + 1)
-
-
 @dataclass(frozen=True, eq=False)
 class Chain:
     """A program's stages and where they are.

@@ -14,7 +14,7 @@ from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
-from shoal.plan.bounds import in_turns
+from shoal.plan.cores import on_cores
 from shoal.plan.memory import Memory
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
@@ -73,11 +73,10 @@ class Estimate(Stages):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one step: as it is played; or all that ranks do, where they take turns on fewer cores and that is more."""
-        turns = self.run.cluster.turns
-        if turns == 1:
+        """Of one step: as it is played, each rank on a core of its own or all on those that there are."""
+        if self.run.cluster.at_once is None:
             return self.timeline.step_time
-        return max(self.timeline.step_time, in_turns(self.program, self.times, self.finishing.T, turns))
+        return on_cores(self.timeline, self.run.layout, self.run.cluster)
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -21,10 +21,10 @@ import numpy as np
 from shoal.cost.parameters import StagePart
 from shoal.errors import UsageError
 from shoal.layout import Layout
-from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.plan.bounds import first_rank, in_turns
+from shoal.plan.bounds import first_rank
 from shoal.plan.branches import SLACK, Branch, Work, branches
+from shoal.plan.estimate import Estimate
 from shoal.plan.memory import Memory, StageMemory
 from shoal.plan.outline import Outline
 from shoal.plan.replicas import Replicas
@@ -176,10 +176,6 @@ class Candidate(NamedTuple):
     outline: Outline
     memory: Memory
 
-    def in_turns(self, program: Program) -> float:
-        """Seconds of its step where ranks share cores, but for what they wait for."""
-        return in_turns(program, self.times, self.finishing, self.stages.run.cluster.turns)
-
 
 class Search:
     """A search under way.
@@ -293,13 +289,15 @@ class Search:
         found = [candidate for closer in together for candidate in self._candidates(closer)]
         if not found:
             return
-        columns, replay = self._program(together[0].branch)
+        _, replay = self._program(together[0].branch)
         times = np.stack([_table(candidate) for candidate in found], axis=2)
         seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
         self.plan.played += len(found)
         for played, candidate in zip(seconds, found, strict=True):
-            step = max(played, candidate.in_turns(columns.program)) if self.run.cluster.turns > 1 else played
-            self._keep(Found(float(step), layout_of(self.space, *candidate.levels), candidate.memory))
+            layout, step = layout_of(self.space, *candidate.levels), float(played)
+            if self.run.cluster.at_once and step <= self.limit:
+                step = Estimate(replace(self.run, layout=layout), known=self.known).step_seconds
+            self._keep(Found(step, layout, candidate.memory))
 
     def _candidates(self, closer: Closer) -> list[Candidate]:
         """Layouts of a branch that fit, and that no bound of time excludes."""

@@ -8,7 +8,17 @@ import tomli_w
 
 from shoal.bench.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
 from shoal.bench.calibration.command import CalibrateOptions, lines, run
-from shoal.bench.calibration.measure import ATTENTION, COPIED, MODELS, PRODUCTS, REDUCED, UPDATED, Measured, measure
+from shoal.bench.calibration.measure import (
+    ATTENTION,
+    COPIED,
+    MODELS,
+    PRODUCTS,
+    REDUCED,
+    UPDATED,
+    Measured,
+    measure,
+    waits,
+)  # fmt: skip
 from shoal.bench.calibration.pick import pick
 from shoal.bench.calibration.profile import PASSES, _kernels, fit, profile
 from shoal.catalog import tables
@@ -43,13 +53,13 @@ def found() -> Measured:
         for n in (2, 4) for size in REDUCED
     }  # fmt: skip
     empty = Measured(2, products, attention, dict.fromkeys(MODELS, 1.0), 8 * COPIED / BANDWIDTH,
-                     1.5 * 32 * UPDATED / BANDWIDTH, reduces)  # fmt: skip
+                     1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
     k = _kernels(empty, PEAK, BANDWIDTH, TRUE)
     layer = 3 * k.products + 3.5 * k.attention[0] + 3 * k.elements + 3 * 1e-4
     head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
     seconds = k.runs.layers * layer + head + 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
     models = dict(zip(MODELS, seconds.tolist(), strict=True))
-    return Measured(2, products, attention, models, empty.copy, empty.update, reduces)
+    return Measured(2, products, attention, models, empty.copy, empty.update, empty.waits, reduces)
 
 
 @pytest.fixture
@@ -82,11 +92,13 @@ def test_no_factor_is_negative() -> None:
 def test_ranks_that_share_cores_take_turns(here: Path) -> None:
     step = {layout: Estimate(run_of(layout, "here")).step_seconds for layout in map(_dp, (1, 2, 4))}
     one, two, four = step.values()
-    assert one / 2 < two < 0.75 * one, "two cores"
-    assert four > 0.95 * two, "and no more of them"
+    assert 1.1 * one / 2 < two < 0.75 * one, "two cores, and 10 % because they meet"
+    assert four > 1.2 / 1.1 * 0.95 * two, "no more cores, but more that meet"
+    one_by_one = Estimate(run_of(Layout(pp=4, micro_batch=12), "here"))
+    assert one_by_one.step_seconds == pytest.approx(one_by_one.timeline.step_time, rel=0.01), "one computes at a time"
     pipe = Estimate(run_of(Layout(pp=4), "here"))
     busy = sum(sum(pipe.times[:, stage]) * 12 + sum(pipe.finishing[stage]) for stage in range(4))
-    assert pipe.step_seconds == pytest.approx(max(pipe.timeline.step_time, busy / 2))
+    assert max(pipe.timeline.step_time, busy / 2) < pipe.step_seconds < pipe.timeline.step_time + busy / 2
 
 
 def _dp(ranks: int) -> Layout:
@@ -140,7 +152,8 @@ def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     made = profile(found, "here", 1e9, "a test")
     assert made["accelerators"]["here"]["peak_flops"]["fp32"] > 1e8
     assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())
-    assert len(said) == 3
+    assert len(said) == 3 and found.waits == 0
+    assert 0 <= pool.run(waits, 2, 1)[0] < 5
 
 
 def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

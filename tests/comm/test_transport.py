@@ -303,6 +303,21 @@ def many_small(times: int) -> None:
     assert (x == dist.get_world_size()).all()
 
 
+def waiting(seconds: float) -> float:
+    """Seconds of a core that a rank takes while it waits for the other."""
+    group, x = world("auto"), torch.zeros(1)
+    ops.all_reduce(x, group)
+    begin = time.process_time()
+    if dist.get_rank():
+        time.sleep(seconds)
+    ops.all_reduce(x, group)
+    return time.process_time() - begin
+
+
+def test_who_waits_long_takes_no_core_from_others(pool: Pool) -> None:
+    assert pool.run(waiting, 2, 0.6)[0] < 0.06
+
+
 # ---- transfers --------------------------------------------------------------------------------------------------
 
 

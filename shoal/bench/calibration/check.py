@@ -12,9 +12,10 @@ from statistics import median
 
 import torch.distributed as dist
 
+from shoal.bench.calibration.measure import reference
 from shoal.bench.ours import engine
 from shoal.bench.workload import Workload
-from shoal.catalog.clusters import cluster
+from shoal.catalog.clusters import cluster, nodes
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
@@ -22,6 +23,7 @@ from shoal.plan.run import Run
 from shoal.plan.space import Space, layouts
 from shoal.report.svg import FAINT, INK, Canvas
 
+REFERENCES = 3  # measurements of how fast the machine is, between layouts
 STEPS = 2  # of a turn, behind one that does not count
 TIMEOUT = 300.0
 RANKS = (1, 2, 3, 4)
@@ -32,12 +34,15 @@ class Compared:
     """One layout.
 
     Attributes:
-        measured, estimated: seconds of a step.
+        measured: seconds of a step, had the machine been as fast as when it was calibrated.
+        estimated: seconds of a step.
+        slower: how much longer the machine took for the same work than when it was calibrated.
     """
 
     layout: Layout
     measured: float
     estimated: float
+    slower: float = 1.0
 
     @property
     def error(self) -> float:
@@ -102,16 +107,27 @@ def compare(
         steps: of a turn, behind one that does not count.
     """
     seconds: list[list[float]] = [[] for _ in chosen]
+    slower: list[list[float]] = [[] for _ in chosen]
     estimates = [Estimate(run_of(layout, name)).step_seconds for layout in chosen]
     for turn in range(rounds):
         for i, layout in enumerate(chosen):
             say((turn + i / len(chosen)) / rounds, f"turn {turn + 1} of {rounds}: {layout.describe()}")
+            before = _speed(pool, layout, name)
             ranks = pool.run(_steps, layout.world_size, layout, steps, timeout=TIMEOUT)
-            seconds[i] += [max(each) for each in zip(*ranks, strict=True)]
+            now = (before + _speed(pool, layout, name)) / 2
+            slower[i].append(now)
+            seconds[i] += [max(each) / now for each in zip(*ranks, strict=True)]
     return [
-        Compared(layout, median(times), estimated)
-        for layout, times, estimated in zip(chosen, seconds, estimates, strict=True)
+        Compared(layout, median(times), estimated, median(speeds))
+        for layout, times, estimated, speeds in zip(chosen, seconds, estimates, slower, strict=True)
     ]
+
+
+def _speed(pool: Pool, layout: Layout, name: str) -> float:
+    """Seconds of the reference just now on as many cores as a layout keeps busy, of what they were."""
+    machine = nodes()[name]
+    ranks = pool.run(reference, min(layout.world_size, machine.at_once), REFERENCES, timeout=TIMEOUT)
+    return median(max(each) for each in zip(*ranks, strict=True)) / machine.reference
 
 
 def _steps(layout: Layout, steps: int) -> list[float]:

@@ -138,13 +138,14 @@ def lines(found: list[Compared]) -> list[str]:
     """The table of a check."""
     work = workload()
     rows = [
-        f"{show_seconds(one.measured):>9}{show_seconds(one.estimated):>11}{100 * one.error:>+8.1f} %  {one.words}"
+        f"{one.slower:>7.2f}{show_seconds(one.measured):>10}{show_seconds(one.estimated):>11}"
+        f"{100 * one.error:>+8.1f} %  {one.words}"
         for one in sorted(found, key=lambda one: one.measured)
     ]
     return [
         f"{work.model}, {work.sequences} sequences of {work.sequence_length} tokens a step, {work.precision}; "
-        "medians of turns",
-        f"{'measured':>9}{'estimated':>11}{'off':>10}  layout", *rows,
+        "medians of turns, over how much slower the machine was just then than when it was calibrated",
+        f"{'slower':>7}{'measured':>10}{'estimated':>11}{'off':>10}  layout", *rows,
         f"median error {100 * _median(found):.1f} %; order (Spearman) {spearman(found):.3f}; the layout that is "
         f"estimated fastest takes {1 + _lost(found):.3f} of the fastest's time",
     ]  # fmt: skip

@@ -39,10 +39,13 @@ MODELS = tuple(
 )
 """Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's; of the
 smallest nearly all is launches."""
+REFERENCE = (1, 256, 1024)
+"""The one of `MODELS` that tells how fast the machine is just now."""
 REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of an all-reduce."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
 IN_A_ROW = 5  # collectives in one measurement
+PRODUCTS_BETWEEN, MEETINGS = 4, 20  # products between two meetings of all ranks: some 5 ms
 
 Times = dict[str, dict[tuple, float]]
 Say = Callable[[float, str], None]
@@ -59,6 +62,7 @@ class Measured:
         models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
         copy: of `COPIED` float32 numbers.
         update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
+        waits: by what part some milliseconds take longer if all then meet.
         reduces: by (ranks, bytes).
     """
 
@@ -68,6 +72,7 @@ class Measured:
     models: dict[tuple[int, int, int], float]
     copy: float
     update: float
+    waits: float
     reduces: dict[tuple[int, int], float]
 
 
@@ -100,14 +105,16 @@ def measure(pool: Pool, cores: int, ranks: list[int], rounds: int, say: Say) -> 
     means = {
         kind: {key: median(seconds[cores:]) for key, seconds in times.items()} for kind, times in found.items()
     }
+    waiting = median(pool.run(waits, cores, rounds, timeout=300.0)) if cores > 1 else 0.0
     reduces = {}
     for i, n in enumerate(ranks):
         say(0.7 + 0.3 * i / len(ranks), f"collectives of {n} ranks")
         every = pool.run(reductions, n, rounds, timeout=300.0)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
-        cores, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()], reduces
-    )
+        cores, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()], waiting,
+        reduces,
+    )  # fmt: skip
 
 
 def compute(turn: int) -> Times:
@@ -155,6 +162,44 @@ def _model(layers: int, hidden: int) -> Transformer:
 
 def _attention(q: torch.Tensor) -> None:
     F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+def reference(repeats: int) -> list[float]:
+    """Seconds on the clock of the model of `REFERENCE`, forward and backward, beside the other ranks."""
+    layers, hidden, tokens = REFERENCE
+    model, ids = _model(layers, hidden), torch.randint(2048, (tokens // 128, 128))
+    model(ids, ids).backward()
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        model(ids, ids).backward()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def waits(rounds: int) -> float:
+    """By what part some milliseconds of products take longer if all ranks then wait for the last: none is as fast as
+    the others all the time."""
+    group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
+    a, b, flag = torch.randn(1024, 256), torch.randn(256, 256), torch.zeros(1)
+
+    def seconds_of(products: int, *, meet: bool) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(MEETINGS):
+            for _ in range(products):
+                F.linear(a, b)
+            if meet:
+                all_reduce(flag, group)
+        return time.perf_counter() - begin
+
+    found = []
+    for turn in range(rounds + 1):
+        together, apart = seconds_of(PRODUCTS_BETWEEN, meet=True), seconds_of(PRODUCTS_BETWEEN, meet=False)
+        if turn:
+            found.append((together - seconds_of(0, meet=True)) / apart - 1)
+    return max(0.0, min(found))  # what else happens on the machine only adds to it
 
 
 def reductions(rounds: int) -> dict[int, float]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from math import log2
 from typing import Any
 
 import numpy as np
 
-from shoal.bench.calibration.measure import ATTENTION, COPIED, UPDATED, Measured, model_shape_of
+from shoal.bench.calibration.measure import ATTENTION, COPIED, REFERENCE, UPDATED, Measured, model_shape_of
 from shoal.catalog.calibration import calibration
 from shoal.cost.kernels import E, Kernels
 from shoal.cost.runs import Runs
@@ -36,8 +37,9 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     peaks, constants = rates(found)
     bandwidth = 2 * 4 * COPIED / found.copy
     constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
-                  "stragglers": 0.0, "collective_launch": 0.0, "launch_exchange": 0.0,
+                  "collective_launch": 0.0, "launch_exchange": 0.0,
                   "launch_backward": 2.0}  # fmt: skip
+    constants["stragglers"] = found.waits / max(1.0, log2(found.cores))
     constants["update_slow"] = found.update * bandwidth / (32 * UPDATED)  # 16 bytes of states, 16 of the rest
     constants |= attention(found, peaks["fp32"])
     slower, of_layers = layers(found, peaks["fp32"], bandwidth, constants)
@@ -54,7 +56,8 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
         }},
         "links": {name: {"bandwidth": rate, "latency": latency, "source": source}},
         "nodes": {name: {
-            "accelerator": name, "inside": name, "per_node": 64, "at_once": found.cores, "source": source,
+            "accelerator": name, "inside": name, "per_node": 64, "at_once": found.cores,
+            "reference": float(f"{found.models[REFERENCE]:.4g}"), "source": source,
             "constants": {key: float(f"{value:.4g}") for key, value in constants.items()},
         }},
     }  # fmt: skip
