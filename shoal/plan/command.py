@@ -101,7 +101,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
     if options.out:
         from shoal.plan.page import write_page  # which draws
 
-        write_page(options.out, estimate, facts(estimate, options), changes(estimate))
+        write_page(options.out, estimate, facts(estimate, options), bound(estimate), changes(estimate))
         print(f"written: {options.out}")
     return 0
 
@@ -185,12 +185,14 @@ def facts(estimate: Estimate, options: EstimateOptions) -> list[tuple[str, str]]
     seconds = step * tokens / run.tokens
     flops = model_flops(run.shape, run.sequence_length, tokens)
     low, high = map(show_seconds, estimate.interval)
+    least, most = map(show_bytes, estimate.memory_interval)
     found = [
         ("step", f"{show_seconds(step)}; in four of five cases between {low} and {high}"),
         ("tokens per second", f"{run.tokens / step:,.0f}, {run.tokens / step / run.cluster.size:,.0f} a device"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
-         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}"),
+         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; in four of five cases "
+         f"between {least} and {most}"),
         (f"training on {tokens:.3g} tokens",
          f"{f'{seconds / DAY:,.1f} days' if seconds > DAY else show_seconds(seconds)}, {flops:.3g} FLOPs, "
          f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days"),

@@ -137,6 +137,12 @@ class Estimate(Stages):
         return max(self.memory, key=lambda memory: memory.reserved)
 
     @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Between what the fullest rank's reserved bytes are in four of five cases."""
+        factor = exp(spread(self.run.cluster, "memory"))
+        return self.fullest.reserved / factor, self.fullest.reserved * factor
+
+    @property
     def fits(self) -> bool:
         """Whether every rank's memory is enough."""
         return self.fullest.reserved <= self.capacity

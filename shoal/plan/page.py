@@ -21,9 +21,15 @@ WIDTH, LEFT, BAR = 760, 90, 22
 
 
 def write_page(
-    path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
+    path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], bound: str, changes: Sequence[tuple[str, str]]
 ) -> None:
-    """Write it as one file."""
+    """Write it as one file.
+
+    Args:
+        facts: the run in numbers, as (name, value).
+        bound: what holds it back, in a sentence.
+        changes: of the layout, and what each would do.
+    """
     run = estimate.run
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
     rows = "".join(f"<tr><td>{escape(what)}</td><td>{escape(effect)}</td></tr>" for what, effect in changes)
@@ -32,7 +38,8 @@ def write_page(
         "<h2>Memory of each pipeline rank</h2>", memory_bars(estimate),
         "<h2>One step of the busiest</h2>", timebar(estimate),
         "<h2>Roofline</h2>", roofline(estimate),
-        "<h2>What to change</h2>", f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>',
+        "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound)}</p>",
+        f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>',
     ]
     lead = f"{run.cluster.describe()}; {run.layout.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens."
     path.write_text(page("Estimate", lead, [Fragment(part) for part in parts]), encoding="utf-8")

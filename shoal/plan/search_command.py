@@ -247,8 +247,11 @@ def lines(plan: Plan, estimates: Sequence[Estimate], options: PlanOptions) -> li
                      show_bytes(found.memory.reserved), words(found.layout), reason))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    low, high = map(show_seconds, estimates[0].interval)
+    least, most = map(show_bytes, estimates[0].memory_interval)
     return [
         *head, *table, "",
+        f"The first takes between {low} and {high} in four of five cases, and between {least} and {most}.", "",
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
         f"{plan.programs} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
         "", *_for_train(options, run, plan.best[0].layout),

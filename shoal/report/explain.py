@@ -11,12 +11,20 @@ from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.options import parse
-from shoal.report import explain_context, explain_experts, explain_optimizers, explain_precision, explain_sharding
+from shoal.report import (
+    explain_context,
+    explain_experts,
+    explain_optimizers,
+    explain_precision,
+    explain_scaling,
+    explain_sharding,
+)
 from shoal.report.explain_collective import CollectiveOptions, explain
 from shoal.report.explain_context import ContextOptions
 from shoal.report.explain_experts import PlacementOptions
 from shoal.report.explain_optimizers import OptimizersOptions
 from shoal.report.explain_precision import PrecisionOptions
+from shoal.report.explain_scaling import ScalingOptions
 from shoal.report.explain_sharding import ShardingOptions
 
 SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
@@ -25,6 +33,7 @@ SUBJECTS: dict[str, tuple[type[Section], Callable[..., int]]] = {
     "experts": (PlacementOptions, explain_experts.explain),
     "optimizers": (OptimizersOptions, explain_optimizers.explain),
     "precision": (PrecisionOptions, explain_precision.explain),
+    "scaling": (ScalingOptions, explain_scaling.explain),
 }
 """By name: the options, and what explains them on a console."""
 

@@ -48,7 +48,7 @@ class ShardingOptions(Section):
     bandwidth, as "How to Scale Your Model" has it. Left out: full, of more than 64 devices rings."""
 
     link: str = "nvlink-4"
-    """Between devices, or of a NIC: a name of the catalog, such as tpu-v5p-ici."""
+    """Between devices, or of a NIC: a name of the catalog, such as ici-v5p."""
 
     alpha: str = ""
     """Latency of that link instead of the catalog's: 5us."""

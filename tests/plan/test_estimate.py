@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def test_an_interval_is_wider_where_more_can_be_off() -> None:
         low, high = found.interval
         assert low < found.step_seconds < high
         assert 1.1 < high / low < 3
+        low, high = found.memory_interval
+        assert low < found.fullest.reserved < high and 1.1 < high / low < 2
 
 
 def test_a_layer_is_slower_than_its_roofline_and_than_its_launches() -> None:
@@ -140,6 +143,8 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         assert word in said
     html = page.read_text()
     assert html.count("<svg") == 3
+    (bound,) = (line for line in said.splitlines() if line.startswith("It does not fit"))
+    assert f"<p>{escape(bound)}</p>" in html
     assert "http-equiv" in html and "<script src" not in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2
 

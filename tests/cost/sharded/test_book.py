@@ -14,11 +14,11 @@ from shoal.cost.sharded.routes import Planner
 from shoal.cost.topology import Wire
 
 V5P = accelerator("tpu-v5p").peak_flops["bf16"]
-W = 2 * link("tpu-v5p-ici").bandwidth
+W = 2 * link("ici-v5p").bandwidth
 ALPHA = intensity(V5P, W)
 
 
-def rings(mesh, name="tpu-v5p-ici"):
+def rings(mesh, name="ici-v5p"):
     wire = link(name)
     return Rings(mesh, Wire(wire.latency, wire.bandwidth))
 
@@ -43,7 +43,7 @@ def test_memory_of_a_sharded_array():
 
 def test_time_of_an_all_gather():
     """Chapter 3, pop quiz 2 and questions 2 and 3: bytes / bandwidth, over n axes n times the bandwidth, or latency."""
-    quiz = rings(NamedMesh("xy", (8, 4)), "tpu-v5e-ici")
+    quiz = rings(NamedMesh("xy", (8, 4)), "ici-v5e")
     assert quiz.price("all-gather", "y", 2048 * 8192 * 2)[0] == pytest.approx(377e-6, rel=0.02)  # 34e6 bytes, rounded
     cube = Rings(NamedMesh("xyz", (4, 4, 4)), Wire(0.5e-6, 45e9))
     b, d = 1024, 4096
