@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.config import OptimizerConfig
 from shoal.optim.adam8bit import WIDTH, dynamic_map
@@ -189,6 +191,21 @@ def test_orthogonal_makes_all_singular_values_about_one(shape) -> None:
     assert found.max() < 1.3
     turned = left.T @ orthogonal(matrix) @ right.T  # the same singular vectors
     torch.testing.assert_close(turned, turned.diagonal().diag(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16])
+def test_orthogonal_is_made_in_bfloat16_on_cuda_of_float32_alone(given) -> None:
+    seen = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                seen.update(x.dtype for x in args)
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Products():
+        assert orthogonal(torch.empty(4, 6, dtype=given, device="cuda")).dtype == given
+    assert seen == {torch.float64 if given == torch.float64 else torch.bfloat16}
 
 
 def test_the_codes_are_as_the_paper_prints_them() -> None:
