@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shoal.comm.pool import Pool
@@ -10,6 +11,9 @@ from shoal.comm.pool import Pool
 # How long one example takes says how busy the machine is.
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
+
+# The models of tests are so small that a second thread mostly waits, on a core that the ranks need.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -13,17 +12,18 @@ import torch.distributed as dist
 
 from shoal.config import build, save
 from shoal.errors import UsageError
-from shoal.failover.elastic import OWN_STORE, check_elastic, goes_on, on_ranks_there
+from shoal.failover.elastic import OWN_STORE, check_elastic, goes_on, idle, on_ranks_there
 from shoal.failover.events import read_events
 from shoal.train import fits
 from shoal.train.check import check
 from shoal.train.fits import held_by
 from shoal.train.membership import Membership
-from tests.train.runs import ROOT, alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
+from tests.train.forked import Command
+from tests.train.runs import alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
 
 from .conftest import STEPS, config_of
 
-AGENT = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+AGENT = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
 FAULTY = "tests.failover.faulty"
 
 
@@ -43,7 +43,7 @@ def test_lost_workers_are_restarted_and_nothing_is_lost(file, tmp_path, undistur
     monkeypatch.setenv("FAULT", "kill@5:1:B,stop@7:1:B,stall@9:0:F")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = tmp_path / "run"
-    code, said = shoal("train", file, "--run-folder", folder, launcher=AGENT, module=FAULTY)
+    code, said = shoal("train", file, "--run-folder", folder, agent=AGENT, module=FAULTY)
     assert code == 0, said
     assert [event["step"] for event in read_events(folder) if event["event"] == "resumed"] == [4, 4, 8]
     killed, stopped, stuck = [event for event in read_events(folder) if event["event"] == "failure"]
@@ -58,11 +58,14 @@ def test_lost_workers_are_restarted_and_nothing_is_lost(file, tmp_path, undistur
 
 
 def test_bad_input_is_not_tried_again(file, tmp_path, monkeypatch):
-    """It is found in the fifth step, after a save: tried again, the run would have been resumed."""
+    """It is found in the fifth step, after a save: tried again, the run would have been resumed.
+
+    Here with interpreters of their own, as torchrun starts and restarts them.
+    """
     monkeypatch.setenv("FAULT", "usage@5:1:B")
     monkeypatch.setenv("FAULT_ALWAYS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    launcher = (*AGENT[:-1], "1")
+    launcher = ("torch.distributed.run", *AGENT[:-1], "1")
     code, said = shoal("train", file, "--run-folder", tmp_path / "run", launcher=launcher, module=FAULTY)
     assert code == 1 and said.count("shoal: error: the planted fault") >= 2, said
     assert read_events(tmp_path / "run") == []
@@ -83,20 +86,20 @@ class Nodes:
 
     def __init__(self, file: Path, folder: Path, fewest: int):
         self.port = 29000 + os.getpid() % 1000
-        self.launcher = (
-            "torch.distributed.run", "--nnodes", f"{fewest}:2", "--nproc-per-node", "1", "--max-restarts", "3",
+        self.agent = (
+            "--nnodes", f"{fewest}:2", "--nproc-per-node", "1", "--max-restarts", "3",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job", "--local-addr",
             "localhost", "--rdzv-conf",
-            "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
+            "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
         )
         self.words = ("train", file, "--run-folder", folder)
-        self.agents: list[subprocess.Popen] = []
+        self.agents: list[Command] = []
 
-    def start(self, *more: str) -> list[subprocess.Popen]:
-        self.agents += (new := [start(*self.words, *more, launcher=self.launcher) for _ in range(2)])
+    def start(self, *more: str) -> list[Command]:
+        self.agents += (new := [start(*self.words, *more, agent=self.agent) for _ in range(2)])
         return new
 
-    def has_store(self, agent: subprocess.Popen) -> bool:
+    def has_store(self, agent: Command) -> bool:
         ports = psutil.Process(agent.pid).net_connections()
         return any(c.status == "LISTEN" and c.laddr.port == self.port for c in ports)
 
@@ -148,8 +151,8 @@ def test_the_node_with_the_store_is_lost_and_the_same_command_goes_on(file, tmp_
 def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undisturbed):
     """torchrun ends with 1 whatever its workers say, and passes SIGUSR1 on only if it is told to."""
     folder = tmp_path / "run"
-    launcher = (*AGENT, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-    agent = start("train", file, "--run-folder", folder, "--train.pace", "0.3", launcher=launcher)
+    words = (*AGENT, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    agent = start("train", file, "--run-folder", folder, "--train.pace", "0.3", agent=words)
     wait_for(lambda: agent.poll() is not None or logged(folder) >= 5)
     agent.send_signal(signal.SIGUSR1)
     said = agent.communicate(timeout=60)[0]
@@ -214,19 +217,14 @@ def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturb
     assert shoal("train", file, "--keep-going")[0] == 2
 
 
-IDLE = """
-import sys
-from shoal.failover.elastic import idle
-from shoal.train.membership import Membership
-sys.exit(idle(Membership(1, 2, 1, 2, "torchrun", ("localhost", int(sys.argv[1])))))
-"""
-
-
-def test_a_rank_without_work_waits_for_the_others(tmp_path):
+def test_a_rank_without_work_waits_for_the_others():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", IDLE, str(store.port)], env=environment)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(6)
+    codes = []
+    member = Membership(1, 2, 1, 2, "torchrun", ("localhost", store.port))
+    rank = Thread(target=lambda: codes.append(idle(member)))
+    rank.start()
+    rank.join(1)
+    assert rank.is_alive()
     del store
-    assert process.wait(30) == 0
+    rank.join(30)
+    assert codes == [0]

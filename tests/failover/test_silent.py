@@ -17,13 +17,15 @@ from .trainings import Drifts, LeavesOut, Spikes, SpikesAndDies, Tells, train
 STEPS = 14
 
 
+def settings_of(corpus: Path, parallel=FOUR_RANKS, every=4, **failover) -> RunConfig:
+    train = {"steps": STEPS, "validate_every": 0}
+    return small_config(corpus, parallel, train=train, checkpoint={"every": every}, failover=failover)
+
+
 @pytest.fixture
 def config(corpus, tmp_path):
-    def made(parallel=FOUR_RANKS, every=4, memory_every=3, **failover) -> RunConfig:
-        return small_config(
-            corpus, parallel, train={"steps": STEPS, "validate_every": 0}, checkpoint={"every": every},
-            failover={"memory_every": memory_every, "memory_folder": str(tmp_path), **failover},
-        )
+    def made(*parallel, memory_every=3, **settings) -> RunConfig:
+        return settings_of(corpus, *parallel, memory_every=memory_every, memory_folder=str(tmp_path), **settings)
 
     return made
 
@@ -35,21 +37,30 @@ def same_end(one: Path, other: Path) -> bool:
 # ---- spikes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def without_the_batches(corpus, pool, tmp_path_factory) -> Path:
+    """The run that never had those which are left out."""
+    folder = tmp_path_factory.mktemp("without") / "run"
+    train(pool, LeavesOut, settings_of(corpus), folder)
+    return folder
+
+
 @pytest.mark.parametrize("memory_every", [3, 0])
-def test_a_spike_is_left_behind_with_the_batches_since_also_by_a_restart(memory_every, config, pool, tmp_path):
+def test_a_spike_is_left_behind_with_the_batches_since_also_by_a_restart(
+    memory_every, without_the_batches, config, pool, tmp_path
+):
     """The state is that after step 6, as the one after step 9 is too near; on disk alone, it is that after step 6 too.
 
     What was left out is left out by the run that goes on after a failure, too.
     """
     settings = {"spike_factor": 10, "spike_window": 8, "spike_rollbacks": 1, "spike_margin": 2}
     run = config(memory_every=memory_every, every=100 if memory_every else 3, **settings)
-    train(pool, LeavesOut, config(memory_every=0), tmp_path / "reference")
     train(pool, Spikes, run, tmp_path / "whole")
-    assert same_end(tmp_path / "whole", tmp_path / "reference")
+    assert same_end(tmp_path / "whole", without_the_batches)
     with pytest.raises(RankError, match="is lost"):
         train(pool, SpikesAndDies, run, tmp_path / "dies")
     assert train(pool, Spikes, run, tmp_path / "dies", resume=True).startswith("step 9, from ")
-    assert same_end(tmp_path / "dies", tmp_path / "reference")
+    assert same_end(tmp_path / "dies", without_the_batches)
     happened = [(e["event"], e["step"]) for e in read_events(tmp_path / "dies")]
     assert happened == [("spike", 10), ("rolled back", 6)]
 

@@ -36,26 +36,31 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_lost_rank_is_named_and_nothing_is_lost(fault, supervised, undisturbed, corpus, capfd):
-    code, folder = supervised(config_of(corpus), fault)
+TOGETHER = [list(FAULTS)[:4], list(FAULTS)[4:6], list(FAULTS)[6:]]  # of one run, an attempt for each
+
+
+@pytest.mark.parametrize("faults", TOGETHER, ids=["killed", "ended", "lost"])
+def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbed, corpus, capfd):
+    limit = len(faults)
+    code, folder = supervised(config_of(corpus, failover={"restarts": limit}), ",".join(faults))
     said = capfd.readouterr().err
     assert code == 0, said
-    rank = fault.split(":")[1]
-    assert re.search(f"rank {rank} {FAULTS[fault]}", said), said
-    assert "restart 1 of at most 2 without progress" in said
     assert curve(folder) == curve(undisturbed)
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
 
-    [failure], [recovered], [end] = events(folder, "failure"), events(folder, "recovered"), events(folder, "end")
-    step = int(fault.partition("@")[2].split(":")[0])
-    assert (failure["rank"], failure["step"]) == (int(rank), step - 1)
-    assert (recovered["step"], recovered["lost"]) == (4, step - 1 - 4)
-    assert recovered["seconds"] < 20
-    assert end["code"] == 0 and end["failures"] == 1 and 0 < end["effective"] < 1
+    failures, recoveries, [end] = events(folder, "failure"), events(folder, "recovered"), events(folder, "end")
+    for fault, failure, recovered in zip(faults, failures, recoveries, strict=True):
+        rank = fault.split(":")[1]
+        assert re.search(f"rank {rank} {FAULTS[fault]}", said), said
+        step = int(fault.partition("@")[2].split(":")[0])
+        assert (failure["rank"], failure["step"]) == (int(rank), step - 1)
+        assert (recovered["step"], recovered["lost"]) == (4, step - 1 - 4)
+        assert recovered["seconds"] < 20
+        if fault.startswith(("stop", "stall")):
+            assert "faulty.py" in failure["report"]  # where it stood
+    assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit + 1))
+    assert end["code"] == 0 and end["failures"] == limit and 0 < end["effective"] < 1
     assert f"effective training time {end['effective']:.1%}" in said
-    if fault.startswith(("stop", "stall")):
-        assert "faulty.py" in failure["report"]  # where it stood
     assert not (folder / PROCESSES_FILE).exists() and not list((folder / "checkpoints").glob(".staging*"))
 
 
@@ -82,10 +87,10 @@ def test_restarts_without_progress_are_bounded(supervised, corpus, capfd):
 
 def test_restarts_with_progress_are_not(supervised, corpus, capfd):
     """Each attempt dies in its second step: every one gets a step further, so that five are not too many."""
-    config = config_of(corpus, checkpoint={"every": 1}, failover={"restarts": 1})
+    config = config_of(corpus, train={"steps": 6}, checkpoint={"every": 1}, failover={"restarts": 1})
     code, folder = supervised(config, "kill@+2:1:B", always=True)
     assert code == 0, capfd.readouterr().err
-    assert len(events(folder, "failure")) == STEPS - 1
+    assert len(events(folder, "failure")) == 5
 
 
 def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, capfd):

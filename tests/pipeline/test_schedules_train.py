@@ -31,7 +31,7 @@ def differs(pool: Pool, parallel: dict, model: dict, microbatches: int, steps: i
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

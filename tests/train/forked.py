@@ -1,8 +1,8 @@
 """Commands as forks of one process that has imported what they need: a test does not pay for imports.
 
-The code that runs is that of ``python -m shoal``, in a process and a session of its own; what is left out is starting
-an interpreter, for the command and for the nursery of its ranks. That is in `test_launch`, in the tests of torchrun, of
-a terminal and of bad input.
+The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
+out is starting an interpreter, for the command, for the nursery of its ranks and for torchrun's workers. That is in
+`test_launch`, in the tests of torchrun, of a terminal and of bad input.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main as torchrun
 
 from shoal.cli import main as shoal
 from shoal.failover import nursery
@@ -77,10 +82,10 @@ def commands(path: str) -> Nursery:
     return made
 
 
-def command(words: list[str], environment: Mapping[str, str], cwd: Path) -> Command:
-    """Start ``shoal WORDS``."""
+def command(words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = ()) -> Command:
+    """Start ``shoal WORDS``; or torchrun with the words of ``agent`` and then these, whose workers are forks of it."""
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
-    order = json.dumps({"words": words, "cwd": str(cwd)})
+    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent})
     forks = commands(environment["PYTHONPATH"])
     child = forks.fork("tests.train.forked", {**environment, ORDER: order}, log, heard=False)
     return Command(child, log)
@@ -89,10 +94,10 @@ def command(words: list[str], environment: Mapping[str, str], cwd: Path) -> Comm
 # ---- in the fork -----------------------------------------------------------------------------------------------------
 
 
-class ForkedNursery:
-    """The nursery of a command's ranks, a fork too: the part of `subprocess.Popen` that `Nursery` needs."""
+class Fork:
+    """A process of its own that calls a function: the part of `subprocess.Popen` that who starts it needs."""
 
-    def __init__(self, words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object):
+    def __init__(self, run: Callable[[], object], environment: Mapping[str, str]):
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,11 +108,9 @@ class ForkedNursery:
         try:
             atexit._clear()  # what the command registered is not this process's to do
             os.setsid()
-            os.dup2(stderr.fileno(), 2)
             os.environ.clear()
-            os.environ.update(env)
-            sys.argv = words[2:]
-            nursery.main()
+            os.environ.update(environment)
+            run()
             code = 0
         except SystemExit as error:
             code = error.code or 0
@@ -126,9 +129,12 @@ class ForkedNursery:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.002)
         return self.returncode
 
     def kill(self) -> None:
@@ -136,11 +142,43 @@ class ForkedNursery:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def fork_nursery(words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object) -> Fork:
+    """The nursery of a command's ranks."""
+
+    def run() -> None:
+        os.dup2(stderr.fileno(), 2)
+        sys.argv = words[2:]
+        nursery.main()
+
+    return Fork(run, env)
+
+
+def fork_worker(args: tuple[str, ...], env: Mapping[str, str], **_: object) -> Fork:
+    """A worker of torchrun: ``python -u -m MODULE WORDS``."""
+    module, *words = args[args.index("-m") + 1 :]
+
+    def run() -> None:
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # which the agent handles
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:  # as `subprocess` does: else the agent's connections would outlive it
+                with suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    return Fork(run, env)
+
+
 def main() -> int:
     """The command."""
     order = json.loads(os.environ.pop(ORDER))
     os.chdir(order["cwd"])
-    nursery.Popen = ForkedNursery
+    if order["agent"]:
+        subprocess_handler.Popen = fork_worker
+        return torchrun([*order["agent"], *order["words"]])
+    nursery.Popen = fork_nursery
     sys.argv = ["shoal", *order["words"]]
     return shoal(order["words"])
 

@@ -59,11 +59,19 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
 
 
 def start(
-    *words: str | Path, launcher: tuple[str, ...] = (), cwd: Path = ROOT, module: str = "shoal"
+    *words: str | Path, agent: tuple[str, ...] = (), launcher: tuple[str, ...] = (), cwd: Path = ROOT,
+    module: str = "shoal",
 ) -> subprocess.Popen | Command:
-    """``shoal WORDS``, as a process of its own; stderr goes to its stdout's pipe."""
+    """``shoal WORDS``, as a process of its own; stderr goes to its stdout's pipe.
+
+    Args:
+        agent: torchrun's words: under an agent, and it and its workers are forks.
+        launcher: a module and its words, which starts it in interpreters of their own.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     environment["PYTHONPATH"] = str(ROOT)
+    if agent:
+        return command(["-m", module, *map(str, words)], environment, cwd, agent)
     if not launcher and module == "shoal":
         return command([*map(str, words)], environment, cwd)
     return subprocess.Popen(

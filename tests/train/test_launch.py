@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,9 +21,10 @@ from hypothesis import strategies as st
 
 from shoal.config import FailoverConfig
 from shoal.errors import UsageError
+from shoal.failover.nursery import Nursery
 from shoal.failover.watchdog import Watchdog
 from shoal.train.allocator import allocator_environment
-from shoal.train.launch import Crew, launch, rank_environment
+from shoal.train.launch import Crew, launch, rank_environment, start_nursery
 from shoal.train.membership import Membership, _expand_counts, _first_host, joined
 from shoal.train.stop import StopRequests
 
@@ -83,11 +86,32 @@ sys.exit(launch("program", json.loads(sys.argv[1]), 2, Path(sys.argv[2]), device
 """
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """Where the program is, and shoal."""
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
+    return f"{folder}{os.pathsep}{ROOT}"
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+def folder(path, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def nursery(path, tmp_path_factory) -> Iterator[Nursery]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        with start_nursery(2, tmp_path_factory.mktemp("nursery"), "cpu") as nursery:
+            yield nursery
+
+
+@pytest.fixture
+def one_nursery(nursery, monkeypatch) -> None:
+    """Each launch has the same one, so that it pays for no imports."""
+    monkeypatch.setattr("shoal.train.launch.start_nursery", lambda *_: nullcontext(nursery))
 
 
 def start_parent(folder: Path, act: str) -> subprocess.Popen:
@@ -125,7 +149,7 @@ def test_ranks_meet_and_finish(folder, capfd):
     ("die", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
     ("die slowly", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
 ])
-def test_a_death_takes_all_down_and_shows_one_cause(folder, capfd, act, code, said):
+def test_a_death_takes_all_down_and_shows_one_cause(folder, one_nursery, capfd, act, code, said):
     start = time.monotonic()
     assert launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu") == code
     assert time.monotonic() - start < 30  # far below the 60 s that the peer's collective would wait
@@ -152,7 +176,7 @@ def test_the_cause_is_found_among_its_consequences(codes, random):
         assert ending.code == 128 + signal.SIGKILL and codes[ending.cause.rank] == -signal.SIGKILL
 
 
-def test_a_log_goes_on_where_the_last_launch_died(folder, capfd):
+def test_a_log_goes_on_where_the_last_launch_died(folder, one_nursery, capfd):
     for act in ("raise", "die"):
         launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu")
     log = (folder / "logs" / "rank-1.log").read_text()
@@ -162,7 +186,7 @@ def test_a_log_goes_on_where_the_last_launch_died(folder, capfd):
     assert "the real cause" not in shown[shown.index("was killed by SIGKILL"):]  # that is what the first launch said
 
 
-def test_a_usage_error_passes_through_without_traceback(folder, capfd):
+def test_a_usage_error_passes_through_without_traceback(folder, one_nursery, capfd):
     assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
     assert capfd.readouterr().err == "shoal: error: steps = -1; allowed: 1 or more\n"
 

@@ -16,7 +16,7 @@ from shoal.config import load
 
 from .runs import ROOT, checkpoints, curve, records, same_bits, shoal, train_in, wait_for
 
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+TORCHRUN = ("--nproc-per-node", "2", "--standalone")
 
 
 # ---- one run on 4 ranks ----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ TWO = ("--parallel.dp", "2", "--parallel.tp", "1", "--train.steps", "4")
 
 
 def test_torchrun_trains_the_same_in_one_folder_for_all_ranks_and_resumes(base_config, pool, tmp_path):
-    code, output = shoal("train", base_config, *TWO, launcher=TORCHRUN, cwd=tmp_path)
+    code, output = shoal("train", base_config, *TWO, launcher=("torch.distributed.run", *TORCHRUN), cwd=tmp_path)
     assert code == 0, output
     assert output.count("finished in") == 1
     (folder,) = (tmp_path / "runs").iterdir()
@@ -148,7 +148,7 @@ def test_torchrun_trains_the_same_in_one_folder_for_all_ranks_and_resumes(base_c
     plain = train_in(pool, load(folder / "run.toml"), tmp_path / "plain")
     assert curve(folder) == curve(plain)
     assert same_bits(checkpoints(folder)[4], checkpoints(plain)[4])
-    code, output = shoal("train", "--resume", folder, "--train.steps", "6", launcher=TORCHRUN)
+    code, output = shoal("train", "--resume", folder, "--train.steps", "6", agent=TORCHRUN)
     assert code == 0, output
     assert "resumed after step 4" in output and [step for step, _, _ in curve(folder)] == [1, 2, 3, 4, 5, 6]
 

@@ -14,6 +14,7 @@ REDUCED = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64
 )
 MOVED = (*REDUCED, torch.bool, torch.complex64)
+FEW = 3  # ranks, up to which every dtype is tried: who sends what to whom does not depend on it
 
 
 def algorithms(collective, ranks):
@@ -79,8 +80,9 @@ def blocks(collective, dtype, sizes):
 def everything(collective):
     ranks = dist.get_world_size()
     reduces = collective in REDUCING
+    dtypes = (torch.bfloat16, torch.int64) if ranks > FEW else REDUCED if reduces else MOVED
     if collective in VECTORS:
-        for dtype in REDUCED if reduces else MOVED:
+        for dtype in dtypes:
             vector(collective, dtype, 13)
         for numel in (0, 1, ranks - 1, 1000):
             vector(collective, torch.float32, numel)
@@ -90,7 +92,7 @@ def everything(collective):
         return
     count = ranks**2 if collective is Collective.ALL_TO_ALL else ranks
     uneven = [(3 * block + 1) % 5 for block in range(count)]  # some empty
-    for dtype in REDUCED if reduces else MOVED:
+    for dtype in dtypes:
         blocks(collective, dtype, uneven)
     for size in (0, 1, 40):
         blocks(collective, torch.float32, [size] * count)

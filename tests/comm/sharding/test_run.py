@@ -13,7 +13,7 @@ from tests.comm.sharding.drawn import SIZE, meshes, planner, run_routes, shardin
 SIZES = dict.fromkeys("BDFIJKE", SIZE)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), mesh=meshes, links=st.booleans())
 def test_every_route_gives_the_plain_product_and_sends_what_it_counts(pool, data, mesh, links):
     product = data.draw(st.sampled_from([
@@ -58,7 +58,7 @@ def test_a_chain_and_its_gradients_are_autograds(pool, text):
         assert max(errors.values()) < 1e-9
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data(), mesh=meshes)
 def test_any_chain_and_its_gradients_are_autograds(pool, data, mesh):
     letters = ["BD", "DF", "FD", "BD"]
