@@ -24,14 +24,14 @@ LAYOUTS = [
 ]
 
 
-def steps(config: RunConfig, overflow: tuple[int, int] | None = None):
-    """(scale, skipped, whether the weights changed) of each step; ``overflow`` = (rank, step) plants an infinity in
-    that rank's gradients before they are summed."""
+def steps(config: RunConfig, overflow: int | None = None):
+    """(scale, skipped, whether the weights changed) of each step. From step ``overflow`` on, an infinity is planted in
+    the gradients of one rank before they are summed: first in those of rank 0, in the next step of rank 1, ..."""
     engine = engine_of(config)
     dims = 3 if engine.shape.experts else 1
     found = []
     for step in range(6):
-        if overflow == (dist.get_rank(), step):
+        if overflow is not None and step == overflow + dist.get_rank():
             parameters = engine.stages[0].parameters
 
             def plant(parameter, total):
@@ -71,11 +71,11 @@ def test_every_rank_backs_off_and_grows_alike(pool, parallel):
 def test_what_one_rank_finds_all_skip(pool, parallel):
     """An infinity in experts that no other rank has is found by all too."""
     config = scaled(parallel, {"experts": EXPERTS} if "ep" in parallel else {}, initial=2.0**10)
-    for rank in range(config.parallel.world_size):
-        for found in pool.run(steps, config.parallel.world_size, config, (rank, 2)):
-            assert [skipped for _, skipped, *_ in found] == [False, False, True, False, False, False]
-            assert [scale for scale, *_ in found] == [2.0**10] * 3 + [2.0**9] * 3
-            assert not found[2][2]
+    n = config.parallel.world_size
+    for found in pool.run(steps, n, config, 1):
+        assert [skipped for _, skipped, *_ in found] == [False, *[True] * n, *[False] * (5 - n)]
+        assert [scale for scale, *_ in found] == [2.0 ** (10 - min(max(0, step - 1), n)) for step in range(6)]
+        assert [changed for *_, changed, _ in found] == [True, *[False] * n, *[True] * (5 - n)]
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "bias_update": 0.25}
