@@ -53,8 +53,10 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dis
     if op == dist.ReduceOp.SUM:
         start_all_reduce(x, group).wait()
         return x
+    if group.shared is not None and op not in REDUCTIONS:  # over the backend, what is under way in memory would stand
+        raise ValueError(f"an all-reduce by {op} between ranks that share memory; they have sum, max and min")
     group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
-    if group.shared is not None and op in REDUCTIONS:
+    if group.shared is not None:
         work = group.shared.all_reduce(x, op)
     else:
         work = dist.all_reduce(x, op, group=group.backend, async_op=True)

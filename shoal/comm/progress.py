@@ -38,7 +38,9 @@ class Operation:
         self.what, self.parts, self._progress = what, 0, progress
 
     def is_completed(self) -> bool:
-        """Whether this rank has done its part."""
+        """Whether this rank has done its part; what can be done at once of what is under way is done by asking."""
+        while self.parts and self._progress.advance():
+            pass
         return self.parts == 0
 
     def wait(self) -> None:

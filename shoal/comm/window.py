@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -19,14 +20,13 @@ from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.comm.progress import PeerLost
-from shoal.comm.region import LINE, Region, alive
+from shoal.comm.region import LINE, Region, alive, host_identity
+from shoal.comm.values import all_gather
+from shoal.errors import UsageError
 
 NAP = 50e-6  # seconds between looks at what is waited for
 LOOK_SECONDS = 0.05  # between looks whether a rank lives
-
-
-class NoWindow(RuntimeError):
-    """The ranks cannot share memory."""
+MEND = "Start all ranks on one such host, or use a parallel.sync that communicates: local-sgd, diloco, powersgd."
 
 
 class Window:
@@ -40,7 +40,7 @@ class Window:
         size: bytes of all tensors; what is never written takes no memory.
 
     Raises:
-        NoWindow: not all ranks can map the memory.
+        UsageError: not all ranks can map the memory, or do not see each other's stores in their order.
     """
 
     def __init__(self, group: Group | None, counters: int, size: int):
@@ -49,6 +49,7 @@ class Window:
         counters += self.size  # the processes
         size = -(-size // LINE) * LINE
         self._file = self._open(group, counters, size)
+        weakref.finalize(self, os.close, self._file)
         region = Region(self._file, counters, size)
         self._counters, self._data, self._used = region.counters, region.data, 0
         self._process = counters - self.size
@@ -59,6 +60,12 @@ class Window:
         self._looked = [0.0] * self.size
 
     def _open(self, group: Group | None, counters: int, size: int) -> int:
+        hosts = set(all_gather(host_identity(), None if group is None else group.backend))
+        if None in hosts or len(hosts) > 1:
+            raise UsageError(
+                f"ranks {self.ranks} cannot share memory as they must: they are not all on one host with Linux on "
+                f"x86-64, in one space of processes.\n  {MEND}"
+            )
         file, where = -1, torch.zeros(2, dtype=torch.int64)
         if self.index == 0:
             with suppress(OSError):
@@ -66,7 +73,7 @@ class Window:
             where[:] = torch.tensor([os.getpid(), file])
         if group is None:
             if file < 0:
-                raise NoWindow("the system gives no memory that can be shared")
+                raise UsageError(f"the system gives no memory that can be shared.\n  {MEND}")
             return file
         dist.broadcast(where, self.ranks[0], group=group.backend)
         if self.index > 0 and where[1] >= 0:
@@ -75,7 +82,10 @@ class Window:
         every = torch.tensor([file >= 0], dtype=torch.int32)
         dist.all_reduce(every, dist.ReduceOp.MIN, group=group.backend)
         if not every:
-            raise NoWindow("the ranks cannot share memory: they are not on one host, or may not see each other there")
+            raise UsageError(
+                f"ranks {self.ranks} cannot share memory: the system gives none, or they may not see each other."
+                f"\n  {MEND}"
+            )
         return file
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from shoal.comm.world import synchronize
 from shoal.config import TrainConfig
 from shoal.errors import UsageError
 from shoal.pipeline.program import COMPUTE, Action
@@ -91,7 +92,7 @@ class Watch:
         self.factor, self.death = handicaps.factors.get(rank, 1.0), handicaps.deaths.get(rank)
         self.pace, self.times = handicaps.pace, Times()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
-        self._step, engine.step = engine.step, self.step
+        self._step, engine.step, self._device = engine.step, self.step, engine.mesh.device
         engine.runtime.recorders.append(self)
 
     def step(self, number: int, **options: bool) -> object:
@@ -99,30 +100,36 @@ class Watch:
         if number == self.death:
             os.kill(os.getpid(), signal.SIGKILL)
         self._left, self._computed = self._of_step, 0.0
-        begin = time.perf_counter()
+        begin = self._now()
         result = self._step(number, **options)
-        self.times.total += time.perf_counter() - begin
+        self.times.total += self._now() - begin
         self.times.steps += 1
         return result
 
     def begin(self, action: Action) -> None:
         """As `Recorder`."""
-        self._begin = time.perf_counter()
+        self._begin = self._now()
 
     def arrived(self, action: Action) -> None:
         """As `Recorder`: waiting for a neighbour in the pipeline is not computing."""
-        self._begin = time.perf_counter()
+        self._begin = self._now()
 
     def end(self, action: Action) -> None:
         """As `Recorder`. After the step's last computation a handicapped rank sleeps."""
         if action.op not in COMPUTE:
             return
-        self._computed += time.perf_counter() - self._begin
+        self._computed += self._now() - self._begin
         self._left -= 1
         if self._left == 0:
             wanted = max(self._computed, self.pace) * self.factor
             time.sleep(wanted - self._computed)
             self.times.computing += wanted
+
+
+    def _now(self) -> float:
+        """The time at which all that was begun on the device is done: the host alone only launches it."""
+        synchronize(self._device)
+        return time.perf_counter()
 
 
 def who_waits(times: dict[int, Times | None]) -> Table:

@@ -373,3 +373,23 @@ def through_two_views(capacity: int) -> float:
 
 def test_whoever_waits_anywhere_drives_what_was_started_through_another_view(pool: Pool) -> None:
     assert pool.run(through_two_views, 4, 4096, timeout=8.0) == [4.0] * 4
+
+
+def polled(capacity: int) -> tuple[bool, str]:
+    """A message that is larger than the room for it goes by asking alone whether it has gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "PAIR_CAPACITY", capacity)
+        group, rank = mesh("auto", pp=2).group("pp"), dist.get_rank()
+        x = torch.full((4 * capacity,), float(1 - rank))
+        work = ops.start_receive(x, 0, group) if rank else ops.start_send(x, 1, group)
+        deadline = time.monotonic() + 5
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.0001)
+        with pytest.raises(ValueError) as error:
+            ops.all_reduce(torch.ones(1), group, dist.ReduceOp.PRODUCT)
+        return bool(x.all()), str(error.value)
+
+
+def test_asking_whether_it_is_done_is_enough_and_other_reductions_are_refused(pool: Pool) -> None:
+    for arrived, said in pool.run(polled, 2, 4096):
+        assert arrived and "they have sum, max and min" in said

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.held import HeldParameters
+from shoal.parallel.split import Split
 from shoal.pieces import Piece
 
 
@@ -17,17 +18,25 @@ class Part:
     """One parameter's place in what is flat.
 
     Attributes:
-        name: of the parameter.
+        split: what this rank holds of the parameter.
         bucket: which of the flat tensors it lies in.
         start, stop: where.
-        shape: of what this rank holds of it.
     """
 
-    name: str
+    split: Split
     bucket: int
     start: int
     stop: int
-    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return self.split.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank holds of it."""
+        return tuple(self.split.local)
 
     def of(self, flats: Sequence[Tensor]) -> Tensor:
         """Its part of some flat tensors, as a view."""
@@ -48,7 +57,7 @@ class Flat:
         self.weights = [bucket.master for bucket in parameters.buckets]
         self.gradients = [gradients.shard for stage in parameters.stages for gradients in stage.gradients]
         self.parts = [
-            Part(slot.split.name, b, slot.start, slot.stop, tuple(slot.split.local))
+            Part(slot.split, b, slot.start, slot.stop)
             for b, bucket in enumerate(parameters.buckets)
             for slot in bucket.slots
         ]

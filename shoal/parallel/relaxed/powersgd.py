@@ -11,6 +11,8 @@ Vectors are summed as they are. With r = min(n, m) the product is M itself.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
@@ -54,9 +56,14 @@ class PowerSGD(Compressed):
             torch.mm(p, self.factors[i].T, out=self._matrix(i))
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        """As `Compressed`, and Q, from which the next step starts."""
-        q = {
-            self.flat.parts[i].name: [Piece(tuple(q.shape), Box.whole(tuple(q.shape)), q)]
-            for i, q in self.factors.items()
-        }
-        return super().states() | {"q": q}
+        """As `Compressed`, and Q, from which the next step starts: one for each box into which a parameter is split.
+
+        Where several ranks or stages hold the same box, its Q is the same, and saved once.
+        """
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for i, q in self.factors.items():
+            split, shape = self.flat.parts[i].split, tuple(q.shape)
+            if split.box.numel:  # else it is padding alone
+                name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
+                found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
+        return super().states() | {"q": dict(found)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING
 
+from shoal.comm.region import host_identity
+from shoal.comm.world import pick_device
 from shoal.config import RunConfig
 from shoal.errors import UsageError
 from shoal.optim.names import ELEMENTWISE
@@ -18,6 +21,24 @@ SERVED = ("ps-bsp", "ps-ssp", "ps-async")
 FREE = (*SERVED, "hogwild", "sgp", "wagma")
 POOLED = ("ps-async", "hogwild")
 """Methods whose replicas may do different numbers of steps."""
+
+READERS = {
+    "staleness": ("ps-ssp", "sgp", "wagma"),
+    "staleness_aware": ("ps-ssp", "ps-async"),
+    "local_steps": LOCAL,
+    "outer_learning_rate": ("diloco",),
+    "outer_momentum": ("diloco",),
+    "outer_int8": LOCAL,
+    "block": ("onebit", "int8", *LOCAL),
+    "rank": ("powersgd",),
+    "density": ("topk",),
+    "group": ("wagma",),
+    "global_every": ("wagma",),
+}
+"""The methods that read each field of `RelaxedConfig`."""
+
+MOST = 64
+"""Replicas of which each has a bit of a window's counter."""
 
 
 def trainer_of(config: RunConfig) -> type[Trainer]:
@@ -36,7 +57,8 @@ def trainer_of(config: RunConfig) -> type[Trainer]:
 
 def goes_on_without(config: RunConfig) -> bool:
     """Whether a run goes on when a rank dies (not the first, which keeps the log)."""
-    return config.parallel.sync in FREE and config.parallel.sync != "ps-bsp"
+    bulk = config.parallel.sync == "ps-bsp" or (config.parallel.sync == "ps-ssp" and config.relaxed.staleness == 0)
+    return config.parallel.sync in FREE and not bulk
 
 
 def check_relaxed(config: RunConfig) -> None:
@@ -52,6 +74,7 @@ def check_relaxed(config: RunConfig) -> None:
             "metrics.profile = true records steps of the plain synchronous run alone, without handicaps."
             "\n  Leave it out, or parallel.sync and train.straggler, train.pace and train.dead."
         )
+    _check_read(config)
     if sync == "all-reduce":
         _need(config.data.sampler == "even", f"data.sampler = '{config.data.sampler}'", "what all-reduce computes must "
               "not depend on the number of replicas", "Leave it out, or choose another parallel.sync")
@@ -82,6 +105,21 @@ def check_relaxed(config: RunConfig) -> None:
               "groups are made of pairs", f"Use an even number, or {layout.dp} for all")
 
 
+def _check_read(config: RunConfig) -> None:
+    """Refuse what was set and nothing would read."""
+    sync, relaxed = config.parallel.sync, config.relaxed
+    for name, field in type(relaxed).model_fields.items():
+        value, readers = getattr(relaxed, name), READERS[name]
+        if name == "block" and not relaxed.outer_int8:
+            readers = tuple(reader for reader in readers if reader not in LOCAL)
+        _need(value == field.default or sync in readers, f"relaxed.{name} = {value} with parallel.sync = '{sync}'",
+              f"it is read by {', '.join(readers)} alone", f"Leave relaxed.{name} out")
+    overlap, sampler = config.data.overlap, config.data.sampler
+    _need(overlap == type(config.data).model_fields["overlap"].default or sampler == "overlap",
+          f"data.overlap = {overlap:g} with data.sampler = '{sampler}'", "it is read by the sampler 'overlap' alone",
+          "Leave data.overlap out")
+
+
 def _check_meetings(config: RunConfig) -> None:
     every = config.relaxed.local_steps
     for name, steps in (("train.validate_every", config.train.validate_every),
@@ -99,8 +137,14 @@ def _check_free(config: RunConfig, field: str) -> None:
     _need(layout.tp == layout.pp == 1, f"{field} with tp {layout.tp} and pp {layout.pp}",
           "the ranks of one replica would read the others' weights at different moments, and no longer fit each other",
           "Use tp 1 and pp 1, or local-sgd, diloco or a compressed all-reduce")
-    _need(config.train.device != "cuda", f"{field} with train.device = 'cuda'",
-          "its ranks share the memory of one host", "Use train.device cpu")
+    device = config.train.device
+    _need(device != "cuda" and pick_device(device).type == "cpu", f"{field} with train.device = '{device}'",
+          "its ranks share the memory of one host and compute there", "Use train.device cpu")
+    _need(host_identity() is not None, f"{field} on {platform.system()} {platform.machine()}",
+          "its ranks tell each other by the order of stores in memory, which must be that of Linux on x86-64",
+          "Use local-sgd, diloco or a compressed all-reduce")
+    _need(layout.dp <= MOST, f"{field} with parallel.dp = {layout.dp}",
+          f"which of its replicas live is one number of {MOST} bits", f"Use parallel.dp <= {MOST}")
     _need(config.train.transport == "auto", f"{field} with train.transport = 'backend'",
           "its ranks share the memory of one host", "Leave train.transport out")
     name = config.optimizer.name

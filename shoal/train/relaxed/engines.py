@@ -49,6 +49,7 @@ class ReplicaEngine(Engine):
 
     Attributes:
         replica, replicas: which this is, and how many there are.
+        stands_for: replicas that have died, whose states in a checkpoint are copies of this one's.
         flat: its weights and gradients.
         sampler: which samples it takes.
     """
@@ -56,6 +57,7 @@ class ReplicaEngine(Engine):
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         super().__init__(config, shape, mesh, samples)
         self.replica, self.replicas = mesh.index("dp"), mesh.size("dp")
+        self.stands_for: list[int] = []
         self.flat = Flat(self.parameters)
         self.sampler = self.sampler_of(self.replica)
 
@@ -115,7 +117,8 @@ class ReplicaEngine(Engine):
     def own(self, kinds: dict[str, dict[str, list[Piece]]]) -> dict[str, list[Piece]]:
         """What each replica has for itself, under names of its own."""
         return {
-            f"replica.{self.replica}.{kind}.{name}": pieces
+            f"replica.{replica}.{kind}.{name}": pieces
+            for replica in (self.replica, *self.stands_for)
             for kind, parameters in kinds.items()
             for name, pieces in parameters.items()
         }
@@ -150,26 +153,33 @@ class CompressedEngine(ReplicaEngine):
         """As `Engine`'s, with the compressed sum.
 
         Raises:
-            NonFinite: before any weight is changed, on every rank alike.
+            NonFinite: on every rank alike, before any weight is changed; and before any error is, unless a sum of
+                finite gradients is not finite.
         """
+        loss = loss * (self.mesh.index("tp") == 0)
+        mean, square, stops = self._totals(loss, torch.full_like(loss, stop))
+        mean /= tokens
+        if not (math.isfinite(mean) and math.isfinite(square)):  # what is kept for the next step would never be again
+            raise NonFinite(f"step {step}: loss {mean:g}, sum of the replicas' squared gradient norms {square:g}")
         self.exchange.sum()
-        mine = torch.stack(
-            (loss * (self.mesh.index("tp") == 0), self.parameters.square_norm(), torch.full_like(loss, stop))
-        )
-        totals = all_reduce(mine, self.mesh.group("world")).tolist()
-        mean, square = totals[0] / tokens, totals[1] / self.replicas  # every replica has the whole sum
-        if not (math.isfinite(mean) and math.isfinite(square)):
-            raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {math.sqrt(abs(square)):g}")
-        rate = self.apply(step, math.sqrt(square))
-        return StepResult(mean, math.sqrt(square), rate, tokens, stop=totals[2] > 0)
+        _, square, _ = self._totals(loss, loss)
+        norm = math.sqrt(square / self.replicas) if square >= 0 else math.nan  # every replica has the whole sum
+        if not math.isfinite(norm):
+            raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}", untouched=False)
+        rate = self.apply(step, norm)
+        return StepResult(mean, norm, rate, tokens, stop=stops > 0)
+
+    def _totals(self, loss: Tensor, stop: Tensor) -> list[float]:
+        """Summed over all ranks: the loss, the squared gradient norm, and how many were asked to stop."""
+        mine = torch.stack((loss, self.parameters.square_norm(), stop))
+        return all_reduce(mine, self.mesh.group("world")).tolist()
 
     def state(self) -> dict[str, list[Piece]]:
         """As `Engine`, and the errors of every replica."""
         kinds = self.exchange.states()
         state = self.common(super().state()) | self.own({"error": kinds.pop("error")})
-        here = f"tp-{self.mesh.index('tp')}"
         common = {
-            f"relaxed.{kind}.{here}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()
+            f"relaxed.{kind}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()
         }
         return state | self.common(common)
 

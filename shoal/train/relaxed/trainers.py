@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,17 @@ from shoal.train.metrics import StepMetrics
 from shoal.train.relaxed.engines import CompressedEngine, LocalEngine, ReplicaResult
 from shoal.train.relaxed.free import COLUMNS, FreeEngine
 from shoal.train.trainer import Trainer
+
+
+def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
+    """The dead replicas whose states in a checkpoint are copies of this living one's: those between it and the next.
+
+    So a checkpoint always has the states of all, and a run that is resumed begins with as many replicas as ever.
+
+    >>> [stands_for(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
+    [[1], [], [4, 5]]
+    """
+    return [dead for dead in range(replicas) if dead not in living and max(o for o in living if o < dead) == replica]
 
 
 class CompressedTrainer(Trainer):
@@ -197,6 +209,7 @@ class FreeTrainer(Trainer):
         if len(living) == size:
             return
         self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
+        self.engine.stands_for = stands_for(self.engine.replica, living, self.engine.replicas)
         backend = dist.new_group(living, use_local_synchronization=True)
         self.among = Group(backend)
         self.states.regroup(living)

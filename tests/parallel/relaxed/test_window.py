@@ -1,5 +1,7 @@
 """What ranks share without waiting for each other: a queue of tickets, and push-sum numbers on their way."""
 
+import gc
+import os
 import random
 import time
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm import window
 from shoal.comm.group import Group
 from shoal.comm.window import Window
+from shoal.errors import UsageError
 from shoal.parallel.relaxed.gossip import Push
 from shoal.parallel.relaxed.queue import COUNTERS, Queue
 
@@ -25,6 +29,35 @@ class Numbers:
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return list(whole.split([weights.numel() for weights in self.weights]))
+
+
+# ---- the memory ------------------------------------------------------------------------------------------------------
+
+
+def elsewhere(there: str | None) -> str:
+    """Rank 1 tells that it is on another host, or where there is no such memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(window, "host_identity", lambda: there)
+        with pytest.raises(UsageError) as error:
+            Window(world(), 1, 64)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("there", ["another host", None])
+def test_ranks_that_cannot_share_memory_are_all_told(there, pool):
+    for said in pool.run(elsewhere, 2, there):
+        assert "ranks [0, 1] cannot share memory" in said and "use a parallel.sync that communicates" in said
+
+
+def test_a_window_that_is_gone_has_closed_its_file():
+    own = Window(None, 1, 64)
+    file = own._file
+    os.fstat(file)
+    del own
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(file)
 
 
 # ---- the queue -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.catalog import ModelShape
+from shoal.checkpoint import Checkpointer, list_checkpoints, load
 from shoal.comm import shared
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
@@ -20,6 +22,7 @@ from shoal.train.engine import Engine
 from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL
 from shoal.train.relaxed.engines import CompressedEngine, LocalEngine
 from shoal.train.relaxed.free import FreeEngine
+from shoal.train.updates import NonFinite
 
 STEPS = 5
 SGD = {"name": "sgd", "clip_norm": 0.0, "learning_rate": 0.1, "warmup_steps": 2}
@@ -212,6 +215,61 @@ def test_less_is_sent(sync, least, pool):
     config = config_of(sync, SGD, {"rank": 1, "density": 0.01}, dp=2)
     for sent, numel in pool.run(sent_bytes, 2, config):
         assert numel * 8 / sent > least  # of float64
+
+
+def spoilt(config: RunConfig) -> tuple[bool, bool, bool]:
+    """A step in which a gradient of rank 1 is not a number: whether it is refused, and all states are as before."""
+    engine = engine_of(config, 0.0)
+    engine.step(0)
+    before = {name: [piece.tensor.clone() for piece in pieces] for name, pieces in engine.state().items()}
+    complete = engine.parameters.sum_ends
+
+    def spoil() -> None:
+        complete()
+        if dist.get_rank() == 1:
+            engine.flat.gradients[0][3] = float("nan")
+
+    engine.parameters.sum_ends = spoil
+    with pytest.raises(NonFinite) as error:
+        engine.step(1)
+    after = engine.state()
+    return error.value.untouched, all(
+        torch.equal(piece.tensor, old)
+        for name, pieces in after.items() for piece, old in zip(pieces, before[name], strict=True)
+    ), any("error" in name for name in after)
+
+
+@pytest.mark.parametrize("sync", COMPRESSED)
+def test_a_gradient_that_is_no_number_spoils_no_error(sync, pool):
+    config = config_of(sync, ADAM, {"rank": 2, "density": 0.1}, dp=2)
+    assert pool.run(spoilt, 2, config) == [(True, True, True)] * 2
+
+
+def kept(config: RunConfig, folder: Path) -> list[str]:
+    """Save the state of some steps and load it into a new engine: which of the names it has came back otherwise."""
+    engine = engine_of(config, 0.0)
+    for step in range(2):
+        engine.step(step)
+    saver = Checkpointer(folder, group=dist.group.WORLD, keep=1, asynchronous=False)
+    saver.save(2, engine.state(), {}, block=True)
+    saver.close()
+    (_, path), = list_checkpoints(folder)
+    other = engine_of(config, 0.0)
+    load(path, other.state(), group=dist.group.WORLD)
+    other.restored(2)
+    right = engine.state()
+    return [
+        name for name, pieces in other.state().items()
+        if not all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces, right[name], strict=True))
+    ]
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "schedule": "zb-v"}, {"pp": 2, "schedule": "dualpipe"}, {"tp": 2, "dp": 2}], ids=str)
+def test_powersgd_saves_each_factor_once_also_of_a_tied_embedding(layout, pool, tmp_path):
+    config = config_of("powersgd", ADAM, {"rank": 2}, {"model": {"name": "tiny-gpt", "layers": 4}}, **layout)
+    assert config.model.shape(vocab=64, sequence_length=16).tied
+    for wrong in pool.run(kept, config.parallel.world_size, config, tmp_path):
+        assert not wrong
 
 
 # ---- staleness -------------------------------------------------------------------------------------------------------

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from shoal.checkpoint import load
 from shoal.cli import main
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig, build, plain, save
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
+from shoal.errors import UsageError
 from shoal.train.check import check
-from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL, trainer_of
+from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL, READERS, goes_on_without, trainer_of
 from shoal.train.run_folder import new_run
 
 from ..runs import checkpoints, copy_until, records, same_bits, shoal, small_config
@@ -33,7 +38,8 @@ def config_of(corpus: Path, sync: str, **sections: dict[str, Any]) -> RunConfig:
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    relaxed, parallel = values.pop("relaxed"), {"dp": 2, "micro_batch": 1, "sync": sync} | values.pop("parallel", {})
+    relaxed = {name: value for name, value in values.pop("relaxed").items() if sync in READERS[name]}
+    parallel = {"dp": 2, "micro_batch": 1, "sync": sync} | values.pop("parallel", {})
     return build(plain(small_config(corpus, parallel, **values)) | {"relaxed": relaxed})
 
 
@@ -92,6 +98,40 @@ def test_what_does_not_wait_resumes_too(sync, trained, pool, tmp_path):
     assert records(folder)[-1].validation_loss == pytest.approx(records(whole)[-1].validation_loss, abs=0.5)
 
 
+def goes_on_from(values: dict[str, Any], folder: Path) -> tuple[list[str], int, int]:
+    """What a resumed replica has not as its checkpoint has it when it begins; what it has; and updates counted."""
+    config = build(values)
+    mesh = Mesh(config.parallel, dist.get_rank())
+    samples = {split: open_dataset(config.data, seed=0, split=split) for split in ("train", "validation")}
+    trainer = trainer_of(config)(config, check(config), mesh, samples, folder, resume=True, local_ranks=2)
+    engine = trainer.engine
+    engine.method.start(trainer.step)
+    dist.barrier()
+    engine.method.before(trainer.step)
+    here = engine.state()
+    stored = {
+        name: [replace(piece, tensor=torch.full_like(piece.tensor, -1)) for piece in pieces]
+        for name, pieces in here.items()
+    }
+    load(checkpoints(folder)[6], stored, group=dist.group.WORLD)
+    wrong = [
+        name for name, pieces in here.items()
+        if not all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces, stored[name], strict=True))
+    ]
+    moments = sum(bool(piece.tensor.any()) for name in here if "exp_avg" in name for piece in here[name])
+    trainer.states.close()
+    return wrong, moments, engine.optimizer.count
+
+
+@pytest.mark.parametrize("sync", ["sgp", "wagma", "ps-ssp", "ps-async", "hogwild"])
+def test_it_begins_with_the_weights_and_moments_that_were_saved(sync, trained, pool, tmp_path):
+    config, whole = trained[sync]
+    folder = copy_until(whole, tmp_path / "run", 6)
+    for wrong, moments, updates in pool.run(goes_on_from, 2, plain(config), folder):
+        assert not wrong
+        assert moments > 10 and updates == 6
+
+
 def test_another_method_or_number_of_replicas_is_not_resumed(trained, capfd):
     folder = trained["diloco"][1]
     for words in (["--parallel.sync", "local-sgd"], ["--parallel.dp", "1"]):
@@ -122,6 +162,15 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     assert "died" in said.partition("who waits")[2]
     assert records(folder)[-1].step == STEPS and STEPS in checkpoints(folder)
     assert "a sample of what it writes" in said
+    if sync in ("sgp", "wagma", "hogwild"):  # whose replicas have states of their own, the dead one too
+        code, said = shoal("train", "--resume", folder, "--train.steps", "18", "--train.pace", "0")
+        assert code == 0 and "resumed after step 12" in said, said
+        assert records(folder)[-1].step == 18
+
+
+def test_a_server_that_waits_for_all_does_not_go_on_without_one(corpus):
+    for staleness, goes_on in ((0, False), (1, True)):
+        assert goes_on_without(config_of(corpus, "ps-ssp", relaxed={"staleness": staleness})) == goes_on
 
 
 @pytest.mark.parametrize("sync", ["ps-bsp", "topk"])
@@ -148,6 +197,12 @@ REFUSED = {
     "a straggler that is no number": (["--train.straggler", "1:4"], "train.straggler = '1=4'"),
     "a straggler that is faster": (["--train.straggler", "1=0.5"], "a factor of 1 or more"),
     "a rank that is not there": (["--train.dead", "7@1"], "there is no rank 7"),
+    "too many to count": (
+        ["--parallel.sync", "sgp", "--parallel.dp", "65", "--train.global_batch", "65"], "Use parallel.dp <= 64"),
+    "what nothing reads": (["--relaxed.rank", "2"], "relaxed.rank = 2 with parallel.sync = 'local-sgd': it is read by"),
+    "what all-reduce does not read": (["--parallel.sync", "all-reduce"], "relaxed.local_steps = 3 with"),
+    "blocks of what is whole": (["--relaxed.block", "64"], "relaxed.block = 64"),
+    "an overlap of nothing": (["--data.overlap", "0.5"], "data.overlap = 0.5 with data.sampler = 'even'"),
 }
 
 
@@ -160,3 +215,15 @@ def test_what_cannot_be_is_refused(what, corpus, tmp_path, capfd):
     said = capfd.readouterr().err
     assert expected in said and "Traceback" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_shares_memory_is_refused_where_it_would_compute_on_gpus_or_stores_have_no_order(corpus, monkeypatch):
+    config = config_of(corpus, "sgp")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(UsageError, match=r"train.device = 'auto': its ranks share the memory of one host"):
+            check(config)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(UsageError, match="on Linux aarch64: its ranks tell each other by the order of stores"):
+        check(config)
