@@ -45,9 +45,9 @@ class StepOptions(Section):
     """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
 
     only: str = ""
-    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network, tp,
-    tp-overlap, tp-overlap-network, pp, single, compile; or one of several of a kind, as in "pp zb-v" or
-    "tp-overlap ring"."""
+    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network,
+    compression-network, tp, tp-overlap, tp-overlap-network, pp, single, compile; or one of several of a kind, as in
+    "pp zb-v" or "tp-overlap ring"."""
 
     turns: PositiveInt = 10
     """Turns of each contender; what is compared are medians over all."""
@@ -196,7 +196,8 @@ def _wanted(only: str, every: list[Race]) -> list[str]:
 def _check_work(options: StepOptions, wanted: list[str]) -> None:
     if options.ranks < 2:
         raise UsageError(f"bench step --ranks {options.ranks}: parallelism needs 2 or more.")
-    parts = dict.fromkeys(("dp", "zero", "fsdp", "threads"), options.ranks) | {"pp": MICROBATCHES}
+    replicas = ("dp", "zero", "fsdp", "threads", "compression-network")
+    parts = dict.fromkeys(replicas, options.ranks) | {"pp": MICROBATCHES}
     for name in wanted:
         if options.sequences % (n := parts.get(name.split()[0], 1)):
             raise UsageError(

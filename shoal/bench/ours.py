@@ -12,6 +12,8 @@ from shoal.comm.mesh import Mesh
 from shoal.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from shoal.layout import Layout
 from shoal.train.engine import Engine
+from shoal.train.relaxed.choose import COMPRESSED
+from shoal.train.relaxed.engines import CompressedEngine
 
 
 def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Callable[[int], float]:
@@ -42,7 +44,8 @@ def build(
     Args:
         compile, transport, link_gbs: as in ``train``.
         device_seconds: of each layer's forward, on an emulated device (`shoal.bench.device`).
-        layout: fields of `Layout`; without ``micro_batch``, a replica takes its sequences in one forward.
+        layout: fields of `Layout`, with any exact or compressed ``sync``; without ``micro_batch``, a replica takes its
+            sequences in one forward.
     """
     layout.setdefault("micro_batch", workload.sequences // layout.get("dp", 1))
     config = RunConfig(
@@ -58,7 +61,8 @@ def build(
         shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
     )
     mesh = Mesh(config.parallel, rank, transport=transport, link=Link(1e9 * link_gbs) if link_gbs else None)
-    built = Engine(config, workload.shape, mesh, workload.samples)
+    kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
+    built = kind(config, workload.shape, mesh, workload.samples)
     if device_seconds:
         compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
     return built

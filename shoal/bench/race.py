@@ -28,6 +28,7 @@ class Race:
         ours: shoal's contenders.
         references: torch's; the fastest of them counts.
         target: ours must reach this many times the speed of the reference (or this share of a peak).
+        fastest: whether the fastest of ours has to reach it, and not each.
         also: contenders that are shown, and are no reference.
         bounds: contenders that leave a part of the work out, and so compute other losses: what ours can come close to.
         tolerance: relative difference of losses that rounding may cause; None where nothing is comparable.
@@ -40,6 +41,7 @@ class Race:
     also: tuple[Contender, ...] = ()
     bounds: tuple[Contender, ...] = ()
     tolerance: float | None = 1e-3
+    fastest: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,9 @@ def check_agreement(laps: list[Lap], tolerance: float) -> None:
 def rows(race: Race, laps: list[Lap]) -> list[Row]:
     """Everyone against the fastest reference."""
     best = min((lap for lap in laps if lap.contender in race.references), key=lambda lap: lap.median)
+    judged = [lap for lap in laps if lap.contender in race.ours]
+    if race.fastest:
+        judged = [min(judged, key=lambda lap: lap.median)]
     return [
         Row(
             race.name,
@@ -149,7 +154,7 @@ def rows(race: Race, laps: list[Lap]) -> list[Row]:
             lap.contender.workload.tokens / lap.median,
             lap.rate() / best.rate(),
             quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))]),
-            race.target if lap.contender in race.ours else None,
+            race.target if lap in judged else None,
             max(turn.memory for turn in lap.turns),
         )
         for lap in laps

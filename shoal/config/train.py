@@ -59,7 +59,7 @@ class TrainConfig(Section):
 
     link_gbs: NonNegativeFloat = 0.0
     """GB/s at which a rank's part of a collective leaves it at most, by waiting: ranks of one host then behave as if
-    that network lay between them (not for pipelines). 0 imitates none."""
+    that network lay between them (not for pipelines, nor for what shares a window of memory). 0 imitates none."""
 
 
 class CheckpointConfig(Section):

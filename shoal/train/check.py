@@ -14,7 +14,7 @@ from shoal.errors import UsageError, redact
 from shoal.models.transformer import Transformer
 from shoal.pipeline.choose import check_schedule
 from shoal.train.histograms import check_histograms
-from shoal.train.relaxed.choose import check_relaxed
+from shoal.train.relaxed.choose import FREE, check_relaxed
 from shoal.train.rules import check_rules
 
 
@@ -108,11 +108,15 @@ def check_link(config: RunConfig) -> None:
     Raises:
         UsageError: naming the two fields.
     """
-    for name, plain in (("pp", 1), ("sync", "all-reduce")):
-        if config.train.link_gbs and (value := getattr(config.parallel, name)) != plain:
+    layout = config.parallel
+    for name, there, how, plain in (
+        ("pp", layout.pp > 1, "it also sends point to point", "1"),
+        ("sync", layout.sync in FREE, "its ranks read and write the same memory", "'all-reduce', or a compressed one"),
+    ):
+        if config.train.link_gbs and there:
             raise UsageError(
-                f"train.link_gbs = {config.train.link_gbs:g} with parallel.{name} = {value!r}: only collectives are "
-                f"slowed, and it also sends point to point.\n  Leave link_gbs out, or use parallel.{name} = {plain!r}."
+                f"train.link_gbs = {config.train.link_gbs:g} with parallel.{name} = {getattr(layout, name)!r}: only "
+                f"collectives are slowed, and {how}.\n  Leave link_gbs out, or use parallel.{name} = {plain}."
             )
 
 

@@ -11,6 +11,7 @@ from shoal.bench import command, transport
 from shoal.bench.attention import measure
 from shoal.bench.crew import Contender, Crew, Failed, Turn
 from shoal.bench.peak import Product
+from shoal.bench.pipelining import SCHEDULES
 from shoal.bench.race import Disagreement, Lap, Race, check_agreement, rows, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
@@ -43,6 +44,24 @@ def test_ratio_is_that_of_medians_against_the_fastest_reference():
     assert first.met is False and first.tokens_per_second == WORK.tokens
     assert second.ratio == pytest.approx(2.5 / 4) and second.target is None and second.met is None
     assert third.ratio == 1.0 and third.spread == (1.0, 1.0)
+
+
+def test_of_several_only_the_fastest_may_have_to_reach_the_target():
+    slow, fast, other = lap("slow", [4.0], [4.0]), lap("fast", [1.0], [1.0]), lap("other", [2.0], [2.0])
+    for fastest, met in ((True, [None, True, None]), (False, [False, True, None])):
+        race = Race("x", (slow.contender, fast.contender), (other.contender,), target=1.5, fastest=fastest)
+        assert [row.met for row in rows(race, [slow, fast, other])] == met
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ranks", "targets"),
+    [(8, 2, {"dp": 1.05, "tp": 1.4}), (2, 2, {"dp": 1.2, "tp": 1.9}), (8, 4, {"dp": 1.05, "tp": 1.6})],
+)
+def test_targets_are_those_of_the_tokens_and_ranks(sequences, ranks, targets):
+    every = {race.name: race for race in races(Workload(sequences=sequences), ranks)}
+    assert {name: every[name].target for name in targets} == targets
+    assert every["pp best"].target == 1.1 and len(every["pp best"].references) == len(SCHEDULES)
+    assert every["pp one-process"].target == 0.93
 
 
 def test_share_of_a_peak_compares_flops():

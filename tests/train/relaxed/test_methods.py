@@ -264,7 +264,9 @@ def kept(config: RunConfig, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "schedule": "zb-v"}, {"pp": 2, "schedule": "dualpipe"}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2}, {"pp": 2, "schedule": "zb-v"}, {"pp": 2, "schedule": "dualpipe"}, {"tp": 2, "dp": 2}], ids=str
+)
 def test_powersgd_saves_each_factor_once_also_of_a_tied_embedding(layout, pool, tmp_path):
     config = config_of("powersgd", ADAM, {"rank": 2}, {"model": {"name": "tiny-gpt", "layers": 4}}, **layout)
     assert config.model.shape(vocab=64, sequence_length=16).tied
