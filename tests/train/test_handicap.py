@@ -1,0 +1,54 @@
+"""Whose time is whose, where the host only launches what a device computes."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.pipeline.program import Action, Op
+from shoal.train import handicap
+from shoal.train.handicap import Handicaps, Watch
+
+KERNELS = 0.02  # seconds that the device takes for what one action launches
+
+
+class LateDevice:
+    """A device that has yet to do what was launched, until somebody waits for it."""
+
+    def __init__(self):
+        self.queued = 0.0
+
+    def synchronize(self, device: torch.device) -> None:
+        time.sleep(self.queued)
+        self.queued = 0.0
+
+
+def engine_on(device: LateDevice) -> SimpleNamespace:
+    """Two computations, then what is no computation and takes three times as long."""
+    actions = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.REDUCE, 0, 0)]
+    runtime = SimpleNamespace(actions=actions, recorders=[])
+
+    def step(number: int) -> None:
+        for action in actions:
+            for recorder in runtime.recorders:
+                recorder.begin(action)
+            device.queued += 3 * KERNELS if action.op is Op.REDUCE else KERNELS
+            for recorder in runtime.recorders:
+                recorder.end(action)
+
+    return SimpleNamespace(mesh=SimpleNamespace(rank=0, device=torch.device("cpu")), runtime=runtime, step=step)
+
+
+def test_the_time_of_an_action_is_that_of_the_device(monkeypatch):
+    device = LateDevice()
+    monkeypatch.setattr(handicap, "synchronize", device.synchronize)
+    engine = engine_on(device)
+    watch = Watch(engine, Handicaps({}, {}, 0.0))
+    for number in range(3):
+        engine.step(number)
+    assert watch.times.steps == 3
+    assert watch.times.computing == pytest.approx(3 * 2 * KERNELS, rel=0.5)
+    assert watch.times.waiting == pytest.approx(3 * 3 * KERNELS, rel=0.5)
