@@ -74,10 +74,10 @@ def check_relaxed(config: RunConfig) -> None:
             "metrics.profile = true records steps of the plain synchronous run alone, without handicaps."
             "\n  Leave it out, or parallel.sync and train.straggler, train.pace and train.dead."
         )
-    _check_read(config)
     if sync == "all-reduce":
         _need(config.data.sampler == "even", f"data.sampler = '{config.data.sampler}'", "what all-reduce computes must "
               "not depend on the number of replicas", "Leave it out, or choose another parallel.sync")
+        _check_read(config)
         return
     field = f"parallel.sync = '{sync}'"
     _need(layout.zero == 0, f"{field} with parallel.zero = {layout.zero}",
@@ -103,6 +103,7 @@ def check_relaxed(config: RunConfig) -> None:
         size = config.relaxed.group
         _need(size % 2 == 0 or size >= layout.dp, f"relaxed.group = {size}",
               "groups are made of pairs", f"Use an even number, or {layout.dp} for all")
+    _check_read(config)
 
 
 def _check_read(config: RunConfig) -> None:
