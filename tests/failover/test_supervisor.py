@@ -36,10 +36,11 @@ FAULTS = {
 }
 
 
-TOGETHER = [list(FAULTS)[:4], list(FAULTS)[4:6], list(FAULTS)[6:]]  # of one run, an attempt for each
+KILLED, ENDED, LOST = list(FAULTS)[:4], list(FAULTS)[4:6], list(FAULTS)[6:]
+TOGETHER = {"killed": KILLED, "ended": ENDED, **{fault: [fault] for fault in LOST}}  # of one run, an attempt for each
 
 
-@pytest.mark.parametrize("faults", TOGETHER, ids=["killed", "ended", "lost"])
+@pytest.mark.parametrize("faults", TOGETHER.values(), ids=TOGETHER)
 def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbed, corpus, capfd):
     limit = len(faults)
     code, folder = supervised(config_of(corpus, failover={"restarts": limit}), ",".join(faults))
