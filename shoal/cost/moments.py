@@ -8,13 +8,12 @@ from itertools import pairwise
 
 from shoal.cost.buckets import Bucket, Filled, Size
 from shoal.cost.parameters import Held
-from shoal.optim.muon import is_hidden_matrix
-from shoal.optim.turns import AT_ONCE
 from shoal.pieces import flat_range
 
 STATES = {  # per element
     "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
 }  # fmt: skip
+AT_ONCE = 1 << 25  # muon: elements that are whole at a time (`shoal.optim.turns`, which an estimate has no torch for)
 BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
 
 
@@ -64,7 +63,7 @@ class Moments:
     def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
         start = 0
         for held in in_order(bucket):
-            if self.optimizer == "muon" and is_hidden_matrix(held.name, held.whole):
+            if self.optimizer == "muon" and _hidden(held):
                 self._matrices.append(held.whole)
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
@@ -78,7 +77,7 @@ class Moments:
 
     def _each(self, held: Held) -> int:
         if self.optimizer == "muon":
-            return 1 if is_hidden_matrix(held.name, held.whole) else 2
+            return 1 if _hidden(held) else 2
         return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: Held, elements: int) -> int:
@@ -88,6 +87,11 @@ class Moments:
         known = held.name in self.factored
         self.factored.add(held.name)
         return 0 if known else sum(held.whole)
+
+
+def _hidden(held: Held) -> bool:
+    """muon: whether it makes a parameter orthogonal, as it has it (`shoal.optim.muon.is_hidden_matrix`)."""
+    return len(held.whole) > 1 and held.name.startswith("layers.")
 
 
 def _scales(held: Held, first: int, stop: int) -> int:
