@@ -18,6 +18,7 @@ from shoal.cost.step import stages_of, weights_on_rank
 
 OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
 GB = 1e9
+SEEN = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ class Footprint:
         return self.process <= self.capacity
 
 
+def outside(memory: np.ndarray | float, constants: Calibration) -> np.ndarray:
+    """Bytes that a process needs beside what torch's allocator reserves, on accelerators of so many bytes.
+
+    On smaller ones than those that it was fitted to no larger a part of them: most of it is what estimates miss of a
+    peak, which is the smaller the less there is to fill (docs/validate.md).
+    """
+    return constants["context"] * GB * np.minimum(1.0, memory / SEEN)
+
+
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
     """The memory of every run."""
     r, c = runs, constants
@@ -61,7 +71,7 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     second = _rank(k, stages.most, r.pp == 2, second)
     last = _rank(k, stages.last, 1, _in_flight(k, waiting, stages.last, kept) + held + logits)
     allocated, reserved = (np.maximum(np.maximum(*ends), more) for *ends, more in zip(first, last, second, strict=True))
-    return Footprint(allocated, reserved, first[1], reserved + c["context"] * GB, r.memory * c["usable"])
+    return Footprint(allocated, reserved, first[1], reserved + outside(r.memory, c), r.memory * c["usable"])
 
 
 def _gathered(k: Kernels) -> np.ndarray:

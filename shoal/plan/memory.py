@@ -11,6 +11,7 @@ from shoal.catalog.calibration import calibration_of
 from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
+from shoal.cost.footprint import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.state import StateBytes, Whole, state_bytes
 from shoal.cost.working import Moment, in_block, moments
@@ -156,8 +157,8 @@ class StageMemory:
     @cached_property
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
-        gpu = bool(self.run.cluster.accelerator.devices)
-        return 1e9 * float(self.constants["base"] + self.constants["context"]) if gpu else 0.0
+        machine, constants = self.run.cluster.accelerator, self.constants
+        return float(constants["base"] * GB + outside(machine.memory_bytes, constants)) if machine.devices else 0.0
 
     @cached_property
     def capacity(self) -> float:

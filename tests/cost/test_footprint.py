@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shoal.catalog.calibration import calibration
-from shoal.cost.footprint import footprint
+from shoal.cost.footprint import footprint, outside
 from shoal.cost.runs import Runs
 from shoal.cost.step import stages_of
 from tests.cost.test_step import LLAMA
@@ -53,3 +53,10 @@ def test_ties_go_to_the_first_stage_where_software_cuts_so() -> None:
 @pytest.mark.parametrize(("kept", "tensors"), [(4, 0), (3, 1), (2, 2)])
 def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
     assert allocated() - allocated(kept_ffn=kept) == pytest.approx(tensors * 32 * 2 * 8192 * 14336 / 4)
+
+
+def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_has() -> None:
+    constants = calibration()
+    whole = float(constants["context"]) * 1e9
+    assert outside(80e9, constants) == outside(192e9, constants) == pytest.approx(whole)
+    assert outside(16e9, constants) == pytest.approx(whole / 5)
