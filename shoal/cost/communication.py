@@ -67,6 +67,11 @@ class Ring:
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
     """The ranks along an axis of the mesh, or along several (`axes_of`), on a cluster that they fill in order."""
+    return ring_of(cluster, *extent_of(layout, axis))
+
+
+def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """How many ranks lie along an axis, or along several, and how far apart."""
     axes = axes_of(layout, axis)
     experts = bool(axes) and axes[0] in EXPERT_AXES[1:]
     order, sizes = (EXPERT_AXES, layout.expert_shape) if experts else (AXES, layout.shape)
@@ -77,7 +82,7 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
             ranks *= shape[name]
         elif axes and order.index(name) > order.index(axes[-1]):
             stride *= shape[name]
-    return ring_of(cluster, ranks, stride)
+    return ranks, stride
 
 
 def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:

@@ -7,8 +7,7 @@ than one; the search then goes through them from the least on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,26 +64,65 @@ class Branch(NamedTuple):
         return self.work.degrees["pp"], self.work.microbatches, *self.pipe.values()
 
 
-def branches(run: Run, space: Space, works: Iterable[Work]) -> list[Branch]:
+class _Together(NamedTuple):
+    """Branches of works by one pipeline, with `Branch`'s attributes of all.
+
+    Attributes:
+        least: [works] seconds.
+    """
+
+    least: np.ndarray
+    works: Sequence[Work]
+    pipe: Fields
+    split: Fields
+    outline: Outline
+    order: Order
+
+
+class Branches:
+    """Branches in the order of their least times. Most are never looked at, and none is made before it is.
+
+    Attributes:
+        least: seconds of each.
+    """
+
+    def __init__(self, together: Sequence[_Together]):
+        self._together = together
+        self._ends = np.cumsum([len(group.works) for group in together])
+        least = np.concatenate([group.least for group in together]) if together else np.empty(0)
+        self._order = np.argsort(least, kind="stable")
+        self.least: list[float] = least[self._order].tolist()
+
+    def __len__(self) -> int:
+        return len(self.least)
+
+    def __getitem__(self, place: int) -> Branch:
+        at = self._order[place]
+        number = int(np.searchsorted(self._ends, at, side="right"))
+        group = self._together[number]
+        work = group.works[at - self._ends[number]]  # from the end
+        return Branch(self.least[place], work, *group[2:])
+
+
+def branches(run: Run, space: Space, works: Iterable[Work]) -> Branches:
     """Every one, the least time first."""
     together: dict[tuple[int, int], list[Work]] = {}
     for work in works:
         together.setdefault((work.degrees["pp"], work.microbatches), []).append(work)
-    found: list[Branch] = []
+    found: list[_Together] = []
     outlines: dict[tuple, Outline] = {}
     for (pp, microbatches), same in together.items():
         linear = np.stack([work.plain.linear for work in same])
         hops = np.array([work.plain.hop for work in same])
-        bounds: dict[tuple[Outline, Order], list[float]] = {}
+        bounds: dict[tuple[Outline, Order], np.ndarray] = {}
         for pipe in pipelines(pp, microbatches, run.shape.layers, space):
             order = Order.of(pipe["schedule"], microbatches)
             for split in splits(run.shape, pp, depth_of(pp, pipe), space):
                 outline = _outline(run, pp, pipe, split, outlines)
                 if (outline, order) not in bounds:
-                    bounds[outline, order] = (outline.bounds(linear, hops, order) * (1 - SLACK)).tolist()
-                rows = zip(bounds[outline, order], same, strict=True)
-                found += [Branch(seconds, work, pipe, split, outline, order) for seconds, work in rows]
-    return sorted(found, key=itemgetter(0))
+                    bounds[outline, order] = outline.bounds(linear, hops, order) * (1 - SLACK)
+                found.append(_Together(bounds[outline, order], same, pipe, split, outline, order))
+    return Branches(found)
 
 
 def _outline(run: Run, pp: int, pipe: Fields, split: Fields, known: dict[tuple, Outline]) -> Outline:

@@ -134,7 +134,14 @@ class StageMemory:
 
     def working(self, parts: Sequence[StagePart]) -> int:
         """The most bytes that come and go while a backward runs on a rank, less what it has freed by then."""
-        return max(moment.bytes for part in parts for moment in self._moments(part))
+        return max(self._most(part) for part in parts)
+
+    def _most(self, part: StagePart) -> int:
+        """The same of one stage, found once for those that are alike."""
+        key = ("most", self.passing, self.run.layout.pp == 1, self.kinds(part), part.first, part.last)
+        if key not in self.known:
+            self.known[key] = max(moment.bytes for moment in self._moments(part))
+        return self.known[key]
 
     def _later(self, part: StagePart, whole: Whole) -> list[float]:
         """What is there besides in the first, the second and the third backward of a step, less the micro-batches that

@@ -207,19 +207,19 @@ class Search:
         closer: dict[int, Closer] = {}
         of_program: dict[tuple, set[int]] = {}
         place = 0
-        while (place < len(every) and every[place].least <= self.limit) or (waiting and waiting[0][0] <= self.limit):
-            if place < len(every) and (not waiting or every[place].least <= waiting[0][0]):
+        while (place < len(every) and every.least[place] <= self.limit) or (waiting and waiting[0][0] <= self.limit):
+            if place < len(every) and (not waiting or every.least[place] <= waiting[0][0]):
                 if found := self._closer(every[place]):
                     closer[place] = found
                     heappush(waiting, (found.least, place))
-                    of_program.setdefault(every[place].program, set()).add(place)
+                    of_program.setdefault(found.branch.program, set()).add(place)
                 place += 1
                 continue
             first = heappop(waiting)[1]
             if first not in closer:
                 continue
             # Once there is a limit, whatever else the same program may be wanted for is played at once.
-            same = of_program[every[first].program]
+            same = of_program[closer[first].branch.program]
             now = [n for n in sorted(same) if n == first or closer[n].least <= self.limit < np.inf]
             same.difference_update(now)
             self._look([closer.pop(n) for n in now])

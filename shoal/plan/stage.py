@@ -15,7 +15,7 @@ from math import log2
 
 import numpy as np
 
-from shoal.cost.communication import Ring, group_of, ring_of
+from shoal.cost.communication import Ring, extent_of, ring_of
 from shoal.cost.context import layer_bytes
 from shoal.cost.experts import routed_rows
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
@@ -102,7 +102,14 @@ class Stages(StageMemory):
         layout = self.run.layout
         key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
         if key not in self.known:
-            self.known[key] = group_of(layout, axis, self.cluster)
+            self.known[key] = self._ring(*extent_of(layout, axis))
+        return self.known[key]
+
+    def _ring(self, ranks: int, stride: int) -> Ring:
+        """So many ranks, so far apart."""
+        key = ("ring", ranks, stride)
+        if key not in self.known:
+            self.known[key] = ring_of(self.cluster, ranks, stride)
         return self.known[key]
 
     def stage_of(self, part: StagePart) -> StageTimes:
@@ -247,11 +254,11 @@ class Stages(StageMemory):
             return 0.0, 0.0
         s = run.shape.depths.taken(run.sequence_length) if skips else run.sequence_length
         sent = layer_bytes(run.shape, layout, s, run.policy.compute.itemsize)
-        heads = ring_of(self.cluster, layout.ulysses, layout.tp)
+        heads = self._ring(layout.ulysses, layout.tp)
         exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
         if layout.ring == 1:
             return exchange, exchange
-        ring = ring_of(self.cluster, layout.ring, layout.tp * layout.ulysses)
+        ring = self._ring(layout.ring, layout.tp * layout.ulysses)
         each, steps = core / layout.ring, layout.ring - 1
         forward = max(0.0, ring.send(sent.block) - each)
         backward = max(0.0, ring.send(sent.block + sent.gradient) - ATTENTION_BACKWARD * each)
@@ -291,7 +298,7 @@ class Stages(StageMemory):
     @cached_property
     def link(self) -> Links:
         """From a pipeline rank to the next."""
-        run, pipeline = self.run, group_of(self.run.layout, "pp", self.cluster)
+        run, pipeline = self.run, self.group("pp")
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
         return Links.of_bandwidth(moved, pipeline.hop, max(pipeline.latency, pipeline.outer_latency))
 

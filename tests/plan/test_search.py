@@ -15,6 +15,7 @@ from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.plan.estimate import Estimate
+from shoal.plan.memory import StageMemory
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.search import Found, Search, family, order, search
@@ -51,12 +52,17 @@ def with_memory(run: Run, space: Space, part: float) -> Run:
     known: dict = {}
     every = list(layouts(run, space))
     some = [Estimate(replace(run, layout=layout), known=known) for layout in every[:: max(1, len(every) // 12)]]
-    needs = sorted({estimate.fullest.reserved for estimate in some})
+    needs = sorted({estimate.fullest.reserved - estimate.unused for estimate in some})
     at = min(int(part * len(needs)), len(needs) - 2)
     between = (needs[at] + needs[at + 1]) / 2
-    chip = run.cluster.accelerator
-    chip = chip.model_copy(update={"memory_bytes": between / some[0].capacity * chip.memory_bytes})
-    return replace(run, cluster=replace(run.cluster, accelerator=chip))
+
+    def having(memory_bytes: float) -> Run:
+        chip = run.cluster.accelerator.model_copy(update={"memory_bytes": memory_bytes})
+        return replace(run, cluster=replace(run.cluster, accelerator=chip))
+
+    # What is left of a memory for a run grows evenly with it.
+    one, two = (memory.capacity - memory.unused for memory in (StageMemory(having(1e9)), StageMemory(having(2e9))))
+    return having(1e9 * (1 + (between - one) / (two - one)))
 
 
 @st.composite
