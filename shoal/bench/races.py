@@ -19,6 +19,7 @@ from shoal.train.relaxed.choose import COMPRESSED
 
 LINK_GBS = 0.1  # with which the gradients of the default workload take more than a quarter of its step
 TENSOR_GBS = 0.2  # and the activations
+SLOW_GBS = 0.02  # with which they take longer than all else of it
 FEW_TOKENS = 512  # of a step, in which what is not computing weighs more
 FASTEST = ("zb-v", "dualpipev")  # of shoal's schedules, one of which takes on all of torch's
 
@@ -147,7 +148,7 @@ def _overlap_on_network(workload: Workload, ranks: int) -> Race:
 def _compressed(workload: Workload, ranks: int) -> Race:
     """Compressed gradients against exact ones, on a network that is slow for them. Their losses differ, on purpose."""
     several = partial(Contender, workload=workload, ranks=ranks)
-    network = partial(ours.engine, dp=ranks, bucket_mb=4, link_gbs=LINK_GBS)
+    network = partial(ours.engine, dp=ranks, bucket_mb=4, link_gbs=SLOW_GBS)
     return Race(
         "compression-network",
         tuple(several(f"shoal {sync}", partial(network, sync=sync)) for sync in COMPRESSED),
