@@ -116,14 +116,20 @@ class StageMemory:
             self.known[key] = activations.total(saved)
         return self.known[key]
 
-    def memory_of(self, parts: Sequence[StagePart], alive: float, versions: int = 1) -> Memory:
-        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions."""
+    def memory_of(
+        self, parts: Sequence[StagePart], alive: float, versions: int = 1, schedule: str | None = None
+    ) -> Memory:
+        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions.
+
+        Args:
+            schedule: instead of the layout's.
+        """
         run, state, work = self.run, self.state_of(parts), self.working(parts)
         gathered, passing = max((
             (whole.parameters, moment.bytes + moment.reducing * whole.gradients + whole.before + later)
             for part, there in zip(parts, state.passing, strict=True)
             for moment in self._moments(part) for whole in [getattr(there, moment.where)]
-            for later in self._later(part, whole)
+            for later in self._later(part, whole, schedule or run.layout.schedule)
         ), key=sum)  # fmt: skip
         passing = max(passing, state.updating - alive - gathered)  # which an update comes after
         held = (
@@ -143,10 +149,10 @@ class StageMemory:
             self.known[key] = max(moment.bytes for moment in self._moments(part))
         return self.known[key]
 
-    def _later(self, part: StagePart, whole: Whole) -> list[float]:
+    def _later(self, part: StagePart, whole: Whole, schedule: str) -> list[float]:
         """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
         are over by then, where all forwards come first."""
-        over = self.kept_of(part) if self.run.layout.schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
+        over = self.kept_of(part) if schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
         found = [0, whole.second - over, whole.second + whole.third - 2 * over]
         return found[: min(3, self.run.microbatches)]
 

@@ -315,7 +315,7 @@ class Search:
                     continue
             if alive is None:
                 alive = _peaks(self._program(branch)[0], closer.placed.kept)
-            memory = _fullest(stages, outline, alive)
+            memory = _fullest(stages, outline, alive, branch.pipe["schedule"])
             if memory.reserved <= self.room:
                 levels = (degrees, way, branch.pipe, branch.split, ways[i])
                 found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline, memory))
@@ -379,7 +379,7 @@ def _peaks(columns: Columns, kept: np.ndarray) -> np.ndarray:
     return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, columns.offset[1:-1])])
 
 
-def _fullest(stages: Stages, outline: Outline, alive: np.ndarray) -> Memory:
+def _fullest(stages: Stages, outline: Outline, alive: np.ndarray, schedule: str) -> Memory:
     """Of ranks that hold alike, the one with the most activations is priced."""
-    memories = [stages.memory_of(held, most) for held, most in outline.alike(alive)]
+    memories = [stages.memory_of(held, most, schedule=schedule) for held, most in outline.alike(alive)]
     return max(memories, key=lambda memory: memory.reserved)
