@@ -298,7 +298,8 @@ class Crew:
             watchdog.Sign(record if rank in living else None, *watchdog.process_state(self.processes[rank].pid))
             for rank, record in enumerate(records)
         ]
-        if not at_once and (trouble := self.watchdog.look(signs, now)):
+        # One that was ended may be there for a while yet: asked again, it would give no stack.
+        if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
             self._end_lost(trouble, {rank: records[rank] for rank in living if records[rank] is not None})
 
     def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, Record]) -> None:
