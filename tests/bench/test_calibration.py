@@ -113,7 +113,8 @@ def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    "estimate --catalog FILE", "estimate --out page.html --catalog=FILE",
+    "estimate --global-batch 12 --catalog FILE",
+    "estimate --global-batch 12 --out page.html --catalog=FILE",
     "plan --global-batch 12 --seq 128 --fix schedule=1f1b,recompute=none --catalog FILE",
 ])  # fmt: skip
 def test_a_profile_is_a_catalog(here: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,7 @@ def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Pat
 def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [Layout(micro_batch=n) for n in (12, 4)]
     monkeypatch.setattr("shoal.bench.calibration.pick.every_layout", lambda ranks: layouts)
+    monkeypatch.setattr("shoal.bench.calibration.check.REFERENCES", 1)
     found = pick(pool, 1, 1, "here", lambda done, what: None)
     assert {one.layout.micro_batch for one in found} == {4, 12}
     assert found[0].estimated < found[1].estimated and min(one.measured for one in found) > 0
