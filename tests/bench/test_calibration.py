@@ -167,6 +167,12 @@ def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
         run(CalibrateOptions(out=tmp_path / "here.json"))
 
 
+def test_a_profile_without_its_reference_is_refused(here: Path) -> None:
+    here.write_text("".join(line for line in here.read_text().splitlines(True) if not line.startswith("reference")))
+    with pytest.raises(UsageError, match="no profile of this version"):
+        run(CalibrateOptions(check=here))
+
+
 def test_a_constant_that_is_not_known_is_refused(here: Path) -> None:
     here.write_text(here.read_text().replace("short_m =", "shortm ="))
     tables.add(here)

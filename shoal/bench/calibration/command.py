@@ -19,6 +19,7 @@ from shoal.bench.calibration.measure import measure
 from shoal.bench.calibration.pick import pick
 from shoal.bench.calibration.profile import profile
 from shoal.catalog import tables
+from shoal.catalog.clusters import nodes
 from shoal.comm.pool import Pool
 from shoal.comm.world import usable_cores
 from shoal.config import Section
@@ -116,6 +117,11 @@ def _check(options: CalibrateOptions, console: Console) -> int:
     if options.scatter and options.scatter.suffix != ".svg":
         raise UsageError(f"--scatter {options.scatter}: a figure ends in .svg")
     tables.add(options.check)
+    if (machine := nodes().get(NAME)) is None or machine.reference is None or machine.at_once is None:
+        raise UsageError(
+            f"--check {options.check}: it is no profile of this version: [nodes.{NAME}] with `reference` and `at_once` "
+            "is wanted.\n  Make one with shoal calibrate --out FILE."
+        )
     with _progress() as bar, Pool(4, tune_allocator) as pool:
         task = bar.add_task("starting", total=1.0)
 
