@@ -27,7 +27,7 @@ class Moments:
 
     def __init__(self, optimizer: str, itemsize: int):
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
-        self.factored: set[str] = set()  # matrices that were counted: two stages of a rank may have the same
+        self.factored: set[str] = set()  # parameters that were counted: two stages of a rank may have the same
         self._matrices: list[tuple[int, ...]] = []  # muon: whole shapes of what it makes orthogonal
 
     def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
@@ -81,12 +81,20 @@ class Moments:
         return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: Held, elements: int) -> int:
-        """Adafactor: row and column sums of a matrix, whole on every holder; else a number for each element."""
-        if len(held.whole) != 2:
+        """Adafactor: row and column sums of matrices, whole on every holder; else a number for each element."""
+        if len(held.whole) < 2:
             return elements
         known = held.name in self.factored
         self.factored.add(held.name)
-        return 0 if known else sum(held.whole)
+        *experts, n, m = held.whole
+        return 0 if known else math.prod(experts) * (n + m)
+
+
+def least(optimizer: str, itemsize: int) -> int:
+    """Bytes of the states of any element at least, wherever its bucket is cut."""
+    if optimizer == "adam8bit":
+        return 2  # its codes
+    return itemsize * {**STATES, "muon": 1, "adafactor": 0}[optimizer]
 
 
 def _hidden(held: Held) -> bool:

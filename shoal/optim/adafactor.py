@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
 from shoal.optim.rule import BLOCK, Compilable, Rule
-from shoal.optim.shards import Part, Shard, Shards
+from shoal.optim.shards import Part, Shards
 from shoal.pieces import Box, Piece
 
 _EPS_SQUARE, _EPS_SCALE = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 6
@@ -22,8 +23,9 @@ class Adafactor(Rule, Compilable):
     """Algorithm 6, with the learning rate in place of the relative step size rho.
 
     A matrix [n, m] keeps n + m numbers, ``row`` and ``column``, which every holder of a part of it keeps whole; other
-    parameters keep a second moment for each element. What concerns a parameter that several ranks hold is summed in
-    two reductions: the rows and columns of all matrices, and two squared norms of every parameter.
+    parameters keep a second moment for each element. A parameter of several experts [E, n, m] is E matrices, each with
+    a scale and a threshold of its own. What concerns a parameter that several ranks hold is summed in two reductions:
+    the rows and columns of all matrices, and two squared norms of every matrix and other parameter.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
@@ -31,22 +33,40 @@ class Adafactor(Rule, Compilable):
         self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
         self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
         kind = {"dtype": shards.dtype, "device": shards.device}
-        self.sizes = {name: sum(whole) for name, whole in shards.parameters.items() if len(whole) == 2}
-        self.factors = torch.zeros(sum(self.sizes.values()), **kind)
-        self.views = self._split(self.factors)
+        self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
+            name: (whole[:-1], (*whole[:-2], whole[-1]))
+            for name, whole in shards.parameters.items() if len(whole) > 1
+        }  # fmt: skip
+        self.sizes = [math.prod(shape) for both in self.shapes.values() for shape in both]
+        self.factors = torch.zeros(sum(self.sizes), **kind)
+        self.views = self._views(self.factors)
+        self.matrices = self._matrices(self.views)
+        self.parts = [
+            (shard, single) for shard in shards.shards for part in shard.parts for single in _singles(part)
+        ]
+        self.wholes = {
+            single: whole[-2:] for name, whole in shards.parameters.items() for single in _names(name, whole)
+        }
         self.squares = {
-            (part.name, part.box): torch.zeros(part.box.shape, **kind)
-            for _, part in self._parts()
-            if not _matrix(part)
+            (part.name, part.box): torch.zeros(part.box.shape, **kind) for _, part in self.parts if not _matrix(part)
         }
 
-    def _parts(self) -> Iterator[tuple[Shard, Part]]:
-        return ((shard, part) for shard in self.shards.shards for part in shard.parts)
+    def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each parameter's rows and columns in a tensor that lies like `factors`."""
+        pieces = iter(flat.split(self.sizes))
+        return {
+            name: (next(pieces).view(rows), next(pieces).view(columns))
+            for name, (rows, columns) in self.shapes.items()
+        }
 
-    def _split(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each matrix's rows and columns in a tensor that lies like `factors`."""
-        parts = zip(self.sizes, flat.split(list(self.sizes.values())), strict=True)
-        return {name: part.split(self.shards.parameters[name]) for name, part in parts}
+    def _matrices(self, views: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """The same of each matrix."""
+        found = {}
+        for name, (rows, columns) in views.items():
+            singles = _names(name, self.shards.parameters[name])
+            of_each = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
+            found |= zip(singles, of_each, strict=True)
+        return found
 
     def compile(self) -> None:
         self._of_squares, self._of_update, self._move = (
@@ -57,7 +77,7 @@ class Adafactor(Rule, Compilable):
     def update(self, learning_rate: float) -> None:
         self._accumulate(1 - self.count**-_DECAY)
         root_mean_squares = self._root_mean_squares()
-        for shard, part in self._parts():
+        for shard, part in self.parts:
             update_size, weight_size = root_mean_squares[part.name]
             rate = learning_rate * shard.rate
             scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
@@ -71,8 +91,8 @@ class Adafactor(Rule, Compilable):
     def _accumulate(self, beta2: float) -> None:
         """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
         fresh = torch.zeros_like(self.factors)
-        sums = self._split(fresh)
-        for shard, part in self._parts():
+        sums = self._matrices(self._views(fresh))
+        for shard, part in self.parts:
             if not _matrix(part):
                 square = shard.gradient[part.slice].view(part.box.shape).square().add_(_EPS_SQUARE)
                 self.squares[part.name, part.box].lerp_(square, 1 - beta2)
@@ -96,7 +116,7 @@ class Adafactor(Rule, Compilable):
         if not _matrix(part):
             by_column = self.squares[part.name, part.box].view(-1).rsqrt()
             return by_column.new_ones(1, 1), by_column
-        row, column = self.views[part.name]
+        row, column = self.matrices[part.name]
         rows, columns = part.box.slices
         # By roots of each, since the product of the two sums could underflow.
         return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
@@ -110,10 +130,10 @@ class Adafactor(Rule, Compilable):
         return matrix.split(each or matrix.size(0))
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
-        """By parameter, those of the update and of the weights."""
-        squares = self.factors.new_zeros(len(self.shards.parameters), 2, dtype=torch.float64)
-        place = {name: i for i, name in enumerate(self.shards.parameters)}
-        for shard, part in self._parts():
+        """By matrix or other parameter, those of the update and of the weights."""
+        squares = self.factors.new_zeros(len(self.wholes), 2, dtype=torch.float64)
+        place = {name: i for i, name in enumerate(self.wholes)}
+        for shard, part in self.parts:
             total = squares[place[part.name]]
             by_row, by_column = self._factors(part)
             rows = zip(self._rows(shard.gradient, part), self._split_rows(by_row, part), strict=True)
@@ -125,7 +145,7 @@ class Adafactor(Rule, Compilable):
         numbers = squares.tolist()
         return {
             name: tuple(math.sqrt(square / math.prod(whole)) for square in numbers[place[name]])
-            for name, whole in self.shards.parameters.items()
+            for name, whole in self.wholes.items()
         }
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -134,11 +154,28 @@ class Adafactor(Rule, Compilable):
             for kind, values in zip(("row", "column"), factors, strict=True):
                 shape = tuple(values.shape)
                 kinds[kind][name] = [Piece(shape, Box.whole(shape), values, name in self.shards.saves)]
-        for _, part in self._parts():
+        for _, part in self.parts:
             if not _matrix(part):
                 values = self.squares[part.name, part.box]
                 kinds["exp_avg_sq"].setdefault(part.name, []).append(Piece(part.whole, part.box, values, part.primary))
         return kinds
+
+
+def _names(name: str, whole: tuple[int, ...]) -> list[str]:
+    """Of a parameter, or of its experts' matrices one by one."""
+    return [f"{name}[{expert}]" for expert in range(whole[0])] if len(whole) == 3 else [name]
+
+
+def _singles(part: Part) -> Iterator[Part]:
+    """A part, or those of each expert in it."""
+    if len(part.whole) < 3:
+        yield part
+        return
+    box = Box(part.box.offset[1:], part.box.shape[1:])
+    names = _names(part.name, part.whole)
+    for i in range(part.box.shape[0]):
+        name, start = names[part.box.offset[0] + i], part.start + i * box.numel
+        yield replace(part, name=name, whole=part.whole[1:], box=box, start=start)
 
 
 def _matrix(part: Part) -> bool:

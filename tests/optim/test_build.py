@@ -18,6 +18,7 @@ SHAPES = {
     "layers.0.mlp.up.weight": (6, 5), "norm.weight": (7,), "layers.0.mlp.down.weight": (4, 3), "bias": (1,),
     "layers.1.mlp.up.weight": (20, 300), "embed": (9000,),  # in 8 bits, in blocks that a cut may divide
 }
+    "layers.1.mlp.experts.up": (3, 4, 5),
 
 
 def cut_shards(weights, gradients, cuts, config):
@@ -158,7 +159,7 @@ def test_rates_multiply_the_learning_rate_of_the_parameters_that_match_first():
     weights = [torch.zeros(shape) for shape in SHAPES.values()]
     gradients = [torch.ones_like(w) for w in weights]
     build(config, cut_shards(weights, gradients, [2], config)).step(1.0)
-    assert [w.flatten()[0].item() for w in weights] == [-1.0, -0.5, -1.0, -1.0, -1.0, -1.0]
+    assert [w.flatten()[0].item() for w in weights] == [-1.0, -0.5, -1.0, -1.0, -1.0, -1.0, -1.0]
 
 
 def test_bytes_are_those_of_the_states():
@@ -171,3 +172,9 @@ def test_bytes_are_those_of_the_states():
         assert build(config, shards).bytes() == size * 64 * 512
     factored = Shards.of([(*big, torch.ones(64, 512), torch.zeros(64, 512))], lambda name, tensor: 0.0)
     assert build(OptimizerConfig(name="adafactor"), factored).bytes() == 4 * (64 + 512)
+    experts = Shards.of([("experts", torch.ones(3, 64, 512), torch.zeros(3, 64, 512))], lambda name, tensor: 0.0)
+    rule = build(OptimizerConfig(name="adafactor"), experts)
+    assert rule.bytes() == 4 * 3 * (64 + 512)
+    assert {kind: pieces["experts"][0].whole for kind, pieces in rule.states().items() if pieces} == {
+        "row": (3, 64), "column": (3, 512),
+    }

@@ -64,7 +64,9 @@ def sage(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
 
 
 def adafactor(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
-    """Shazeer & Stern 2018, algorithms 4 to 6."""
+    """Shazeer & Stern 2018, algorithms 4 to 6; each expert's matrix by itself."""
+    if w.dim() == 3:
+        return torch.stack([adafactor(w[e], g[e], s.setdefault(e, {}), t, c) for e in range(len(w))])
     beta2 = 1 - t**-0.8
     alpha = max(1e-3, w.square().mean().sqrt().item()) * RATE
     square = g**2 + 1e-30
