@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from shoal.cost.buckets import Bucket, Filled, Size
 from shoal.cost.parameters import Held
@@ -15,6 +16,25 @@ STATES = {  # per element
 }  # fmt: skip
 AT_ONCE = 1 << 25  # muon: elements that are whole at a time (`shoal.optim.turns`, which an estimate has no torch for)
 BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
+
+
+class Orthogonal(NamedTuple):
+    """What muon makes orthogonal in an update, of all ranks that hold parts of the same parameters.
+
+    Attributes:
+        elements: of all matrices.
+        flops: of their products.
+        largest: of those of the matrix that takes most.
+    """
+
+    elements: int
+    flops: int
+    largest: int
+
+    def busiest(self, ranks: int) -> float:
+        """FLOPs of the rank that has most to do, of so many: its share, or a matrix that is more. No less than this,
+        and hardly more where there are many matrices, as the largest are given away first (Graham 1969)."""
+        return max(self.flops / ranks, self.largest)
 
 
 class Moments:
@@ -52,6 +72,21 @@ class Moments:
         every = sum(map(math.prod, self._matrices))
         turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest[0]), every)
         return (turn + 4 * sum(largest)) * self.itemsize
+
+    @property
+    def orthogonal(self) -> Orthogonal:
+        """muon: the matrices of the stages. A step of Newton-Schulz on [n, m], n <= m, has a product with itself of 2
+        n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m, and there are five (`shoal.optim.muon`)."""
+        each = [(math.prod(stack), min(n, m), max(n, m)) for *stack, n, m in self._matrices]
+        flops = [5 * (4 * n * n * m + 2 * n**3) for _, n, m in each]
+        total = sum(count * one for (count, *_), one in zip(each, flops, strict=True))
+        return Orthogonal(sum(map(math.prod, self._matrices)), total, max(flops, default=0))
+
+    @property
+    def estimating(self) -> int:
+        """Bytes that an estimate of the curvature has besides while its backward goes on. sophia-h: the weights and the
+        gradients of the pass before (`shoal.train.curvature`), two numbers for each element as its states are."""
+        return self.bytes if self.optimizer == "sophia-h" else 0
 
     def _share(self, size: Size, chunk: int, index: int) -> int | None:
         """Bytes of a shard where every element has as many; None where that is not so."""

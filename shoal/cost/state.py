@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.cost.buckets import Filled, filled
-from shoal.cost.moments import Moments
+from shoal.cost.moments import Moments, Orthogonal
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.layout import Layout
 from shoal.precision.formats import Formats
@@ -69,6 +69,8 @@ class StateBytes:
         elements: parameters that are here, padding left out.
         experts: of these, those of experts.
         updating: bytes besides, of an update while it goes on (`Moments.passing`).
+        estimating: bytes besides, of an estimate of the curvature in its backward (`Moments.estimating`).
+        orthogonal: what an update of muon multiplies and moves.
     """
 
     parameters: int
@@ -76,8 +78,10 @@ class StateBytes:
     optimizer: int
     passing: tuple[Passing, ...]
     elements: int
-    experts: int = 0
-    updating: int = 0
+    experts: int
+    updating: int
+    estimating: int
+    orthogonal: Orthogonal
 
 
 def state_bytes(
@@ -118,7 +122,10 @@ def state_bytes(
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
         passing.append(_passing(layout, part, stage, [wholes[kind] for kind in stage.kind], compute, reduce))
-    return StateBytes(parameters, gradients, moments.bytes, tuple(passing), elements, experts, moments.passing)
+    return StateBytes(
+        parameters, gradients, moments.bytes, tuple(passing), elements, experts, moments.passing, moments.estimating,
+        moments.orthogonal,
+    )
 
 
 def _passing(

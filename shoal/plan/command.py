@@ -130,7 +130,8 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     explicit, masked = (config.train.attention == "explicit", config.data.document_mask) if config else (False, False)
     run = Run(
-        shape, layout, machine, s, batch, precision, optimizer, "explicit" if explicit else "sdpa", masked
+        shape, layout, machine, s, batch, precision, optimizer, "explicit" if explicit else "sdpa", masked,
+        (config.optimizer if config else OptimizerConfig()).hessian_every,
     )
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":

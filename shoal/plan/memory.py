@@ -131,7 +131,7 @@ class StageMemory:
             for moment in self._moments(part) for whole in [getattr(there, moment.where)]
             for later in self._later(part, whole, schedule or run.layout.schedule)
         ), key=sum)  # fmt: skip
-        passing = max(passing, state.updating - alive - gathered)  # which an update comes after
+        passing = max(passing + state.estimating, state.updating - alive - gathered)  # which an update comes after
         held = (
             state.parameters, state.gradients, state.optimizer, alive, gathered, passing,
             (versions - 1) * state.elements * run.policy.compute.itemsize,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cost.communication import Ring
-from shoal.cost.moments import STATES
+from shoal.cost.moments import least
 from shoal.cost.parameters import StagePart
 from shoal.plan.space import Fields
 from shoal.plan.stage import Stages
@@ -80,7 +80,7 @@ class Replicas:
         policy, rule = self.run.policy, self.run.optimizer
         return (
             policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize,
-            STATES.get(rule, 0) * policy.state.itemsize,
+            least(rule, policy.state.itemsize),
         )  # fmt: skip
 
     def reserved(self, plain: Stages, parts: Sequence[StagePart], alive: float) -> np.ndarray:
@@ -141,6 +141,7 @@ class Replicas:
         layout = plain.run.layout
         bucket = min(1.0, layout.bucket_bytes / max(1, sum(held) * reduce)) if layout.overlap else 1.0
         hidden = np.where(self.zero < 2, float(plain.constants["hide_data"]) * backward, np.inf)
+        reduction = plain.run.passes * reduction
         reduction = np.maximum(reduction * bucket, reduction - hidden)
         touched = updated * (2 * moments + 2 * storage + 2 * reduce)
         return np.stack([reduction, float(plain.constants["update_slow"]) * touched / plain.hbm, gather])

@@ -7,7 +7,9 @@ from typing import Literal
 
 from shoal.catalog import ModelShape
 from shoal.catalog.clusters import Cluster
+from shoal.config import OptimizerConfig
 from shoal.layout import Layout
+from shoal.optim.names import ESTIMATES
 from shoal.precision.formats import FORMATS, Formats
 
 KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp32"}  # of the accelerators' peaks
@@ -20,6 +22,7 @@ class Run:
     Attributes:
         attention: sdpa, torch's kernel, on accelerators a flash one; explicit, written out.
         document_mask: attention stays inside documents: the kernel reads a mask, and skips no score.
+        hessian_every: steps from one estimate of sophia's to the next.
     """
 
     shape: ModelShape
@@ -31,6 +34,7 @@ class Run:
     optimizer: str = "adamw"
     attention: Literal["sdpa", "explicit"] = "sdpa"
     document_mask: bool = False
+    hessian_every: int = OptimizerConfig().hessian_every
 
     @property
     def policy(self) -> Formats:
@@ -46,6 +50,11 @@ class Run:
     def products(self) -> str:
         """What the layers multiply, as accelerators name their peaks."""
         return "fp8" if self.eight_bits else KINDS[self.policy.compute.name]
+
+    @property
+    def passes(self) -> float:
+        """Forwards and backwards of a step for one of its gradients: sophia's estimates have some of their own."""
+        return 1 + ESTIMATES.get(self.optimizer, 0) / self.hessian_every
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ Physics with few constants, which were fitted to published measurements (`shoal.
 takes the time of its products by their shape, of its bytes, and of the host that launches it; a collective its closed
 form on what a cluster's links attain. What the engine overlaps is taken off: gradients that are reduced while backward
 goes on, parameters that are gathered a unit ahead, the sum over tensor-parallel ranks of an input's gradient while that
-of the weight is made.
+of the weight is made. Sophia's estimates are passes like the step's own, a part of one in each step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from math import log2
 
 import numpy as np
 
+from shoal.catalog.calibration import GENERATIONS
 from shoal.cost.communication import Ring, extent_of, ring_of
 from shoal.cost.context import layer_bytes
 from shoal.cost.experts import routed_rows
+from shoal.cost.moments import AT_ONCE
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
 from shoal.cost.parameters import StagePart
 from shoal.cost.state import StateBytes
 from shoal.layout import axes_of
 from shoal.plan.memory import Kinds, StageMemory
 from shoal.plan.run import KINDS, Run
+from shoal.precision.formats import FP32
 from shoal.simulate.times import Links
 
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
@@ -242,7 +245,7 @@ class Stages(StageMemory):
             launches=layers * layer.launches + float(self.constants["micro_batch"]),
             launches_backward=layers * layer.launches_backward,
         )
-        return StageTimes(**{name: self.slower * seconds for name, seconds in vars(found).items()})
+        return StageTimes(**{name: self.slower * run.passes * seconds for name, seconds in vars(found).items()})
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
@@ -285,6 +288,7 @@ class Stages(StageMemory):
                 reduction += replicate.all_reduce(size / shards)
             if shards > 1 and layout.zero in (1, 2):
                 gather += shard.all_gather(elements * policy.compute.itemsize)
+        reduction *= run.passes
         if reduction:
             # Overlapped with the last micro-batch's backward, but for the last bucket of it.
             size = state.elements * policy.reduce.itemsize
@@ -293,7 +297,22 @@ class Stages(StageMemory):
             backward = stage.backward_input + stage.backward_weight
             reduction = max(reduction * bucket, reduction - float(self.constants["hide_data"]) * backward)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
-        return reduction, float(self.constants["update_slow"]) * touched / self.hbm, gather
+        update = float(self.constants["update_slow"]) * touched / self.hbm + self._orthogonal(state)
+        return reduction, update, gather
+
+    def _orthogonal(self, state: StateBytes) -> float:
+        """Seconds of muon's products on the busiest of a matrix' holders, and of the exchange with them."""
+        run, machine, found = self.run, self.run.cluster.accelerator, state.orthogonal
+        if not found.elements:
+            return 0.0
+        holders = self.group("stage" if run.shape.experts else "holders")
+        wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
+        part = float(self.constants["product"][GENERATIONS.index(machine.generation)])
+        rate = machine.dense_flops("fp32" if wide else "bf16") * min(part, machine.matmul_efficiency)
+        pieces = -(-found.elements // AT_ONCE)
+        size = found.elements * run.policy.storage.itemsize / pieces
+        exchange = pieces * (holders.reduce_scatter(size) + holders.all_gather(size)) if holders.ranks > 1 else 0.0
+        return found.busiest(holders.ranks) / rate + exchange
 
     @cached_property
     def link(self) -> Links:

@@ -28,6 +28,7 @@ from shoal.data.batches import Batch
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
 from shoal.models.transformer import IGNORE
+from shoal.optim.shards import Shard
 
 if TYPE_CHECKING:
     from shoal.train.engine import Engine
@@ -37,7 +38,8 @@ SHIFT = 1e-3
 
 
 def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """The estimate that the engine's optimizer is due, for each of its shards a tensor that lies like it.
+    """The estimate that the engine's optimizer is due, for each of its shards a tensor that lies like it, which may be
+    its gradient's until the next backward.
 
     Args:
         batches: this replica's micro-batches of the step, on the device.
@@ -64,7 +66,7 @@ def gauss_newton_bartlett(engine: Engine, step: int, batches: Sequence[Batch], t
     finally:
         for stage in engine.stages:
             stage.module.labels = None
-    return [gradient.square().mul_(tokens) for gradient in _gradients(engine)]
+    return [gradient.square_().mul_(tokens) for gradient in _gradients(engine)]  # which the step makes anew
 
 
 def _labels(engine: Engine, key: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -86,33 +88,39 @@ def _stack(group, x: Tensor) -> Tensor:
 
 
 def hutchinson(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Algorithm 1, with the Hessian-vector product by a central difference."""
+    """Algorithm 1, with the Hessian-vector product by a central difference.
+
+    Besides the weights, which are moved, two numbers for each are alive in the second backward: what it was, and its
+    gradient of the first. The direction is drawn anew where it is needed, in the place of the weights.
+    """
     shards, seed = engine.optimizer.shards.shards, engine.config.train.seed
     size = SHIFT * _root_mean_square(engine)
     kept = [shard.weights.clone() for shard in shards]
-    directions = [torch.zeros_like(shard.weights) for shard in shards]
-    for shard, direction in zip(shards, directions, strict=True):
+
+    def direction(shard: Shard) -> Tensor:
+        shard.weights.zero_()  # padding too
         for part in shard.parts:
             fill(
-                part.piece(direction).tensor, name=f"hutchinson.{step}.{part.name}", whole=part.whole, box=part.box,
-                initial=Initial(0.0, 1.0), seed=seed,
+                part.piece(shard.weights).tensor, name=f"hutchinson.{step}.{part.name}", whole=part.whole,
+                box=part.box, initial=Initial(0.0, 1.0), seed=seed,
             )
+        return shard.weights
 
     def move(by: float) -> None:
-        for shard, weights, direction in zip(shards, kept, directions, strict=True):
-            torch.add(weights, direction, alpha=by, out=shard.weights)
+        for shard, weights in zip(shards, kept, strict=True):
+            torch.add(weights, direction(shard), alpha=by, out=shard.weights)
         engine.parameters.gather()
 
     move(size)
     _backward(engine, batches, tokens)
-    ahead = [gradient.clone() for gradient in _gradients(engine)]
+    found = [gradient.clone() for gradient in _gradients(engine)]
     move(-size)
     _backward(engine, batches, tokens)
-    move(0.0)
-    return [
-        (one - other).mul_(direction).mul_(1 / (2 * size))
-        for one, other, direction in zip(ahead, _gradients(engine), directions, strict=True)
-    ]
+    for shard, weights, one in zip(shards, kept, found, strict=True):
+        one.sub_(shard.gradient).mul_(direction(shard)).mul_(1 / (2 * size))
+        shard.weights.copy_(weights)
+    engine.parameters.gather()
+    return found
 
 
 def _root_mean_square(engine: Engine) -> float:

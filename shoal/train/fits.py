@@ -1,7 +1,8 @@
 """Whether a run's tensors and checkpoints have room on this machine, before anything is made.
 
-What is counted is there at the worst time of every step, so a run that is refused would not have run. What is not
-counted (the interpreter, the allocator's holes, gathered layers, the loss) may still be too much.
+What is counted is there at the worst time of every step, or of those that estimate the curvature, so a run that is
+refused would not have run. What is not counted (the interpreter, the allocator's holes, gathered layers, the loss, what
+an update has besides, which is known from above alone) may still be too much.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
 from shoal.cost.activations import Pass
-from shoal.cost.moments import STATES
+from shoal.cost.parameters import StagePart
 from shoal.cost.state import state_bytes
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
+from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Action, Op
 from shoal.plan.parts import parts_of
@@ -65,7 +67,7 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device) -> list[
         }
         state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
         alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
-        every.append(Held(state.parameters, state.gradients, state.optimizer, alive))
+        every.append(Held(state.parameters, state.gradients, state.optimizer + state.estimating, alive))
     return every
 
 
@@ -120,9 +122,9 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of a checkpoint's weights and moments."""
-    policy = FORMATS[config.train.precision]
-    states = STATES.get(config.optimizer.name, 0) * policy.state.itemsize
-    return shape.parameters() * (policy.storage.itemsize + states)
+    policy, whole = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
+    states = state_bytes(shape, Layout(), policy, config.optimizer.name, whole).optimizer
+    return shape.parameters() * policy.storage.itemsize + states
 
 
 def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:

@@ -3,22 +3,29 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from shoal.catalog import model_shape
+from shoal.catalog import ModelShape, model_shape
 from shoal.catalog.clusters import cluster
 from shoal.cli import main
 from shoal.config import RunConfig, build
+from shoal.cost.parameters import StagePart, units_of
+from shoal.cost.state import state_bytes
 from shoal.data.tokenizer import train_bpe
 from shoal.errors import UsageError
 from shoal.layout import Layout
+from shoal.optim.muon import is_hidden_matrix
+from shoal.optim.turns import turns_of
 from shoal.plan.command import EstimateOptions, described
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
+from shoal.precision.formats import FORMATS
 from tests.verify.runs import runs
 
 
@@ -102,6 +109,58 @@ def test_memory_falls_with_recomputation_and_sharding() -> None:
     stages = [estimate(LAYOUT.model_copy(update={"zero": zero})).fullest for zero in (0, 1, 2, 3)]
     state = [memory.parameters + memory.gradients + memory.optimizer for memory in stages]
     assert state == sorted(state, reverse=True)
+
+
+def test_sophias_passes_are_a_part_of_every_step() -> None:
+    layout = Layout(dp=4, tp=2, zero=1)
+    plain, g, h = (
+        Estimate(Run(model_shape("llama-3-8b"), layout, cluster("8xH100"), 4096, 8, "fp32", rule, hessian_every=5))
+        for rule in ("adamw", "sophia-g", "sophia-h")
+    )
+    np.testing.assert_allclose(g.times, plain.times * (1 + 1 / 5))
+    np.testing.assert_allclose(h.times, plain.times * (1 + 2 / 5))
+    np.testing.assert_allclose(h.finishing[:, 0], plain.finishing[:, 0] * (1 + 2 / 5))
+    assert h.mfu == pytest.approx(plain.mfu * plain.step_seconds / h.step_seconds)
+    shard = 2 * 4 * plain.run.shape.parameters() / 8  # two numbers, while a backward goes on
+    assert h.fullest.allocated - g.fullest.allocated == pytest.approx(shard, rel=1e-3)
+
+
+def test_muons_products_and_exchange_by_hand() -> None:
+    """Two layers of four matrices [1024, 1024], with 5 (4 + 2) 2^30 FLOPs each, and three of [1024, 4096], with
+    5 (16 + 2) 2^30."""
+    shape = ModelShape(
+        family="llama", layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=8, max_sequence=512,
+        tied=True,
+    )  # fmt: skip
+    flops, elements = 2 * (4 * 30 + 3 * 90) * 2**30, 2 * (4 + 3 * 4) * 2**20
+
+    def update(ranks: int, faster: float) -> tuple[float, Estimate]:
+        machine = cluster(f"{ranks}xH100" if ranks > 1 else "h100-sxm")
+        peaks = {kind: faster * peak for kind, peak in machine.accelerator.peak_flops.items()}
+        machine = replace(machine, accelerator=machine.accelerator.model_copy(update={"peak_flops": peaks}))
+        found = Estimate(Run(shape, Layout(dp=ranks, zero=int(ranks > 1)), machine, 512, ranks, "bf16", "muon"))
+        return found.finishing[0, 1], found
+
+    (alone, one), (shared, four) = update(1, 1), update(4, 1)
+    (alone_moved, _), (shared_moved, _) = update(1, 1e9), update(4, 1e9)  # products of no time
+    rate = flops / (alone - alone_moved)
+    assert 0.3 < rate / one.peak < 1
+    assert flops / 4 / (shared - shared_moved) == pytest.approx(rate), "equal shares"
+    exchange = 2 * four.group("dp").all_gather(4 * elements)
+    assert shared_moved - alone_moved / 4 == pytest.approx(exchange, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64, 1000])
+def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int) -> None:
+    shape = model_shape("llama-3.2-1b")
+    said = state_bytes(shape, Layout(), FORMATS["bf16"], "muon", [StagePart(range(shape.layers))]).orthogonal
+    hidden = {held.name: held.whole for unit in units_of(shape, Layout(), StagePart(range(shape.layers)))
+              for held in unit if is_hidden_matrix(held.name, held.whole)}  # fmt: skip
+    owners = zip(*turns_of(hidden, ranks), strict=True)
+    each = [sum(10 * min(m.shape) ** 2 * (2 * max(m.shape) + min(m.shape)) for turn in owner for m in turn)
+            for owner in owners]  # fmt: skip
+    assert sum(each) == said.flops
+    assert said.busiest(ranks) <= max(each) <= 4 / 3 * said.busiest(ranks)
 
 
 def test_a_slower_network_never_helps() -> None:

@@ -76,7 +76,7 @@ def problems(draw: st.DrawFn) -> tuple[Run, Space]:
     batch = machine.size * draw(st.sampled_from((1, 2)))
     run = Run(SMALL.model_copy(update=changed), Layout(), machine, draw(st.sampled_from((64, 512))), batch,
               draw(st.sampled_from(("bf16", "fp32"))) if machine.name != "v5e-4" else "bf16",
-              draw(st.sampled_from(("adamw", "sgd"))))  # fmt: skip
+              draw(st.sampled_from(("adamw", "sgd", "muon", "adafactor", "adam8bit", "sophia-g"))))  # fmt: skip
     space = Space(tuple(draw(st.permutations(SCHEDULES))[:2]), most_virtual=3)
     return with_memory(run, space, draw(st.sampled_from((0.0, 0.3, 0.6, 1.0)))), space
 

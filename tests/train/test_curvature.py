@@ -8,12 +8,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.comm.mesh import Mesh
 from shoal.config import build
+from shoal.cost.parameters import StagePart
+from shoal.cost.state import state_bytes
 from shoal.data.batches import SyntheticDataset
 from shoal.errors import UsageError
+from shoal.layout import Layout
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import NOBODYS, draw, key_of_step
 from shoal.models.transformer import IGNORE, Transformer, initialise
 from shoal.pieces import Box
+from shoal.simulate.tracker import Tracker
+from shoal.train import curvature
 from shoal.train.check import check
 from shoal.train.curvature import estimate
 from shoal.train.engine import Engine
@@ -96,6 +101,29 @@ def test_gauss_newton_bartlett_is_the_squared_gradient_for_drawn_labels():
         (model(batch.tokens, labels) / tokens).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], tokens * parameter.grad**2, rtol=1e-8, atol=1e-18)
+
+
+@pytest.mark.parametrize(("rule", "numbers"), [("sophia-g", [0]), ("sophia-h", [1, 2])])
+def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbers, monkeypatch):
+    """For each weight so many numbers; the cost model has the most of them."""
+    engine, _ = engine_of(rule)
+    batches = engine.batches_of(0)
+    tokens = sum(batch.unmasked() for batch in batches)
+    size = sum(shard.weights.numel() * shard.weights.element_size() for shard in engine.optimizer.shards.shards)
+    with Tracker() as tracker:
+        estimate(engine, 0, batches, tokens)
+        before, seen, backward = tracker.alive, [], curvature._backward  # by now all that stays was seen
+
+        def watched(*args):
+            seen.append(tracker.alive - before)
+            backward(*args)
+
+        monkeypatch.setattr(curvature, "_backward", watched)
+        estimate(engine, 0, batches, tokens)
+    assert seen == pytest.approx([n * size for n in numbers], abs=0.05 * size)
+    whole = [StagePart(range(engine.shape.layers))]
+    said = state_bytes(engine.shape, Layout(), engine.policy.formats, rule, whole).estimating
+    assert said == pytest.approx(max(seen), abs=0.05 * size)
 
 
 @pytest.mark.parametrize(
