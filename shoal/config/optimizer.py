@@ -24,16 +24,18 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
+    """adam, adamw, radam, adam8bit, sage, and muon's AdamW: decay rates of the first and second moment; sophia: of the
+    gradient and of the Hessian's diagonal."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """The same, and adagrad: added to the root of the second moment; sophia: least value of hessian_scale times the
+    diagonal."""
 
     momentum: Decay = 0.95
     """momentum and muon: decay rate of the sum of gradients."""
 
     nesterov: bool = False
-    """momentum: look one step ahead (Sutskever et al. 2013)."""
+    """momentum: look one step ahead (Sutskever et al. 2013), as muon always does."""
 
     sensitivity_beta: Decay = 0.85
     """sage: decay rate of the running mean of sensitivities."""

@@ -1,11 +1,12 @@
 """What of a run's model, layout, number formats and update rule does not go together, besides what `Layout.check` and
-`shoal.precision.rules` refuse. Without torch: a plan asks the same of every layout."""
+`shoal.precision.rules` refuse; and settings that nothing reads. Without torch: a plan asks the same of every layout."""
 
 from __future__ import annotations
 
 from shoal.catalog import ModelShape
-from shoal.config import RunConfig
+from shoal.config import OptimizerConfig, RunConfig
 from shoal.errors import UsageError
+from shoal.optim.names import READ_BY, SCHEDULED_BY
 from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.precision.formats import FORMATS
 from shoal.precision.rules import check_precision
@@ -23,10 +24,29 @@ def check_rules(config: RunConfig, shape: ModelShape) -> None:
         UsageError: naming the fields, why, and what would do.
     """
     check_precision(config, shape)
+    check_settings(config.optimizer)
     check_products(config)
     check_curvature(config)
     check_experts(config, shape)
     check_depths(config, shape)
+
+
+def check_settings(optimizer: OptimizerConfig) -> None:
+    """Refuse settings that the update rule or the learning-rate schedule does not read.
+
+    Raises:
+        UsageError: naming the setting, and who reads it.
+    """
+    default = OptimizerConfig()
+    for chooser, readers in (("name", READ_BY), ("schedule", SCHEDULED_BY)):
+        chosen = getattr(optimizer, chooser)
+        for setting, those in readers.items():
+            value = getattr(optimizer, setting)
+            if chosen not in those and value != getattr(default, setting):
+                raise UsageError(
+                    f"optimizer.{setting} = {value} with optimizer.{chooser} = '{chosen}', which does not read it."
+                    f"\n  Leave it out, or use optimizer.{chooser} {' or '.join(those)}."
+                )
 
 
 def check_curvature(config: RunConfig) -> None:

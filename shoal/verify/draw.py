@@ -116,8 +116,9 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
     run = draw_run(choose, max_ranks, routers=optimizer not in PRECISIONS)
-    # Of Sophia, estimates of which most steps make use: a small scale clips nearly all elements to the learning rate.
-    settings = {"name": optimizer, "learning_rate": 1e-2, "hessian_every": 2, "hessian_scale": 100.0}
+    settings = {"name": optimizer, "learning_rate": 1e-2}
+    if optimizer in PRECISIONS:  # Sophia: estimates that most steps make use of, since a small scale clips nearly all
+        settings |= {"hessian_every": 2, "hessian_scale": 100.0}
     wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
     model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
     settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.config import OptimizerConfig
 from shoal.optim.build import RULES, build, compilable, rate_factor, weight_decay
+from shoal.optim.names import READ_BY
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.optim.sophia import Sophia
 from shoal.pieces import flat_range
@@ -17,8 +18,8 @@ from shoal.pieces import flat_range
 SHAPES = {
     "layers.0.mlp.up.weight": (6, 5), "norm.weight": (7,), "layers.0.mlp.down.weight": (4, 3), "bias": (1,),
     "layers.1.mlp.up.weight": (20, 300), "embed": (9000,),  # in 8 bits, in blocks that a cut may divide
-}
     "layers.1.mlp.experts.up": (3, 4, 5),
+}
 
 
 def cut_shards(weights, gradients, cuts, config):
@@ -140,6 +141,34 @@ def test_the_states_and_the_step_are_all_that_a_resumed_optimizer_needs(name, up
         step(resumed, 0.05)
         assert not any(torch.equal(w, s) for w, s in zip(weights, saved, strict=True))
         assert all(torch.equal(w, r) for w, r in zip(expected, resumed_weights, strict=True))
+
+
+OTHERS = {
+    "betas": (0.5, 0.6), "eps": 0.5, "momentum": 0.5, "nesterov": True, "sensitivity_beta": 0.5, "hessian_every": 2,
+    "hessian_scale": 3.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", sorted(READ_BY))
+def test_a_setting_changes_what_the_rules_do_that_read_it_and_no_other(setting):
+    changed = set()
+    for name in RULES:
+        ends = []
+        for settings_of in ({}, {setting: OTHERS[setting]}):
+            config, generator = OptimizerConfig(name=name, **settings_of), torch.Generator().manual_seed(5)
+            weights, gradients = (
+                [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in SHAPES.values()]
+                for _ in range(2)
+            )
+            rule = build(config, whole(weights, gradients, config))
+            for _ in range(6):
+                update(rule, 0.01)
+                for gradient in gradients:
+                    gradient.mul_(-1.1)
+            ends.append(torch.cat([w.flatten() for w in weights]))
+        if not torch.equal(*ends):
+            changed.add(name)
+    assert changed == set(READ_BY[setting])
 
 
 def test_sophia_refuses_to_go_on_without_an_estimate():

@@ -3,9 +3,11 @@
 import pytest
 
 from shoal.optim.build import RULES
+from shoal.optim.names import ESTIMATES
 
 from .runs import checkpoints, copy_until, curve, same_bits, small_config, train_in
 
+CURVATURE = {"hessian_every": 4, "hessian_scale": 50.0}
 AMPLIFIED = {"adafactor": 1e4}  # divides by moments without a floor, and so gradients that are rounding alone
 
 
@@ -15,7 +17,7 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     config = small_config(
         corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": "fp64", "steps": 5, "validate_every": 0},
         model={"layers": 2, "hidden": 32, "ffn": 140}, checkpoint={"every": 3},
-        optimizer={"name": rule, "warmup_steps": 0, "hessian_every": 4, "hessian_scale": 50.0},
+        optimizer={"name": rule, "warmup_steps": 0, **(CURVATURE if rule in ESTIMATES else {})},
     )
     whole = train_in(pool, config, tmp_path / "whole")
     same = train_in(pool, config, copy_until(whole, tmp_path / "same", 3), resume=True)
