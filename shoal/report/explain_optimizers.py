@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.catalog import model_shape
-from shoal.config import OptimizerConfig, Section
+from shoal.config import OptimizerConfig, Section, build
 from shoal.cost.parameters import StagePart
 from shoal.cost.state import state_bytes
 from shoal.errors import UsageError, did_you_mean
@@ -20,6 +20,7 @@ from shoal.precision.formats import FORMATS
 from shoal.report.lines import COLOURS
 from shoal.report.surfaces import SURFACES, Surface, Way, best_rate, contour, walk
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
+from shoal.train.rules import check_rules
 
 GROUPS = (("with and without momentum", ("sgd", "momentum", "nesterov")),
           ("rates by element", ("adagrad", "adam", "radam", "sage")),
@@ -44,7 +45,7 @@ class OptimizersOptions(Section):
     """A model of the catalog, whose states are counted."""
 
     precision: str = "fp32"
-    """Of the run: fp32, bf16 (whose states are float32 too) or fp64."""
+    """Of the run: fp32, bf16 (whose states are float32 too), fp64, ...; what is not trained with it is left out."""
 
     out: Path | None = None
     """Also draw it all to this file, .svg."""
@@ -77,15 +78,25 @@ def _check(options: OptimizersOptions) -> None:
 
 
 def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
-    """By rule, bytes of its states for a parameter of a model on one device, as the cost model counts them.
+    """By rule, bytes of its states for a parameter of a model on one device, as the cost model counts them; of those
+    rules that `shoal train` takes.
 
     Raises:
-        UsageError: there is no such model in the catalog.
+        UsageError: there is no such model in the catalog, or it is trained with none.
     """
     shape = model_shape(model)
-    parts = [StagePart(range(shape.layers))]
-    counted = {name: state_bytes(shape, Layout(), FORMATS[precision], name, parts) for name in RULES}
-    return {name: state.optimizer / state.elements for name, state in counted.items()}
+    parts, refused, counted = [StagePart(range(shape.layers))], [], {}
+    for name in RULES:
+        try:
+            check_rules(build({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
+        except UsageError as error:
+            refused.append(error)
+            continue
+        state = state_bytes(shape, Layout(), FORMATS[precision], name, parts)
+        counted[name] = state.optimizer / state.elements
+    if not counted:
+        raise refused[0]
+    return counted
 
 
 def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
@@ -128,6 +139,8 @@ def _memory_table(memory: Mapping[str, float], options: OptimizersOptions) -> Ta
     table.add_column("bytes / parameter", justify="right")
     for name, size in sorted(memory.items(), key=lambda item: (item[1], item[0])):
         table.add_row(name, f"{size:.3f}")
+    if left_out := [name for name in RULES if name not in memory]:
+        table.caption, table.caption_justify = f"not trained so: {', '.join(left_out)}", "left"
     return table
 
 

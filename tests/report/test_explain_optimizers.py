@@ -8,8 +8,10 @@ import torch
 from shoal.catalog import model_shape
 from shoal.cli import main
 from shoal.config import OptimizerConfig
+from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
 from shoal.optim.build import RULES, build
+from shoal.optim.names import ELEMENTWISE
 from shoal.optim.shards import Shards
 from shoal.report.explain_optimizers import GROUPS, bytes_per_parameter
 from shoal.report.surfaces import SURFACES, contour, walk
@@ -54,6 +56,14 @@ def test_the_bytes_are_those_that_the_rules_keep():
         named = [(n, p.detach(), torch.zeros_like(p)) for n, p in model.named_parameters()]
         kept = build(OptimizerConfig(name=name), Shards.of(named, lambda name, tensor: 0.0)).bytes()
         assert said[name] == pytest.approx(kept / sum(p.numel() for p in model.parameters()))
+
+
+def test_rules_that_are_not_trained_so_are_left_out():
+    assert set(bytes_per_parameter("tiny", "bf16-all")) == set(ELEMENTWISE)
+    assert set(RULES) - set(bytes_per_parameter("tiny", "bf16")) == {"sophia-h"}
+    assert set(RULES) - set(bytes_per_parameter("olmoe-1b-7b", "fp32")) == {"sophia-g", "sophia-h"}
+    with pytest.raises(UsageError, match="fp8' with a model of experts"):
+        bytes_per_parameter("olmoe-1b-7b", "fp8")
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
