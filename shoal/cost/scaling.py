@@ -13,8 +13,8 @@ from shoal.cost.flops import petaflop_days
 
 # Kaplan et al. 2020, equation 1.5, with the constants of table 2 for N and D together.
 _ALPHA_N, _ALPHA_D, _N_C, _D_C = 0.076, 0.103, 6.4e13, 1.8e13
-# Section 6.1: with the compute spent best, N = 1.3e9 PF-days^0.73.
-_N_E, _P_N = 1.3e9, 0.73
+# Section 6.1: with the compute spent best, N = 1.3e9 PF-days^0.73; equation 1.3: L = (3.1e8 / PF-days)^0.050.
+_N_E, _P_N, _C_C, _ALPHA_C = 1.3e9, 0.73, 3.1e8, 0.050
 # Hoffmann et al. 2022, equation 10 (approach 3).
 _E, _A, _B, _ALPHA, _BETA = 1.69, 406.4, 410.7, 0.34, 0.28
 
@@ -35,7 +35,8 @@ class Allocation:
 
 
 def kaplan_loss(parameters: float, tokens: float = float("inf")) -> float:
-    """L(N, D) = ((N_c/N)^(a_N/a_D) + D_c/D)^a_D (Kaplan et al. 2020, equation 1.5).
+    """L(N, D) = ((N_c/N)^(a_N/a_D) + D_c/D)^a_D (Kaplan et al. 2020, equation 1.5), where training stops early, with
+    data that are seen again.
 
     Args:
         parameters: embeddings not counted.
@@ -44,10 +45,14 @@ def kaplan_loss(parameters: float, tokens: float = float("inf")) -> float:
 
 
 def kaplan_optimum(flops: float) -> Allocation:
-    """The best size for a budget: N grows with the budget to the 0.73, and the data with what is left (section 6.1)."""
+    """The best size for a budget: N grows with the budget to the 0.73, and the data with what is left (section 6.1);
+    the loss to the -0.050 (equation 1.3), in one pass over the data.
+
+    The budget is their C_min, what it takes with batches far below the critical size; with batches of that size it is
+    twice as much, of tokens as well (equation 5.5).
+    """
     parameters = _N_E * petaflop_days(flops) ** _P_N
-    tokens = flops / (6 * parameters)
-    return Allocation(parameters, tokens, kaplan_loss(parameters, tokens))
+    return Allocation(parameters, flops / (6 * parameters), (_C_C / petaflop_days(flops)) ** _ALPHA_C)
 
 
 def chinchilla_loss(parameters: float, tokens: float) -> float:

@@ -7,6 +7,9 @@ exponential failures, also while it saves and restarts, a wall time of
     M e^(R/M) (e^((tau + delta)/M) - 1) / tau     for a second of work         (Daly 2006, equation 20)
 
 is exact; Young's square root (1974) and Daly's series (2006, equation 37) approximate the tau at which it is least.
+What a save copies at once and then writes in the background counts only once it is written, phi seconds later: a
+failure until then costs the interval before as well. Of each life between two failures the first save is whole after
+R + tau + delta + phi, and each further one tau + delta later, so that R + phi stands in place of R.
 Spare nodes decide how often a restart must wait for a repair.
 """
 
@@ -39,7 +42,9 @@ class Job:
     Attributes:
         devices: that it needs, all of them.
         mtbf: between failures of one device.
-        checkpoint: that training stops for a save; what is written in the background costs nothing.
+        checkpoint: that training stops for a save.
+        flush: that a save is then written for in the background, while training goes on; no longer than the work
+            between saves.
         restart: from a failure until the first step, a save loaded and the step reached; not what is done again.
         per_node: devices that fall out together.
         spares: nodes that stand by.
@@ -53,6 +58,7 @@ class Job:
     per_node: int = 8
     spares: int | None = None
     repair: float = DAY
+    flush: float = 0.0
 
     @property
     def spare_share(self) -> float:
@@ -83,22 +89,22 @@ def daly(job: Job) -> float:
 
 
 def best_interval(job: Job) -> float:
-    """The same exactly: where the derivative of `effective` is zero, x + delta/M + log(1 - x) = 0 with x = tau / M."""
+    """The same exactly: where the derivative of `effective` is zero, x + delta/M + log(1 - x) = 0 with x = tau / M; but
+    not before the last save is written."""
     delta = job.checkpoint / job.between
     low, high = 0.0, 1.0
     for _ in range(60):  # the left side falls from delta/M to minus infinity
         x = (low + high) / 2
         low, high = (x, high) if x + delta + math.log1p(-x) > 0 else (low, x)
-    return low * job.between
+    return max(low * job.between, job.flush)
 
 
 def effective(job: Job, interval: float) -> float:
     """The part of the time that is spent on steps that count, where a restart never waits (Daly 2006, equation 20)."""
-    mean = job.between
-    lost = job.restart / mean + (interval + job.checkpoint) / mean
-    if lost > 700:
+    mean, before = job.between, job.restart + job.flush
+    if (before + interval + job.checkpoint) / mean > 700:
         return 0.0
-    return interval / (mean * math.exp(job.restart / mean) * math.expm1((interval + job.checkpoint) / mean))
+    return interval / (mean * math.exp(before / mean) * math.expm1((interval + job.checkpoint) / mean))
 
 
 # ---- spares ----------------------------------------------------------------------------------------------------------
@@ -153,8 +159,8 @@ def play(job: Job, interval: float, *, failures: int = 2000, seed: int = 0) -> f
     repaired: list[float] = []  # when each node that is out comes back
     cycle = interval + job.checkpoint
     for life in lives:
-        if life > restart:
-            work += math.floor((life - restart) / cycle) * interval
+        if life > restart + job.flush:  # the last save that is written by then
+            work += math.floor((life - restart - job.flush) / cycle) * interval
         wall += life
         restart = job.restart
         if job.spares is None:

@@ -45,6 +45,9 @@ class GoodputOptions(Section):
     checkpoint: str = "30s"
     """That training stops for a save: 30s, 2min."""
 
+    flush: str = "0s"
+    """That a save is then written for in the background: until it is, a failure loses the interval before as well."""
+
     restart: str = "5min"
     """From a failure until training goes on, without what is done again."""
 
@@ -100,18 +103,24 @@ def described(options: GoodputOptions) -> list[Job]:
     if min(devices) < 1:
         raise UsageError(f"--devices {options.devices}: a job needs at least one")
     times = {
-        name: parse(getattr(options, name), UNITS, where=f"--{name}") for name in ("checkpoint", "restart", "repair")
+        name: parse(getattr(options, name), UNITS, where=f"--{name}")
+        for name in ("checkpoint", "flush", "restart", "repair")
     }
     if not times["checkpoint"]:
         raise UsageError("--checkpoint 0s: a save that costs nothing would be made all the time.\n  Give its cost.")
+    if options.interval and parse(options.interval, UNITS, where="--interval") < times["flush"]:
+        raise UsageError(
+            f"--flush {options.flush}: longer than --interval {options.interval}; a save would not be written when the "
+            "next begins.\n  Save less often."
+        )
     mtbf = options.mtbf * HOUR if options.mtbf else device_mtbf(**LLAMA_3)
     jobs = []
     for count in devices:
         job = Job(count, mtbf, per_node=options.per_node, spares=options.spares, **times)
-        if job.restart + job.checkpoint > 20 * job.between:
+        if (alone := job.restart + job.checkpoint + job.flush) > 20 * job.between:
             raise UsageError(
                 f"--devices {count}: it fails every {show_seconds(job.between)}, and a restart and a save take "
-                f"{show_seconds(job.restart + job.checkpoint)}: it would never get on."
+                f"{show_seconds(alone)}: it would never get on."
                 "\n  Give fewer devices, or faster ones of both."
             )
         jobs.append(job if job.spares is not None else replace(job, spares=spares_for(job, options.availability)))
@@ -136,8 +145,9 @@ def report(jobs: Sequence[Job], options: GoodputOptions) -> list[str]:
     first = jobs[0]
     return [
         f"a device fails every {first.mtbf / HOUR:,.0f} hours; a save stops training for "
-        f"{show_seconds_long(first.checkpoint)}, a restart takes {show_seconds_long(first.restart)}, a repair "
-        f"{show_seconds_long(first.repair)}",
+        f"{show_seconds_long(first.checkpoint)}"
+        + (f" and is written {show_seconds_long(first.flush)} later" if first.flush else "")
+        + f", a restart takes {show_seconds_long(first.restart)}, a repair {show_seconds_long(first.repair)}",
         "", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
     ]
 

@@ -159,6 +159,8 @@ def test_kaplan() -> None:
     assert scaling.kaplan_optimum(day).parameters == pytest.approx(1.3e9)
     ratio = scaling.kaplan_optimum(10 * day).parameters / scaling.kaplan_optimum(day).parameters
     assert ratio == pytest.approx(5.4, abs=0.05)
+    for days in (1, 100, 3640):  # GPT-3's models: 2.57 days^-0.048 (Brown et al. 2020, figure 3.1)
+        assert scaling.kaplan_optimum(days * day).loss == pytest.approx(2.57 * days**-0.048, rel=0.04)
     assert scaling.kaplan_loss(1.5e9) == pytest.approx((6.4e13 / 1.5e9) ** 0.076)
     assert scaling.kaplan_loss(1e9, 1e9) > scaling.kaplan_loss(1e9, 1e11) > scaling.kaplan_loss(1e9)
 

@@ -32,24 +32,27 @@ jobs = st.builds(
     mtbf=st.floats(20_000 * HOUR, 200_000 * HOUR),
     checkpoint=st.floats(1.0, 120.0),
     restart=st.floats(0.0, 900.0),
+    flush=st.sampled_from((0.0, 60.0, 300.0)),
 )
 
 
 @settings(max_examples=20, deadline=None)
 @given(jobs, st.floats(0.3, 3.0))
 def test_the_simulation_finds_the_closed_form(job: Job, factor: float) -> None:
-    interval = factor * best_interval(job)
+    interval = max(factor * best_interval(job), job.flush)
     assert play(job, interval, failures=20_000, seed=1) == pytest.approx(effective(job, interval), abs=0.015)
 
 
 @given(jobs, st.floats(0.05, 20.0))
 def test_no_interval_is_better_than_the_best(job: Job, factor: float) -> None:
     best = best_interval(job)
-    assert effective(job, best) >= effective(job, factor * best) - 1e-12
+    assert best >= job.flush
+    assert effective(job, best) >= effective(job, max(factor * best, job.flush)) - 1e-12
 
 
 @given(jobs)
 def test_young_and_daly_are_near_the_best_and_daly_nearer(job: Job) -> None:
+    job = replace(job, flush=0.0)
     best = best_interval(job)
     assert abs(daly(job) - best) <= abs(young(job) - best) + 1e-6 * best
     assert effective(job, daly(job)) >= 0.999 * effective(job, best)
@@ -59,6 +62,16 @@ def test_spares_are_nodes_of_as_many_devices_as_are_given(capsys: pytest.Capture
     for per_node, share in ((8, "2 nodes, +1.6 %"), (4, "2 nodes, +0.8 %")):
         assert main(f"goodput --devices 1024 --spares 2 --failures 100 --per-node {per_node}".split()) == 0
         assert share in capsys.readouterr().out
+
+
+def test_a_save_counts_once_it_is_written() -> None:
+    """A failure in between costs the interval before: of every life as much as a restart that is longer by that."""
+    job = Job(16384, device_mtbf(**LLAMA_3), checkpoint=2.0, flush=240.0)
+    at_once, interval = replace(job, flush=0.0), best_interval(job)
+    assert best_interval(at_once) < interval == job.flush, "not before the last one is written"
+    assert effective(job, interval) == pytest.approx(effective(replace(at_once, restart=540.0), interval))
+    played = [play(one, interval, failures=20_000, seed=2) for one in (at_once, job)]
+    assert played[0] - played[1] == pytest.approx(effective(at_once, interval) - effective(job, interval), rel=0.1)
 
 
 def test_young_is_the_limit_of_rare_failures() -> None:
@@ -116,6 +129,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         ("--devices many", "give numbers, as 1024,16384"),
         ("--checkpoint 3parsecs", "units: s"),
         ("--checkpoint 0s", "a save that costs nothing"),
+        ("--flush 10min --interval 5min", "longer than --interval 5min"),
         ("--devices 10000000 --restart 1h", "it would never get on"),
         ("--out goodput.html", "ends in .svg"),
     ],
