@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.bench import attention, peak, slices, transport
+from shoal.bench import attention, ours, peak, slices, transport
 from shoal.bench.checkpoint_command import CheckpointOptions, checkpoint
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
@@ -39,6 +39,9 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.allocator import allocator_environment, tune_allocator
+
+SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
+"""Races whose ranks, or micro-batches, share the sequences of a step evenly."""
 
 
 class StepOptions(Section):
@@ -162,20 +165,20 @@ def main(args: list[str]) -> int:
 def step(options: StepOptions, console: Console) -> int:
     """Run the races and print the table."""
     every = races(Workload(sequences=options.sequences), options.ranks)
-    wanted = _wanted(options.only, every)
+    names = _wanted(options.only, every)
     _check_out(options.out)
     _check_allocator()
+    wanted = [race for race in every if race.name in names or race.name.split()[0] in names]
     _check_work(options, wanted)
     turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
     rows: list[Row] = []
     with console.status("") as status:
-        for race in every:
-            if race.name in wanted or race.name.split()[0] in wanted:
-                found = run(race, turns, steps, warmup=2, say=status.update)
-                rows += found
-                for row in found:
-                    if row.target is not None:
-                        console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
+        for race in wanted:
+            found = run(race, turns, steps, warmup=2, say=status.update)
+            rows += found
+            for row in found:
+                if row.target is not None:
+                    console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
     console.print(step_table(rows))
     console.print(machine(), highlight=False)
     if options.out:
@@ -193,17 +196,21 @@ def _wanted(only: str, every: list[Race]) -> list[str]:
     return wanted
 
 
-def _check_work(options: StepOptions, wanted: list[str]) -> None:
+def _check_work(options: StepOptions, wanted: list[Race]) -> None:
     if options.ranks < 2:
         raise UsageError(f"bench step --ranks {options.ranks}: parallelism needs 2 or more.")
-    replicas = ("dp", "zero", "fsdp", "threads", "compression-network")
-    parts = dict.fromkeys(replicas, options.ranks) | {"pp": MICROBATCHES}
-    for name in wanted:
-        if options.sequences % (n := parts.get(name.split()[0], 1)):
+    for race in wanted:
+        parts = MICROBATCHES if race.name.startswith("pp ") else options.ranks
+        if options.sequences % parts and race.name.split()[0] in SHARED:
             raise UsageError(
-                f"bench step --sequences {options.sequences}: {name} needs a multiple of {n}."
-                f"\n  Give {-(-options.sequences // n) * n}, or choose other races with --only."
+                f"bench step --sequences {options.sequences}: {race.name} needs a multiple of {parts}."
+                f"\n  Give {-(-options.sequences // parts) * parts}, or choose other races with --only."
             )
+        for contender in (*race.ours, *race.references, *race.also, *race.bounds):
+            try:
+                ours.check(contender)
+            except UsageError as error:
+                raise UsageError(f"bench step, {race.name}: {error}") from None
 
 
 def _check_out(out: Path | None) -> None:

@@ -7,6 +7,7 @@ Between its turns they are blocked on a pipe, so that they take no time from the
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -61,8 +62,8 @@ class Turn:
         seconds: of each step, on the slowest rank.
         cpu_seconds: of each step, all threads of all ranks: what others do on a busy machine hardly changes it.
         losses: the mean loss of each step [nats].
-        memory: most bytes that the largest process has had in memory since it started; what it shares with others is
-            counted in each that has touched it.
+        memory: most bytes that the largest process has had in memory since it started; of memory that ranks share, its
+            part by their number.
     """
 
     seconds: list[float]
@@ -164,4 +165,14 @@ def _run(step: Step, numbers: range) -> Turn:
         losses.append(step(number))
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu)
-    return Turn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")))
+    return Turn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")) - _counted_twice())
+
+
+def _counted_twice() -> int:
+    """Bytes of shared memory in this process that the others count, where each counts its part: as the kernel has it,
+    the proportional set size is that part."""
+    rollup, status = Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
+    if not rollup.exists():
+        return 0
+    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB", rollup.read_text() + status.read_text(), re.MULTILINE))
+    return 1024 * (int(kilobytes["RssShmem"]) - int(kilobytes["Pss_Shmem"]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from shoal.bench.crew import Contender
 from shoal.bench.device import compute_elsewhere
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
 from shoal.comm.link import Link
@@ -47,18 +49,14 @@ def build(
         layout: fields of `Layout`, with any exact or compressed ``sync``; without ``micro_batch``, a replica takes its
             sequences in one forward.
     """
-    layout.setdefault("micro_batch", workload.sequences // layout.get("dp", 1))
     config = RunConfig(
         model=ModelConfig(name=workload.model),
-        parallel=Layout(**layout),
+        parallel=layout_of(workload, ranks, **layout),
         train=TrainConfig(
             global_batch=workload.sequences, precision=workload.precision, seed=SEED, compile=compile, device="cpu"
         ),
         data=DataConfig(sequence_length=workload.sequence_length),
         optimizer=OPTIMIZER,
-    )
-    config.parallel.check(
-        shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
     )
     mesh = Mesh(config.parallel, rank, transport=transport, link=Link(1e9 * link_gbs) if link_gbs else None)
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
@@ -66,3 +64,28 @@ def build(
     if device_seconds:
         compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
     return built
+
+
+def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
+    """The layout of a workload on so many ranks.
+
+    Raises:
+        UsageError: it has none of these fields.
+    """
+    layout.setdefault("micro_batch", max(1, workload.sequences // layout.get("dp", 1)))
+    made = Layout(**layout)
+    made.check(
+        shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
+    )
+    return made
+
+
+def check(contender: Contender) -> None:
+    """Refuse what no engine could be built of, before any process is started.
+
+    Raises:
+        UsageError: the layout and the work do not go together.
+    """
+    if isinstance(contender.build, partial) and contender.build.func is engine:
+        fields = {name: value for name, value in contender.build.keywords.items() if name in Layout.model_fields}
+        layout_of(contender.workload, contender.ranks, **fields)

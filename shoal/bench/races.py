@@ -21,7 +21,7 @@ LINK_GBS = 0.1  # with which the gradients of the default workload take more tha
 TENSOR_GBS = 0.2  # and the activations
 SLOW_GBS = 0.02  # with which they take longer than all else of it
 FEW_TOKENS = 512  # of a step, in which what is not computing weighs more
-FASTEST = ("zb-v", "dualpipev")  # of shoal's schedules, one of which takes on all of torch's
+FASTEST = ("zb-v", "dualpipev", "dualpipe")  # of shoal's schedules, one of which takes on all of torch's
 
 
 def races(workload: Workload, ranks: int = 2) -> list[Race]:
@@ -30,22 +30,23 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
     one = partial(Contender, workload=workload, threads=ranks)
     pipe = {"pp": ranks, "micro_batch": workload.sequences // MICROBATCHES}
     few = workload.tokens <= FEW_TOKENS
-    replicas = (
-        several("shoal zero 0", partial(ours.engine, dp=ranks, bucket_mb=8)),
-        several("shoal zero 1", partial(ours.engine, dp=ranks, zero=1, bucket_mb=8)),
-    )
+    replicated = several("shoal zero 0", partial(ours.engine, dp=ranks, bucket_mb=8))
+    sharded = several("shoal zero 1", partial(ours.engine, dp=ranks, zero=1, bucket_mb=8))
+    ddp = tuple(several(f"DDP, buckets of {mb} MB", partial(references.ddp, bucket_mb=mb)) for mb in (8, 64))
     alone = several("independent processes", references.independent)
     pipelines = tuple(several(f"shoal {name}", partial(ours.engine, schedule=name, **pipe)) for name in FASTEST)
     threaded = one(f"one process of {ranks} threads", ours.engine)
     return [
         Race(
             "dp",
-            replicas,
-            tuple(several(f"DDP, buckets of {mb} MB", partial(references.ddp, bucket_mb=mb)) for mb in (8, 64)),
+            (sharded,),
+            ddp,
             target=1.2 if few else 1.05,
+            also=(replicated,),
             bounds=(alone,),
         ),
-        Race("dp independent", replicas, (alone,), target=0.97, tolerance=None),
+        Race("dp independent", (sharded,), (alone,), target=0.97, tolerance=None),
+        Race("zero 0", (replicated,), ddp, target=1.0),
         Race(
             "fsdp",
             (several("shoal zero 3", partial(ours.engine, dp=ranks, zero=3)),),
@@ -53,7 +54,7 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             target=1.1,
         ),
         Race(
-            "zero",
+            "zero 2",
             (several("shoal zero 2", partial(ours.engine, dp=ranks, zero=2, bucket_mb=8)),
              several("shoal zero 3, kept", partial(ours.engine, dp=ranks, zero=3, reshard_after_forward=False))),
             (several("FSDP2, kept after forward", partial(references.fsdp, reshard=False)),),
@@ -61,10 +62,10 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
         ),
         Race(
             "threads",
-            (several("shoal zero 0", partial(ours.engine, dp=ranks, bucket_mb=8)),),
+            (replicated,),
             (one(f"one process, {ranks} replicas", partial(threads.data_parallel, replicas=ranks)),),
             target=1.0,
-            also=(several("DDP, buckets of 8 MB", partial(references.ddp, bucket_mb=8)),),
+            also=ddp[:1],
         ),
         _overlap("overlap", workload, ranks, device_seconds=0.0),
         _overlap("overlap-device", workload, ranks, device_seconds=0.004),

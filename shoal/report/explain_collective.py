@@ -19,12 +19,14 @@ from shoal.cost.collectives import Bound, Price, bus_bandwidth, fastest, lower_b
 from shoal.cost.topology import Topology, Wire
 from shoal.cost.units import BANDWIDTH, BYTES, TIME, parse, show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.plan.unused import check_unused
 from shoal.report import rounds_svg
 from shoal.report.lines import lines
 from shoal.report.rounds import picture
 from shoal.report.svg import FAINT, Canvas
 
 TOPOLOGIES = ("full", "ring", "torus-2d", "torus-3d", "fat-tree", "islands")
+OF_TOPOLOGY = {"fat-tree": ["oversubscription"], "islands": ["nics", "inside"]}  # options
 MOST_RANKS = 64
 MOST_LINKS = 12  # in the table of traffic
 SIZES = [10 ** (k / 4) for k in range(8, 41)]  # of the chart: 100 B to 10 GB
@@ -124,6 +126,11 @@ def _check(collective: Collective, options: CollectiveOptions) -> None:
         raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
     if options.root and collective not in ROOTED:
         raise UsageError(f"--root {options.root}: {collective} has no root")
+    for topology, names in OF_TOPOLOGY.items():
+        if options.topology != topology:
+            check_unused(options, names, f"of --topology {topology}, not of {options.topology}")
+    if collective not in ("broadcast", "reduce"):
+        check_unused(options, ["segments"], f"of a broadcast or reduce, not of {collective}")
 
 
 def network(options: CollectiveOptions) -> Topology:

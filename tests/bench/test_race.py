@@ -184,6 +184,8 @@ def test_a_bound_need_not_agree():
         ("step --ranks 1", "2 or more"),
         ("step --only pp --sequences 12", "Give 16"),
         ("step --only dp --sequences 3", "Give 4"),
+        ("step --only overlap-network --ranks 3", "Give 9"),
+        ("step --only tp --ranks 3", "bench step, tp: parallel.tp = 3"),
     ],
 )
 def test_work_that_cannot_be_shared_out_is_refused(arguments: str, message: str):

@@ -23,7 +23,7 @@ from shoal.layout import Layout
 
 TRANSPORTS = ["auto", "backend"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8]
 SIZES = st.one_of(st.integers(0, 100), st.integers(0, 40_000), st.sampled_from([2**18, 2**18 + 1, 700_001]))
 
 both = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -70,6 +70,10 @@ def collectives(transport: str, numels: list[int], dtype: torch.dtype) -> None:
             mine = every.new_empty(part)
             ops.reduce_scatter_flat(mine, wholes[rank].clone(), group).wait()
             assert torch.equal(mine, total[rank * part :][:part])
+        theirs = [every[rank, : numel * (to + 1) // n].clone() for to in range(n)]
+        shapes = [(numel * (rank + 1) // n,)] * n
+        for source, part in enumerate(ops.all_to_all(theirs, shapes, group)):
+            assert torch.equal(part, every[source, : shapes[source][0]])
 
 
 @both

@@ -116,6 +116,9 @@ def test_phrases():
         (["broadcast", "--ranks", "65"], "at most 64"),
         (["broadcast", "--out", "x.png"], "ending in .svg"),
         (["broadcast", "--topology", "islands", "--per-node", "3"], "3"),
+        (["all-reduce", "--oversubscription", "8"], "--oversubscription 8.0: of --topology fat-tree, not of full"),
+        (["all-reduce", "--topology", "fat-tree", "--nics", "2"], "--nics 2: of --topology islands, not of fat-tree"),
+        (["all-reduce", "--segments", "4"], "--segments 4: of a broadcast or reduce, not of all-reduce"),
     ],
 )
 def test_what_cannot_be_explained(capsys, words, message):
