@@ -1,113 +1,19 @@
 """The state in host memory: what survives which loss, under any cut, and what never happens to it."""
 
-import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from random import Random
-from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint import Checkpointer
-from shoal.errors import UsageError
-from shoal.failover import host, slots
+from shoal.failover import slots
 from shoal.failover.memory import Memory, Places
-from shoal.failover.restore import Restored, restore
-from tests.checkpoint.cuts import blank, cut, same
-
-TENSORS = {
-    "model.w": ((7, 5), torch.float32),
-    "model.b": ((6,), torch.bfloat16),
-    "optimizer.m": ((3, 4, 2), torch.float64),
-    "count": ((), torch.int64),
-}
-
-
-def values_of(step: int) -> dict[str, torch.Tensor]:
-    """Random bits, others for each step."""
-    rng = torch.Generator().manual_seed(step)
-    return {
-        name: torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8).view(dtype).view(shape)
-        for name, (shape, dtype) in TENSORS.items()
-    }
-
-
-def pieces_of(step: int, cut_seed: int, rank: int, world: int):
-    return cut(Random(cut_seed), values_of(step), world)[rank]
-
-
-def here() -> tuple[int, int, dist.ProcessGroup | None]:
-    """This rank, their number, and a group of them."""
-    if not dist.is_initialized():
-        return 0, 1, None
-    world = dist.get_world_size()
-    return dist.get_rank(), world, dist.new_group(backend="gloo") if world > 1 else None
-
-
-def keep(homes: list[Path], steps: list[int], cut_seed: int, node_ranks: int = 0, from_save=None) -> list[str]:
-    """A run that keeps the states of some steps, and ends without a word. Ranks with other homes are on other hosts."""
-    rank, world, group = here()
-    said = []
-    with imagine_hosts(homes, rank, world) as home:
-        memory = Memory(home, home, group=group, node_ranks=node_ranks, keep=from_save, report=said.append)
-    for step in steps:
-        memory.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
-    memory.close(keep=True)
-    return said
-
-
-def go_on(
-    homes: list[Path], disk: Path, cut_seed: int, before: int | None = None
-) -> tuple[Restored | None, list[str], bool]:
-    """What a run that starts anew finds; whether every bit of it is right."""
-    rank, world, group = here()
-    state = blank([pieces_of(0, cut_seed, rank, world)])[0]
-    with imagine_hosts(homes, rank, world) as home:
-        found, notes = restore(disk, home, state, group=group, model=None, before=before)
-    if found is None:
-        return None, notes, True
-    expected = pieces_of(found.step, cut_seed, rank, world)
-    right = all(
-        same(piece.tensor, wanted.tensor)
-        for name, pieces in state.items()
-        for piece, wanted in zip(pieces, expected[name], strict=True)
-    )
-    return found, notes, right and found.extra == {"step": found.step}
-
-
-@contextmanager
-def imagine_hosts(homes: list[Path], rank: int, world: int) -> Iterator[Path]:
-    """With several homes: this rank believes itself on another host than some of the others."""
-    place = rank * len(homes) // world
-    with mock.patch.object(socket, "gethostname", lambda: f"host-{place}"):
-        yield homes[place]
-
-
-def on_disk(folder: Path, steps: list[int], cut_seed: int) -> None:
-    rank, world, group = here()
-    checkpointer = Checkpointer(folder, group=group, keep=9, asynchronous=False)
-    for step in steps:
-        checkpointer.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
-    checkpointer.close()
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 16
-    path.write_bytes(data)
-
+from tests.failover.states import flip, go_on, here, keep, on_disk, pieces_of
 
 # ---- what survives ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +110,7 @@ import os, sys
 from pathlib import Path
 from shoal.checkpoint.write import Plan
 from shoal.failover import memory, slots
-from tests.failover.test_memory import keep
+from tests.failover.states import keep
 moment, home = sys.argv[1], Path(sys.argv[2])
 saves = 0
 
@@ -304,112 +210,6 @@ def test_a_course_that_was_left_is_forgotten_and_the_slots_serve_again(tmp_path)
     for step in (5, 4):
         found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3, step)
         assert right and not notes and found.step == step
-
-
-# ---- the folder ------------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_is_private_and_given_back(tmp_path):
-    home = tmp_path / "home"
-    memory = Memory(home, tmp_path, group=None)
-    memory.save(1, pieces_of(1, 3, 0, 1), {"step": 1})
-    memory.wait()
-    assert home.stat().st_mode & 0o777 == 0o700
-    assert all(not p.stat().st_mode & 0o077 for p in home.rglob("*.safetensors"))
-    memory.close()
-    assert not home.exists()
-
-
-@pytest.mark.parametrize("how", ["open to all", "a link"])
-def test_a_folder_that_another_could_have_made_is_neither_read_nor_written(how, tmp_path):
-    keep([tmp_path / "real"], [1], 3)
-    home = tmp_path / "home"
-    if how == "a link":
-        home.symlink_to(tmp_path / "real")
-    else:
-        shutil.copytree(tmp_path / "real", home)
-        home.chmod(0o755)
-    assert go_on([home], tmp_path / "disk", 3)[0] is None
-    with pytest.raises(UsageError, match="is not a private folder of this user"):
-        Memory(home, tmp_path, group=None)
-
-
-def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_path, monkeypatch):
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    folders = {}
-    for name, owner in {"dead": int(dead.stdout), "alive": os.getpid(), "mine": int(dead.stdout)}.items():
-        monkeypatch.setenv("SHOAL_OWNER", str(owner))
-        folders[name] = tmp_path / f"shoal-{os.getuid()}-{name}"
-        monkeypatch.setattr(host, "_started", lambda pid, known=host._started: known(pid) or 1.0)
-        host.make_home(folders[name])
-        host.own(folders[name], tmp_path / name)
-        monkeypatch.undo()
-    (tmp_path / "shoal-other").mkdir()
-    (tmp_path / f"shoal-{os.getuid()}-strange").mkdir()
-    (line,) = host.sweep(folders["mine"])
-    assert str(tmp_path / "dead") in line
-    assert sorted(p.name.split("-")[-1] for p in tmp_path.iterdir()) == ["alive", "mine", "other", "strange"]
-
-
-def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    memory = Memory(tmp_path / "home", tmp_path, group=None)
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
-    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take \d+ B in .* \d+ B are.*memory_every = 0"):
-        memory.prepare(pieces_of(1, 3, 0, 1))
-    monkeypatch.undo()
-    memory.prepare(pieces_of(1, 3, 0, 1))
-
-
-def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
-    left = tmp_path / f"shoal-{os.getuid()}-dead"
-    host.make_home(left)
-    (left / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 0, "started": 1.0, "run": "x"}))
-    (left / "state").write_bytes(bytes(5000))
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
-    host.check_home(tmp_path / "new", 5000)
-    with pytest.raises(UsageError, match=r"6 kB in .* 5.1\d kB are free"):
-        host.check_home(tmp_path / "new", 6000)
-    assert [path.name for path in tmp_path.iterdir()] == [left.name]
-
-
-def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
-    """Memory that filled up since it was looked at."""
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UsageError, match=r"failover.memory_folder = .* cannot be written: No space left on device"):
-        Memory(tmp_path / "home", tmp_path, group=None)
-
-
-def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path, monkeypatch):
-    said = []
-    memory = Memory(tmp_path / "home", tmp_path, group=None, report=said.append)
-    fallocate = os.posix_fallocate
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    for step, call in enumerate((full, fallocate, fallocate, fallocate), 1):
-        monkeypatch.setattr(os, "posix_fallocate", call)
-        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
-        memory.wait()
-        assert slots.newest_step(tmp_path / "home") == (None if step == 1 else step)
-    memory.close()
-    assert said == ["step 1 could not be kept in memory: rank 0: No space left on device"]
-
-
-def test_memory_is_had_before_it_is_needed(tmp_path, monkeypatch):
-    """Getting it takes longer than writing it: the first save finds one slot, and the second the other."""
-    memory, had = Memory(tmp_path / "home", tmp_path, group=None), []
-    fallocate = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (had.append(threading.current_thread()), fallocate(*args)))
-    memory.prepare(pieces_of(1, 3, 0, 1))
-    assert had == [threading.main_thread()]
-    for step in (1, 2, 3):
-        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
-    memory.close()
-    assert len(had) == 2 and had[1] is not threading.main_thread()
 
 
 def nodes_of(node_ranks: int) -> list[tuple[int | None, list[int]]]:
