@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -23,7 +24,8 @@ class Handicaps:
 
     Attributes:
         factors: how many times as long as it would a rank's computing takes.
-        deaths: the step, from 0, before which a rank kills itself.
+        deaths: the step, from 0, before which a rank kills itself; where it takes only some of the steps, before the
+            first one from there on.
         pace: the least seconds that a step's computing takes, before factors.
     """
 
@@ -32,8 +34,11 @@ class Handicaps:
     pace: float
 
     @staticmethod
-    def of(train: TrainConfig, ranks: int, *, restarted: bool = False) -> Handicaps:
+    def of(train: TrainConfig, ranks: int, *, begin: int = 0, restarted: bool = False) -> Handicaps:
         """Read ``train.straggler``, ``train.dead`` and ``train.pace``. After a restart nobody dies once more.
+
+        Args:
+            begin: the step at which this attempt begins: deaths before it are over.
 
         Raises:
             UsageError: one is not written as it should be, or names a rank that there is not.
@@ -43,13 +48,20 @@ class Handicaps:
         for rank, factor in factors.items():
             if float(factor) < 1:
                 raise UsageError(f"train.straggler = '{rank}={factor}': a factor of 1 or more.")
-        dying = {} if restarted else {rank: int(step) for rank, step in deaths.items()}
+        dying = {rank: int(step) for rank, step in deaths.items() if int(step) >= begin and not restarted}
         return Handicaps({rank: float(factor) for rank, factor in factors.items()}, dying, train.pace)
 
     @property
     def any(self) -> bool:
         """Whether there are some."""
         return bool(self.factors or self.deaths or self.pace)
+
+    def survivors(self, living: Iterable[int]) -> list[str]:
+        """A line for each rank that lives at the end of a run in which it was to die."""
+        return [
+            f"train.dead: rank {rank} did not die, since it was given no step from {self.deaths[rank]} on"
+            for rank in living if rank in self.deaths
+        ]
 
 
 def _read(name: str, text: str, sign: str, value: str, example: str, ranks: int) -> dict[int, str]:
@@ -97,7 +109,7 @@ class Watch:
 
     def step(self, number: int, **options: bool) -> object:
         """The engine's step, unless this rank dies first."""
-        if number == self.death:
+        if self.death is not None and number >= self.death:
             os.kill(os.getpid(), signal.SIGKILL)
         self._left, self._computed = self._of_step, 0.0
         begin = self._now()
@@ -124,7 +136,6 @@ class Watch:
             wanted = max(self._computed, self.pace) * self.factor
             time.sleep(wanted - self._computed)
             self.times.computing += wanted
-
 
     def _now(self) -> float:
         """The time at which all that was begun on the device is done: the host alone only launches it."""

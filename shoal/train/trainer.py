@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -81,14 +82,14 @@ class Trainer:
             self.display.note(found)
         self.engine = self._engine()
         self.engine.runtime.recorders.append(self.beat)
-        handicaps = Handicaps.of(config.train, mesh.layout.world_size, restarted=restarted)
-        relaxed = config.parallel.sync != "all-reduce"
-        self.watch = Watch(self.engine, handicaps) if handicaps.any or relaxed else None
         data = samples["train"].fingerprint
         self.states = States(config, shape, self.engine, folder, data, fresh=not resume, report=self.display.note)
         restored = self.states.resume(restarted=restarted) if resume else None
         self.step = restored.step if restored else 0  # optimizer steps done
         self.source = restored.source if restored else ""
+        self.handicaps = Handicaps.of(config.train, mesh.layout.world_size, begin=self.step, restarted=restarted)
+        relaxed = config.parallel.sync != "all-reduce"
+        self.watch = Watch(self.engine, self.handicaps) if self.handicaps.any or relaxed else None
         self.guard = Guard(self.engine, config.failover, self.step, restored.extra if restored else {})
         self.states.beside = self.guard.state
         self.beat.begun(self.step)
@@ -143,6 +144,11 @@ class Trainer:
             if self.watch:
                 every = all_gather(asdict(self.watch.times), world() if self.mesh.layout.world_size > 1 else None)
                 self.display.console.print(who_waits({rank: Times(**times) for rank, times in enumerate(every)}))
+                self._tell_survivors(range(len(every)))
+
+    def _tell_survivors(self, living: Iterable[int]) -> None:
+        for line in self.handicaps.survivors(living):
+            self.display.note(line)
 
     def leave(self) -> None:
         """Wait until no rank needs another any more."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.config import TrainConfig
 from shoal.pipeline.program import Action, Op
 from shoal.train import handicap
 from shoal.train.handicap import Handicaps, Watch
@@ -52,3 +53,19 @@ def test_the_time_of_an_action_is_that_of_the_device(monkeypatch):
     assert watch.times.steps == 3
     assert watch.times.computing == pytest.approx(3 * 2 * KERNELS, rel=0.5)
     assert watch.times.waiting == pytest.approx(3 * 3 * KERNELS, rel=0.5)
+
+
+def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(monkeypatch):
+    killed = []
+    monkeypatch.setattr(handicap.os, "kill", lambda process, signal: killed.append(signal))
+    train = TrainConfig(dead="0@4,1@9")
+    first = Handicaps.of(train, 2)
+    engine = engine_on(LateDevice())
+    Watch(engine, first)
+    for number in (0, 3, 6):  # another took 4
+        assert not killed
+        engine.step(number)
+    assert len(killed) == 1
+    assert first.survivors([1]) == ["train.dead: rank 1 did not die, since it was given no step from 9 on"]
+    assert Handicaps.of(train, 2, begin=6).deaths == {1: 9}  # the other is over
+    assert Handicaps.of(train, 2, restarted=True).deaths == {}
