@@ -27,6 +27,11 @@ MOVED = -1  # what a step yields that did something; else it yields the rank tha
 Steps = Iterator[int]
 
 
+def nap(waited: float) -> None:
+    """Sleep between two looks at what has been waited for so many seconds."""
+    time.sleep(min(max(NAP, NAP_SHARE * waited), LONGEST_NAP))
+
+
 class PeerLost(RuntimeError):
     """A rank that this one waited for has ended or left the group."""
 
@@ -122,7 +127,7 @@ class Progress:
             now = time.monotonic()
             if looks == SPINS + YIELDS + 1:
                 start = check = now
-            time.sleep(min(max(NAP, NAP_SHARE * (now - start)), LONGEST_NAP))
+            nap(now - start)
             if now - check > CHECK_SECONDS:
                 check = now
                 self._look_after(operation, now - start)

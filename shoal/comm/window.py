@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.comm.progress import PeerLost
+from shoal.comm.progress import PeerLost, nap
 from shoal.comm.region import LINE, Region, alive, host_identity
 from shoal.comm.values import all_gather
 from shoal.errors import UsageError
 
-NAP = 50e-6  # seconds between looks at what is waited for
 LOOK_SECONDS = 0.05  # between looks whether a rank lives
 MEND = "Start all ranks on one such host, or use a parallel.sync that communicates: local-sgd, diloco, powersgd."
 
@@ -115,11 +114,11 @@ class Window:
 
     # ---- who is there ------------------------------------------------------------------------------------------
 
-    def alive(self, index: int) -> bool:
-        """Whether a rank's process runs; seen with a delay of `LOOK_SECONDS` at most."""
+    def alive(self, index: int, *, now: bool = False) -> bool:
+        """Whether a rank's process runs; seen with a delay of `LOOK_SECONDS` at most, or none (``now``)."""
         if index in self._dead:
             return False
-        if time.monotonic() - self._looked[index] > LOOK_SECONDS:
+        if now or time.monotonic() - self._looked[index] > LOOK_SECONDS:
             self._looked[index] = time.monotonic()
             if not alive(self.get(self._process + index)):
                 self._dead.add(index)
@@ -139,8 +138,9 @@ class Window:
         Raises:
             PeerLost: one of them has ended.
         """
+        begin = time.monotonic()
         while not there():
             for index in who:
                 if not self.alive(index) and not there():
                     raise PeerLost(f"{what}: rank {self.ranks[index]} has ended")
-            time.sleep(NAP)
+            nap(time.monotonic() - begin)
