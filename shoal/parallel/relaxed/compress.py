@@ -33,7 +33,6 @@ class Compressed(ABC):
 
     Attributes:
         errors: what was not sent yet, one flat tensor for each bucket.
-        sent_bytes: that this rank gave to the last exchange.
     """
 
     def __init__(self, flat: Flat, group: Group | None):
@@ -41,14 +40,12 @@ class Compressed(ABC):
         self.errors = flat.zeros()
         self.tensors = [part.of(flat.gradients) for part in flat.parts]
         self.error_of = [part.of(self.errors) for part in flat.parts]
-        self.sent_bytes = 0
 
     @torch.no_grad()
     def sum(self) -> None:
         """Replace the gradients by the sums over the replicas of what they sent."""
         for gradients, errors in zip(self.flat.gradients, self.errors, strict=True):
             gradients.add_(errors)
-        self.sent_bytes = 0
         self.exchange()
 
     @abstractmethod
@@ -60,11 +57,29 @@ class Compressed(ABC):
         if not tensors:
             return
         total = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.sent_bytes += total.numel() * total.element_size()
         all_reduce(total, self.group)
         for tensor, summed in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view(tensor.shape))
 
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What must be saved: by kind and name of parameter, this replica's own."""
+    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """What must be saved of each replica for itself, by kind and name of parameter."""
         return {"error": self.flat.pieces(self.errors)}
+
+    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """What all replicas have alike."""
+        return {}
+
+    def spread_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """Of what the replicas have together, this one's part."""
+        return {}
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int) -> int:
+        """That each rank keeps besides its parameters and gradients, at least.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        return elements * itemsize

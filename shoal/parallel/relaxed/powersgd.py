@@ -55,8 +55,8 @@ class PowerSGD(Compressed):
         for i, p in ps.items():
             torch.mm(p, self.factors[i].T, out=self._matrix(i))
 
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        """As `Compressed`, and Q, from which the next step starts: one for each box into which a parameter is split.
+    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """As `Compressed`: Q, from which the next step starts, one for each box into which a parameter is split.
 
         Where several ranks or stages hold the same box, its Q is the same, and saved once.
         """
@@ -66,4 +66,4 @@ class PowerSGD(Compressed):
             if split.box.numel:  # else it is padding alone
                 name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
                 found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
-        return super().states() | {"q": dict(found)}
+        return {"q": dict(found)}

@@ -35,7 +35,6 @@ class TopK(Compressed):
             error.copy_(tensor)
             error.view(-1)[place] = 0
         place, value = torch.cat(places), torch.cat(values)
-        self.sent_bytes = place.numel() * (place.element_size() + value.element_size())
         every_place = all_gather(place, self.group).view(-1, place.numel())
         every_value = all_gather(value, self.group).view(-1, place.numel())
         for tensor in self.tensors:

@@ -114,6 +114,14 @@ class ReplicaEngine(Engine):
                 piece.primary &= self.replica == 0
         return state
 
+    def relaxed(self, method: Compressed | LocalSteps) -> dict[str, list[Piece]]:
+        """What a method keeps."""
+        common, spread = (
+            {f"relaxed.{kind}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()}
+            for kinds in (method.common_states(), method.spread_states())
+        )
+        return self.common(common) | spread | self.own(method.own_states())
+
     def own(self, kinds: dict[str, dict[str, list[Piece]]]) -> dict[str, list[Piece]]:
         """What each replica has for itself, under names of its own."""
         return {
@@ -176,12 +184,7 @@ class CompressedEngine(ReplicaEngine):
 
     def state(self) -> dict[str, list[Piece]]:
         """As `Engine`, and the errors of every replica."""
-        kinds = self.exchange.states()
-        state = self.common(super().state()) | self.own({"error": kinds.pop("error")})
-        common = {
-            f"relaxed.{kind}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()
-        }
-        return state | self.common(common)
+        return self.common(super().state()) | self.relaxed(self.exchange)
 
 
 class LocalEngine(ReplicaEngine):
@@ -227,12 +230,7 @@ class LocalEngine(ReplicaEngine):
     def state(self) -> dict[str, list[Piece]]:
         """The average, and what each replica's optimizer has for itself; only where the replicas have met."""
         state = self.common({f"model.{name}": pieces for name, pieces in self.parameters.weights().items()})
-        outer = {
-            f"relaxed.{kind}.{name}": pieces
-            for kind, named in self.averages.states().items()
-            for name, pieces in named.items()
-        }
-        return state | self.common(outer) | self.own(self.optimizer.states()) | self.own(self.averages.own_states())
+        return state | self.own(self.optimizer.states()) | self.relaxed(self.averages)
 
     def restored(self, step: int) -> None:
         """As `Engine`."""
