@@ -19,11 +19,13 @@ def curves(metrics: Sequence[StepMetrics]) -> Fragment:
         return [(m.step, value) for m in metrics if (value := of(m)) is not None]
 
     norms, scales = points(lambda m: m.gradient_norm), points(lambda m: m.loss_scale)  # of skipped steps there is none
+    stale = points(lambda m: m.staleness)
     drawn = [
         _chart("loss per token (dots: validation)", points(lambda m: m.loss), points(lambda m: m.validation_loss)),
         _chart("tokens per second", points(lambda m: m.tokens_per_second), zero=True),
         *([_chart("gradient norm, before clipping", norms, zero=True)] if norms else []),
         *([_chart("loss scale", scales, zero=True)] if scales else []),
+        *([_chart("staleness of updates, mean", stale, zero=True)] if stale else []),
         _chart("peak memory of the fullest rank, MiB", points(lambda m: m.memory_bytes / 2**20), zero=True),
     ]
     return Fragment(f'<div class="charts">{"".join(drawn)}</div>')

@@ -16,32 +16,39 @@ import torch
 
 from shoal.catalog import ModelShape
 from shoal.checkpoint.storage import standing
+from shoal.comm.region import host_identity
 from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
 from shoal.cost.activations import Pass
 from shoal.cost.parameters import StagePart
-from shoal.cost.state import state_bytes
+from shoal.cost.state import StateBytes, state_bytes
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Action, Op
 from shoal.plan.parts import parts_of
-from shoal.precision.formats import FORMATS
+from shoal.precision.formats import FORMATS, Formats
 from shoal.train.engine import attention_kernel
+from shoal.train.relaxed.room import room as room_of
 
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, by what they are."""
+    """Bytes of one rank, by what they are. Of what ranks of one host have together each has an equal part.
+
+    Attributes:
+        method: of what parallel.sync chooses.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    method: int = 0
 
     @property
     def total(self) -> int:
@@ -49,14 +56,20 @@ class Held:
         return sum(vars(self).values())
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {show_bytes(size)}" for name, size in vars(self).items())
+        names = {"method": "parallel.sync"}
+        return ", ".join(f"{names.get(name, name)} {show_bytes(size)}" for name, size in vars(self).items() if size)
 
 
-def held_by(config: RunConfig, shape: ModelShape, device: torch.device) -> list[Held]:
-    """What the first rank of every pipeline rank holds at least, at the worst time of a step."""
+def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False) -> list[Held]:
+    """What the first rank of every pipeline rank holds at least, at the worst time of a step.
+
+    Args:
+        one_host: whether all ranks are there, and so share what memory they can.
+    """
     layout, policy = config.parallel, FORMATS[config.train.precision]
     program = program_of(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, policy.compute)
+    shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
     forward = Pass(shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel)
     every = []
     for rank in range(layout.pp):
@@ -67,8 +80,21 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device) -> list[
         }
         state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
         alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
-        every.append(Held(state.parameters, state.gradients, state.optimizer + state.estimating, alive))
+        room = room_of(config, state, policy)
+        weights = room.weights - (_held_once(config, state, policy) if shares else 0)
+        every.append(Held(weights, state.gradients, room.optimizer + state.estimating, alive, room.method))
     return every
+
+
+def _held_once(config: RunConfig, state: StateBytes, policy: Formats) -> int:
+    """Bytes of a rank's whole parameters that others of its host account for: all shards are of one memory
+    (`shoal.comm.group.allocate`)."""
+    layout = config.parallel
+    if layout.zero not in (1, 2):
+        return 0
+    shards, edp = layout.shards, layout.expert_shape[2]
+    dense, experts = state.elements - state.experts, state.experts
+    return (dense - dense // shards + experts - experts // edp) * policy.compute.itemsize
 
 
 def most_alive(actions: Sequence[Action], kept: dict[int, int]) -> int:
@@ -97,10 +123,8 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
         UsageError: with what a rank needs by the formulas, and what there is.
     """
     layout = config.parallel
-    held = held_by(config, shape, device)
+    held = held_by(config, shape, device, one_host=len(ranks) == layout.world_size)
     here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
-    if layout.sync == "hogwild":  # replicas share one memory
-        here = here[: max(1, len(here) // layout.dp)]
     fullest = max(here, key=lambda rank: rank.total)
     if layout.offload == "none" and device.type == "cpu":
         needed, there, where = sum(rank.total for rank in here), host_memory(), "this machine has"

@@ -69,6 +69,12 @@ class StepMetrics:
     validation_dropped: float | None = None
     """Part of the choices of experts that found no room, in steps that validated."""
 
+    staleness: float | None = None
+    """Of the updates since the last logged step, in the mean (docs/relaxed.md); None where nothing is stale."""
+
+    stalest: int | None = None
+    """The most of this attempt so far."""
+
     dropped: float | None = None
     """Part of the choices of experts that found no room, in this step (expert-choice: tokens chosen by none)."""
 

@@ -136,10 +136,10 @@ class States:
         if self.memory:
             self.memory.forget(after)
 
-    def regroup(self, living: list[int]) -> None:
+    def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on keeping states with these ranks alone, all of which call this."""
-        self.group = dist.new_group(living, backend="gloo", use_local_synchronization=True)
-        self.disk.regroup(self.group)
+        self.group = group
+        self.disk.regroup(group)
 
     # ---- how -----------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,17 @@ class Push(Method):
         """Locks that it takes."""
         return replicas * hops(replicas)
 
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int) -> int:
+        """Of x and of its inboxes.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        return (1 + hops(ranks)) * elements * itemsize
+
     def _box(self, replica: int, slot: int) -> int:
         return replica * self.slots + slot
 

@@ -14,7 +14,7 @@ from shoal.comm.window import Window
 from shoal.optim.rule import Rule
 from shoal.optim.shards import Shards
 from shoal.parallel.relaxed.flat import Flat
-from shoal.pieces import Piece
+from shoal.pieces import Box, Piece
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Method(ABC):
     Attributes:
         clips: whether the engine clips this replica's gradient by its own norm.
         staleness: measured, where it means something.
+        made: updates of the optimizer's states, as they are saved: replicas may do different numbers of steps.
     """
 
     clips = True
@@ -56,6 +57,7 @@ class Method(ABC):
         self.window, self.flat, self.optimizer = window, flat, optimizer
         self.replica, self.replicas = window.index, window.size
         self.staleness = Staleness()
+        self.made = torch.zeros(1, dtype=torch.int64)
 
     def before(self, step: int) -> bool:
         """Wait where the method does, and bring the weights up to date; whether they changed."""
@@ -75,11 +77,22 @@ class Method(ABC):
 
     def own_states(self) -> dict[str, dict[str, list[Piece]]]:
         """What this replica has for itself."""
-        return self.optimizer.states()
+        self.made.fill_(self.optimizer.count)
+        return self.optimizer.states() | {"updates": {"made": [whole(self.made)]}}
 
     def common_states(self) -> dict[str, dict[str, list[Piece]]]:
         """What all share."""
         return {}
+
+    def restored(self) -> None:
+        """The states were overwritten with saved ones."""
+        self.optimizer.resume_at(int(self.made))
+
+
+def whole(tensor: Tensor) -> Piece:
+    """All of a tensor."""
+    shape = tuple(tensor.shape)
+    return Piece(shape, Box.whole(shape), tensor)
 
 
 def average(flat: Flat, group: Group | None) -> None:

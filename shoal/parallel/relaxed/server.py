@@ -23,7 +23,7 @@ from shoal.comm.window import Window
 from shoal.optim.rule import Rule
 from shoal.optim.shards import Shards
 from shoal.parallel.relaxed.flat import Flat
-from shoal.parallel.relaxed.method import Method, moved, share_states
+from shoal.parallel.relaxed.method import Method, moved, share_states, whole
 from shoal.pieces import Piece
 
 
@@ -54,16 +54,29 @@ class Server(Method):
         for rule in self.rules.values():
             share_states(rule, window)
         self.optimizer = next(iter(self.rules.values()))
-        self.sums = flat.slices(window.tensor(flat.numel, flat.gradients[0].dtype))
+        self.sums = flat.slices(window.tensor(flat.numel, flat.gradients[0].dtype)) if bound == 0 else []
         self.tokens = window.tensor(1, torch.float64)
         self._locks, self._versions, self._clocks = locks, counters, counters + self.replicas
         self._pushed = counters + 2 * self.replicas
         self._pulled = dict.fromkeys(self.rules, 0)
+        self.made = torch.zeros(self.replicas, dtype=torch.int64)  # of each shard
 
     @staticmethod
     def counters_of(replicas: int) -> int:
         """Counters that it takes: a version of each shard, a clock of each worker, and one of pushes."""
         return 2 * replicas + 1
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int, *, sums: int) -> int:
+        """A worker's equal part of the server's memory, but for the moments.
+
+        Args:
+            elements: of the parameters.
+            itemsize: of one of them.
+            ranks: workers.
+            sums: of an element of the gradients' sums; 0 where there are none.
+        """
+        return elements * (itemsize + sums) // ranks
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -156,8 +169,7 @@ class Server(Method):
             return
         for weights, served in zip(self.flat.weights, self.weights, strict=True):
             served.copy_(weights)
-        made = step * (1 if self.bound == 0 else self.replicas)
-        for k in self.rules:
+        for k, made in enumerate(self.made.tolist()):
             self.window.set(self._versions + k, made)
 
     def own_states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -165,12 +177,16 @@ class Server(Method):
         return {}
 
     def common_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """The server's moments."""
-        states: dict[str, dict[str, list[Piece]]] = {}
+        """The server's moments, and the updates of each shard."""
+        self.made.copy_(torch.tensor([self._version(k) for k in range(self.replicas)]))
+        states: dict[str, dict[str, list[Piece]]] = {"updates": {"made": [whole(self.made)]}}
         for rule in self.rules.values():
             for kind, parameters in rule.states().items():
                 states.setdefault(kind, {}).update(parameters)
         return states
+
+    def restored(self) -> None:
+        """As `Method`: `start` tells the window, and each update its rule."""
 
 
 def _balanced(shards: Shards, servers: int) -> dict[str, int]:

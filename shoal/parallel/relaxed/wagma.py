@@ -3,7 +3,8 @@
 
 After its own update a replica publishes its weights, and takes the mean of its own and those that the others of its
 group have published: of a member that is late, the weights of an earlier step, up to ``staleness`` steps old. So nobody
-waits for a straggler, whose weights count nevertheless. Every ``global_every`` steps all average and wait for all.
+waits for a straggler, whose weights count nevertheless. Every ``global_every`` steps all average and wait for all; what
+was published for such a step stays until everybody has read it, so that all have the same weights after it.
 
 The groups are those of a tournament among the replicas that live (`shoal.parallel.relaxed.groups`). In the paper one
 collective brings all members the same sum, and a late one mixes itself in afterwards; here each member reads for
@@ -27,7 +28,8 @@ class GroupAverage(Method):
 
     Args:
         window, flat, optimizer: as of `Method`.
-        counters: the first of its counters: one for each replica, the steps that it has published.
+        counters: the first of its counters: for each replica the steps that it has published, then for each the last
+            global step that it has read.
         locks: the first of its locks: two for each replica.
         size: of a group.
         staleness: steps that what is read may be old.
@@ -45,19 +47,41 @@ class GroupAverage(Method):
         self.published = [
             [flat.slices(window.tensor(flat.numel, dtype)) for _ in range(2)] for _ in range(self.replicas)
         ]
-        self._done, self._locks = counters, locks
+        self._done, self._read_all, self._locks = counters, counters + self.replicas, locks
+
+    @staticmethod
+    def counters_of(replicas: int) -> int:
+        """Counters that it takes."""
+        return 2 * replicas
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int) -> int:
+        """Of what it publishes.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        return 2 * elements * itemsize
 
     def group_of(self, step: int) -> tuple[list[int], int]:
         """The replicas that average in a step, and how many steps old their weights may be."""
         living = self.window.living()
-        if self.global_every and (step + 1) % self.global_every == 0:
+        if self._is_global(step + 1):
             return living, 0
         return next(g for g in tournament(step, living, self.size) if self.replica in g), self.late
+
+    def _is_global(self, version: int) -> bool:
+        return self.global_every > 0 and version % self.global_every == 0
 
     @torch.no_grad()
     def update(self, step: int, rate: float, tokens: int) -> None:
         """Step the optimizer, publish, and average with the group."""
         self.optimizer.step(rate)
+        if self._is_global(step - 1):  # which this step's weights take the place of
+            for other in range(self.replicas):
+                self._wait_for(other, self._read_all, step - 1)
         self._publish(step + 1)
         group, late = self.group_of(step)
         members = [self.replica]
@@ -65,9 +89,7 @@ class GroupAverage(Method):
         for member in group:
             if member == self.replica:
                 continue
-            self.window.until(
-                lambda m=member: self.window.get(self._done + m) >= step + 1 - late or not self.window.alive(m)
-            )
+            self._wait_for(member, self._done, step + 1 - late)
             if self.window.alive(member):
                 members.append(member)
         total = None
@@ -77,7 +99,13 @@ class GroupAverage(Method):
             total = weights if total is None else [a.add_(b) for a, b in zip(total, weights, strict=True)]
         for weights, summed in zip(self.flat.weights, total, strict=True):
             torch.div(summed, len(members), out=weights)
+        if self._is_global(step + 1):
+            self.window.set(self._read_all + self.replica, step + 1)
         self.staleness.add(sum(ages) / len(ages), max(ages))
+
+    def _wait_for(self, other: int, counters: int, value: int) -> None:
+        """Until another's counter is there, or the other is not."""
+        self.window.until(lambda: self.window.get(counters + other) >= value or not self.window.alive(other))
 
     def _publish(self, version: int) -> None:
         with self.window.lock(self._locks + 2 * self.replica + version % 2):
@@ -102,3 +130,4 @@ class GroupAverage(Method):
     def start(self, step: int) -> None:
         """As `Method`."""
         self._publish(step)
+        self.window.set(self._read_all + self.replica, step)

@@ -59,7 +59,7 @@ class FreeEngine(ReplicaEngine):
         """The method of the run, whose counters in the window begin here; lock 0 is the queue's."""
         config, relaxed, sync = self.config, self.config.relaxed, self.config.parallel.sync
         here = (self.window, self.flat, self.optimizer)
-        build = partial(build_optimizer, config.optimizer)
+        build = partial(build_optimizer, config.optimizer, compile=config.train.compile)
         match sync:
             case "ps-bsp" | "ps-ssp" | "ps-async":
                 bound = {"ps-bsp": 0, "ps-ssp": relaxed.staleness, "ps-async": None}[sync]
@@ -131,5 +131,5 @@ class FreeEngine(ReplicaEngine):
 
     def restored(self, step: int) -> None:
         """As `Engine`."""
-        self.optimizer.resume_at(step)
+        self.method.restored()
         self.parameters.gather()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from shoal.train.metrics import StepMetrics
 from shoal.train.relaxed.engines import CompressedEngine, LocalEngine, ReplicaResult
 from shoal.train.relaxed.free import COLUMNS, FreeEngine
 from shoal.train.trainer import Trainer
+
+JOIN_SECONDS = 0.5  # for what can still be joined when one has ended
 
 
 def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
@@ -141,6 +144,7 @@ class FreeTrainer(Trainer):
         self.told_step = step
         if not news["tokens"]:
             return
+        updates = news["updates"]
         per_sequence = self.config.data.sequence_length * self.config.train.global_batch / self.engine.replicas
         speed = news["steps"] * per_sequence / seconds
         metrics = StepMetrics(
@@ -155,6 +159,8 @@ class FreeTrainer(Trainer):
             seconds_left=(self.config.train.steps - step) * self.engine.replicas * seconds / news["steps"],
             mfu=speed * self.shape.flops_per_token(self.config.data.sequence_length) / self.peak if self.peak else None,
             validation_loss=self.validation_loss,
+            staleness=news["stale"] / updates if updates else None,
+            stalest=int(board[:, COLUMNS.index("stalest")].max()) if updates else None,
         )
         self.writer.write(metrics)
         self.display.step(metrics)
@@ -174,7 +180,7 @@ class FreeTrainer(Trainer):
         if self.first:
             for other in range(1, n):
                 window.until(lambda o=other: window.get(counter + o) >= self.meetings or not window.alive(o))
-            living = [o for o in range(n) if window.get(counter + o) >= self.meetings and window.alive(o)]
+            living = [o for o in range(n) if window.get(counter + o) >= self.meetings and window.alive(o, now=True)]
             window.set(who, sum(1 << o for o in living))
             window.set(decided, self.meetings)
         else:
@@ -185,8 +191,7 @@ class FreeTrainer(Trainer):
     def _meeting(self) -> int:
         """Settle, validate, log and save; returns the step at which that was."""
         self.beat.phase(Phase.SAVE)
-        living = self._meet()
-        self._regroup(living)
+        self._regroup(self._meet())
         self.step = self.engine.queue.limit
         self.engine.method.settle(self.among)
         self.engine.parameters.gather()
@@ -204,15 +209,44 @@ class FreeTrainer(Trainer):
         return self.step
 
     def _regroup(self, living: list[int]) -> None:
-        """Communicate among those that live."""
+        """Communicate among those that live, whoever else dies meanwhile."""
         size = 1 if self.among is None else self.among.size()
-        if len(living) == size:
+        while len(living) < size:
+            groups = self._groups(living)
+            met, living = living, self._meet()
+            if met != living:  # whoever has made the groups lets go of them, and torch names the next ones alike on all
+                for group in groups:
+                    dist.destroy_process_group(group)
+                continue
+            self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
+            self.engine.stands_for = stands_for(self.engine.replica, living, self.engine.replicas)
+            self.among = Group(groups[0])
+            self.states.regroup(groups[1])
             return
-        self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
-        self.engine.stands_for = stands_for(self.engine.replica, living, self.engine.replicas)
-        backend = dist.new_group(living, use_local_synchronization=True)
-        self.among = Group(backend)
-        self.states.regroup(living)
+
+    def _groups(self, living: list[int]) -> list[dist.ProcessGroup]:
+        """For training, and for keeping states; not all where one of those that live ends before it has joined.
+
+        Who waits for it would wait for as long as the timeout, and so does it beside this thread.
+        """
+        made: list[dist.ProcessGroup] = []
+        failed: list[RuntimeError] = []
+
+        def make() -> None:
+            try:
+                for _ in range(2):
+                    made.append(dist.new_group(living, backend="gloo", use_local_synchronization=True))
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive() and all(self.engine.window.alive(replica) for replica in living):
+            thread.join(0.01)
+        thread.join(JOIN_SECONDS)
+        if failed and all(self.engine.window.alive(replica, now=True) for replica in living):
+            raise failed[0]
+        return made
 
     def _tell_times(self) -> None:
         """The table of who waited, and how stale gradients were."""
@@ -222,6 +256,7 @@ class FreeTrainer(Trainer):
             here = self.engine.window.alive(replica)
             times[replica] = Times(int(mine["steps"]), mine["computing"], mine["total"]) if here else None
         self.display.console.print(who_waits(times))
+        self._tell_survivors(replica for replica, there in times.items() if there)
         updates, stale = (float(self.engine.board[:, i].sum()) for i in (6, 7))
         if updates:
             most = int(self.engine.board[:, 8].max())

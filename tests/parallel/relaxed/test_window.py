@@ -15,6 +15,7 @@ from shoal.comm.window import Window
 from shoal.errors import UsageError
 from shoal.parallel.relaxed.gossip import Push
 from shoal.parallel.relaxed.queue import COUNTERS, Queue
+from shoal.parallel.relaxed.wagma import GroupAverage
 
 
 def world() -> Group:
@@ -129,6 +130,50 @@ def test_push_sum_keeps_its_mass_and_comes_to_the_mean(ranks, late, pool):
         assert torch.allclose(f["z"], mean, rtol=0, atol=1e-4)
         assert torch.allclose(f["settled"], mean, rtol=0, atol=1e-12)
     assert late or all(f["uneven"] == 0 for f in found)  # in step, all weights stay 1
+
+
+# ---- averages over all -----------------------------------------------------------------------------------------------
+
+
+def averaged(every: int, steps: int) -> list[torch.Tensor]:
+    """This rank's weights after each global step; rank 1 takes its time to read in these."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    random = torch.Generator().manual_seed(me)
+    flat = Numbers(torch.randn(9, dtype=torch.float64, generator=random))
+
+    class Noise:
+        def step(self, rate: float) -> None:
+            for weights in flat.weights:
+                weights += torch.randn(weights.shape, dtype=torch.float64, generator=random)
+
+    node = GroupAverage(
+        Window(world(), GroupAverage.counters_of(n), 64 * 1024), flat, Noise(), counters=0, locks=0, size=2,
+        staleness=3, global_every=every,
+    )
+    node.start(2)
+    dist.barrier()
+    read, found = node._read, []
+
+    def slowly(member: int, wanted: int) -> object:
+        if me == 1 and wanted % every == 0:
+            time.sleep(0.02)
+        return read(member, wanted)
+
+    node._read = slowly
+    for step in range(2, 2 + steps):
+        node.update(step, 0.1, 1)
+        if (step + 1) % every == 0:
+            found.append(torch.cat(flat.weights).clone())
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(3, 1), (4, 2), (3, 4)])
+def test_after_an_average_over_all_they_are_equal_bit_for_bit(ranks, every, pool):
+    found = pool.run(averaged, ranks, every, 16)
+    assert all(len(weights) == len(found[0]) >= 4 for weights in found)
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
 
 
 def lonely() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import signal
@@ -16,18 +17,25 @@ import torch.distributed as dist
 from shoal.checkpoint import load
 from shoal.cli import main
 from shoal.comm.mesh import Mesh
+from shoal.comm.pool import RankError
+from shoal.comm.world import destroy_world
 from shoal.config import RunConfig, build, plain, save
 from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
 from shoal.parallel.relaxed.server import Server
 from shoal.train.check import check
-from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL, READERS, goes_on_without, trainer_of
+from shoal.train.relaxed.choose import COMPRESSED, FREE, LOCAL, READERS, SERVED, goes_on_without, trainer_of
+from shoal.train.relaxed.trainers import FreeTrainer
 from shoal.train.run_folder import new_run
 
 from ..runs import checkpoints, copy_until, records, same_bits, shoal, small_config
 
 STEPS = 12
+
+
+UNEVEN = {"data": {"sampler": "pool"}, "train": {"straggler": "1=4", "pace": 0.02}}
+"""Two replicas that do different numbers of steps."""
 
 
 def config_of(corpus: Path, sync: str, **sections: dict[str, Any]) -> RunConfig:
@@ -67,7 +75,7 @@ def trained(corpus, pool, tmp_path_factory):
     """Every method's run on 2 replicas."""
     runs = {}
     for sync in ("all-reduce", *COMPRESSED, *LOCAL, *FREE):
-        config = config_of(corpus, sync)
+        config = config_of(corpus, sync, **UNEVEN if sync == "hogwild" else {})
         runs[sync] = config, train_in(pool, config, tmp_path_factory.mktemp(sync) / "run")
     return runs
 
@@ -79,6 +87,8 @@ def test_every_method_learns_as_the_synchronous_run_does(sync, trained):
     assert mine[-1].loss < 5.4  # from ln 256 = 5.5
     assert mine[-1].validation_loss < right[-1].validation_loss + 0.8
     assert sorted(checkpoints(trained[sync][1])) == [6, STEPS]
+    assert all((r.staleness is not None) == (sync in (*SERVED, "hogwild", "wagma")) for r in mine)
+    assert all(0 <= r.staleness <= r.stalest for r in mine if r.staleness is not None)
 
 
 @pytest.mark.parametrize("sync", [*COMPRESSED, *LOCAL, "ps-bsp"])
@@ -129,9 +139,13 @@ def goes_on_from(values: dict[str, Any], folder: Path) -> tuple[list[str], int, 
 def test_it_begins_with_the_weights_and_moments_that_were_saved(sync, trained, pool, tmp_path):
     config, whole = trained[sync]
     folder = copy_until(whole, tmp_path / "run", 6)
-    for wrong, moments, updates in pool.run(goes_on_from, 2, plain(config), folder):
+    found = pool.run(goes_on_from, 2, plain(config), folder)
+    for wrong, moments, _ in found:
         assert not wrong
-        assert moments > 10 and updates == 6
+        assert moments > 10
+    first, second = (updates for *_, updates in found)
+    assert first + second == 12
+    assert first > second >= 1 if sync == "hogwild" else first == second
 
 
 def test_another_method_or_number_of_replicas_is_not_resumed(trained, capfd):
@@ -168,6 +182,23 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
         code, said = shoal("train", "--resume", folder, "--train.steps", "18", "--train.pace", "0")
         assert code == 0 and "resumed after step 12" in said, said
         assert records(folder)[-1].step == 18
+
+
+def dies_among_others(values: dict[str, Any], folder: Path) -> None:
+    """Rank 1 has died, and rank 2 dies when the others begin to make groups without it."""
+    if dist.get_rank() == 2:
+        FreeTrainer._regroup = lambda trainer, living: os.kill(os.getpid(), signal.SIGKILL)
+    train_here(values, folder, resume=False)
+    destroy_world()  # in which two are missing
+
+
+def test_one_may_die_while_the_others_make_groups_without_another(corpus, pool, tmp_path):
+    config, folder = config_of(corpus, "sgp", parallel={"dp": 4}, train={"dead": "1@1"}), tmp_path / "run"
+    new_run(config, folder)
+    with pytest.raises(RankError) as error:
+        pool.run(dies_among_others, 4, plain(config), folder)
+    assert sorted(rank for rank, _ in error.value.failures) == [1, 2]
+    assert records(folder)[-1].step == STEPS and sorted(checkpoints(folder)) == [6, STEPS]
 
 
 def test_a_server_that_waits_for_all_does_not_go_on_without_one(corpus):
