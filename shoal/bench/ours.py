@@ -58,7 +58,7 @@ def build(
         data=DataConfig(sequence_length=workload.sequence_length),
         optimizer=OPTIMIZER,
     )
-    mesh = Mesh(config.parallel, rank, transport=transport, link=Link(1e9 * link_gbs) if link_gbs else None)
+    mesh = Mesh(config.parallel, rank, transport=transport, link=Link.of(link_gbs))
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
     built = kind(config, workload.shape, mesh, workload.samples)
     if device_seconds:

@@ -1,7 +1,8 @@
 """Every method of the relaxed family on the same data, under one straggler: loss against time, over several seeds.
 
 The ranks share this machine's cores, so each step's computing is stretched to a pace by sleeping (``train.pace``), and
-the straggler's to a multiple of that: what is compared is how much of it the others wait for.
+the straggler's to a multiple of that: what is compared is how much of it the others wait for. With a network between
+them (``train.link_gbs``) it is how long the exchange of what each method sends takes, of those that send something.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig, build, plain
@@ -24,17 +26,27 @@ from shoal.data.commands import prepare
 from shoal.report.panels import Panel, panels, with_mean
 from shoal.train.check import check
 from shoal.train.metrics import read_metrics
-from shoal.train.relaxed.choose import POOLED, trainer_of
+from shoal.train.relaxed.choose import FREE, POOLED, trainer_of
 from shoal.train.run_folder import new_run
 
 FAMILIES = {
     "compressed all-reduce": ("powersgd", "topk", "onebit", "int8"),
-    "local steps, then an average": ("local-sgd", "diloco"),
+    "local steps, then an average": ("local-sgd", "diloco", "diloco-int8"),
     "a few others in each step": ("sgp", "wagma"),
     "parameter server, Hogwild!": ("ps-bsp", "ps-ssp", "ps-async", "hogwild"),
 }
 REFERENCE = "all-reduce"
 METHODS = (REFERENCE, *(method for methods in FAMILIES.values() for method in methods))
+OVER_LINKS = tuple(method for method in METHODS if method not in FREE)
+"""Those whose ranks send each other something."""
+VARIANTS = {"diloco-int8": ("diloco", {"outer_int8": True})}
+"""What is no value of parallel.sync by itself, as one and what is set of relaxed.*."""
+MARGINS = {
+    REFERENCE: 0.0, "powersgd": 0.09, "topk": 0.31, "onebit": 0.54, "int8": 0.15, "local-sgd": 0.22, "diloco": 0.48,
+    "diloco-int8": 0.46, "sgp": 0.08, "wagma": 0.20, "ps-bsp": 0.12, "ps-ssp": 0.06, "ps-async": 0.11, "hogwild": 0.14,
+}
+"""Nats that the mean loss at the end may be above the synchronous run's, at the settings of `shoal bench relaxed`: the
+difference that was measured, if it was worse, and two standard deviations over the seeds (docs/relaxed.md)."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +71,19 @@ class Run:
         return self.times[-1]
 
 
-def config_of(method: str, seed: int, *, ranks: int, steps: int, pace: float, straggler: str) -> RunConfig:
+def config_of(
+    method: str, seed: int, *, ranks: int, steps: int, pace: float, straggler: str, link_gbs: float = 0.0
+) -> RunConfig:
     """A run of the experiment: a small model on the default corpus."""
+    sync, relaxed = VARIANTS.get(method, (method, {}))
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", "layers": 2, "hidden": 64, "heads": 2, "ffn": 192},
-        "parallel": {"dp": ranks, "micro_batch": 2, "sync": method},
-        "data": {"sequence_length": 64, "sampler": "pool" if method in POOLED else "even"},
+        "parallel": {"dp": ranks, "micro_batch": 2, "sync": sync},
+        "relaxed": relaxed,
+        "data": {"sequence_length": 64, "sampler": "pool" if sync in POOLED else "even"},
         "train": {
             "steps": steps, "global_batch": 2 * ranks, "seed": seed, "validate_every": 0, "validation_sequences": 128,
-            "threads": 1, "device": "cpu", "pace": pace, "straggler": straggler,
+            "threads": 1, "device": "cpu", "pace": pace, "straggler": straggler, "link_gbs": link_gbs,
         },
         "optimizer": {"learning_rate": 5e-3, "warmup_steps": 20},
         "checkpoint": {"every": 0},
@@ -77,16 +93,19 @@ def config_of(method: str, seed: int, *, ranks: int, steps: int, pace: float, st
 
 
 def measure(
-    methods: Sequence[str], seeds: int, *, ranks: int, steps: int, pace: float, straggler: str,
-    say: Callable[[str], None],
+    methods: Sequence[str], seeds: int, *, ranks: int, say: Callable[[str], None], **settings: Any
 ) -> list[Run]:
-    """Train with each method and seed in turn."""
+    """Train with each method and seed in turn.
+
+    Args:
+        settings: as of `config_of`.
+    """
     runs = []
     with Pool(ranks) as pool, tempfile.TemporaryDirectory(prefix="shoal-relaxed-") as scratch:
         for seed in range(seeds):
             for method in methods:
                 say(f"{method}, seed {seed}")
-                config = config_of(method, seed, ranks=ranks, steps=steps, pace=pace, straggler=straggler)
+                config = config_of(method, seed, ranks=ranks, **settings)
                 check(config)
                 prepare(config.data)
                 folder = new_run(config, Path(scratch, f"{method}-{seed}"))
@@ -97,7 +116,7 @@ def measure(
 
 def _train(values: dict[str, Any], folder: Path) -> None:
     config = build(values)
-    mesh = Mesh(config.parallel, dist.get_rank())
+    mesh = Mesh(config.parallel, dist.get_rank(), link=Link.of(config.train.link_gbs))
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
     trainer = trainer_of(config)(
         config, check(config), mesh, samples, folder, resume=False, local_ranks=dist.get_world_size()

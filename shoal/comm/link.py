@@ -29,6 +29,11 @@ class Link:
         self.rate = rate
         self._free = 0.0  # when all that was sent so far is through; of the monotonic clock
 
+    @staticmethod
+    def of(gbs: float) -> Link | None:
+        """One of so many GB/s; None for 0, which imitates none."""
+        return Link(1e9 * gbs) if gbs else None
+
     def send(self, size: float) -> None:
         """Queue so many bytes."""
         self._free = max(self._free, time.monotonic()) + size / self.rate

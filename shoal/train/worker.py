@@ -55,7 +55,7 @@ def run(
     beat = Beat(records and record_path(records, member.rank))
     config = build(payload["config"])
     member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
-    device, link = member.device(config.train.device), Link(1e9 * gbs) if (gbs := config.train.link_gbs) else None
+    device, link = member.device(config.train.device), Link.of(config.train.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:

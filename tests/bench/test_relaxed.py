@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from shoal.bench.relaxed import METHODS, REFERENCE, Run, config_of, draw, summaries, write_csv
+from shoal.bench.relaxed import METHODS, OVER_LINKS, REFERENCE, Run, config_of, draw, summaries, write_csv
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
 from shoal.errors import UsageError
 from shoal.train.check import check
@@ -39,11 +39,14 @@ def test_the_plot_and_the_csv_hold_every_run(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_the_experiment_can_run(method):
     check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="3=2"))
+    if method in OVER_LINKS:
+        check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="", link_gbs=0.1))
 
 
 @pytest.mark.parametrize(("options", "expected"), [
     ({"only": "dilocow"}, "did you mean 'diloco'"), ({"ranks": 1}, "--ranks of 2 or more"),
     ({"out": "/no/such/folder"}, "there is no such folder"),
+    ({"only": "sgp", "link_gbs": 0.1}, "its replicas share memory, over which no network can lie"),
 ])
 def test_what_cannot_be_measured_is_refused(options, expected):
     with pytest.raises(UsageError, match=expected):
