@@ -13,11 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.pipeline.program import FORWARDS, WEIGHTS, Program
+from shoal.pipeline.program import FORWARDS, WEIGHTS, Op, Program
 from shoal.pipeline.schedules import SCHEDULES
 
 WHOLE = frozenset({"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "naive"})
 """Schedules with whole backwards: a gradient goes up only when those of the weights are made as well."""
+
+
+CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
+"""Of the micro-batches that are alive."""
 
 
 class Order(NamedTuple):
@@ -49,11 +53,10 @@ def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np
     stages = [stage for stage, rank in enumerate(of.placement(ranks, virtual)) if rank == 0]
     if of.order is None:
         return np.eye(1, len(stages))
-    order = of.order(0, ranks, microbatches, virtual)
-    change = np.zeros((len(order), len(stages)))
-    for row, action in enumerate(order):
-        if action.op in FORWARDS or action.op in WEIGHTS:
-            change[row, stages.index(action.stage)] = 1 if action.op in FORWARDS else -1
+    ops, where, *_ = zip(*of.order(0, ranks, microbatches, virtual), strict=True)
+    change = np.zeros((len(ops), len(stages)))
+    places = np.minimum(np.searchsorted(stages, np.fromiter(where, int, len(ops))), len(stages) - 1)
+    change[np.arange(len(ops)), places] = np.fromiter(map(CHANGE.get, ops), float, len(ops))
     return np.cumsum(change, axis=0)
 
 

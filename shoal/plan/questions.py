@@ -9,26 +9,36 @@ from typing import NamedTuple
 
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.links import Link
+from shoal.cost.flops import layer_flops
 from shoal.errors import UsageError
 from shoal.plan.memory import StageMemory
 from shoal.plan.run import Run
-from shoal.plan.search import Found, Progressing, search
+from shoal.plan.search import Found, Plan, Progressing, search
 from shoal.plan.space import Space
 
 MOST_NODES = 4096  # that `fewest` tries
 
 
 class Answer(NamedTuple):
-    """The best layout on a cluster."""
+    """A search on a cluster that found something."""
 
-    run: Run
-    found: Found
+    plan: Plan
+
+    @property
+    def run(self) -> Run:
+        """What it was for."""
+        return self.plan.run
+
+    @property
+    def found(self) -> Found:
+        """The best layout."""
+        return self.plan.best[0]
 
 
 def best(run: Run, space: Space, progress: Progressing | None = None, within: float = inf) -> Answer | None:
     """The fastest layout that fits, if a step of it takes no longer than ``within`` seconds; None where none does."""
-    found = search(run, space, count=1, within=within, progress=progress).best
-    return Answer(run, found[0]) if found else None
+    plan = search(run, space, count=1, within=within, progress=progress)
+    return Answer(plan) if plan.best else None
 
 
 def sized(machine: Cluster, nodes: int, per_node: int | None = None) -> Cluster:
@@ -83,12 +93,18 @@ def affordable(
     """The fastest on any number of nodes up to the cluster's, of those whose step takes so many device-seconds at most.
 
     Neither time nor price need fall or rise evenly with the nodes: a batch divides into some replicas, and not into
-    others. So every number is asked for a layout that is cheap enough and faster than the best before.
+    others. So every number is asked for a layout that is cheap enough and faster than the best before, until the
+    products of the layers alone would take too long at the accelerators' peak.
     """
     found = None
+    layers = [layer_flops(run.shape, run.sequence_length, layer) for layer in range(run.shape.layers)]
+    flops = 3 * run.tokens * sum(layer.projections + layer.mlp for layer in layers)  # cores of attention may be halved
+    products = flops / run.cluster.accelerator.dense_flops(run.products)
     for nodes in range(run.cluster.nodes, 0, -1):
         machine = sized(run.cluster, nodes)
         most = min(device_seconds / machine.size, found.found.seconds if found else inf)
+        if products / machine.size > most:
+            break
         found = best(replace(run, cluster=machine), space, progress, most) or found
     return found
 

@@ -61,14 +61,17 @@ class Plan:
     Attributes:
         run: what it was for; its layout says nothing.
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
-        programs, played: programs that were written down, and layouts that were played.
+        programs: that were written down, by pipeline ranks, micro-batches, schedule and stages on each rank.
+        known: what was counted of their stages, as `Stages` has it.
+        played: how many layouts were.
         branches, pruned: works by pipelines, and how many of them were left out by their time.
         seconds: that the search took.
     """
 
     run: Run
     best: list[Found] = field(default_factory=list)
-    programs: int = 0
+    programs: dict[tuple, Columns] = field(default_factory=dict)
+    known: dict = field(default_factory=dict)
     played: int = 0
     branches: int = 0
     pruned: int = 0
@@ -190,9 +193,9 @@ class Search:
     def __init__(self, run: Run, space: Space, count: int, within: float = np.inf):
         self.run, self.space, self.count = run, space, count
         self.plan = Plan(run)
-        self.known: dict = {}
+        self.known = self.plan.known
         self.priced: dict[tuple, Stages] = {}
-        self.programs: dict[tuple, tuple[Columns, Replay]] = {}
+        self.replays: dict[tuple, Replay] = {}
         self.replicas: dict[tuple, Replicas] = {}
         self.placed: dict[tuple[Stages, Outline], Placed] = {}
         self.families: dict[tuple, Found] = {}
@@ -230,10 +233,14 @@ class Search:
     def _works(self) -> Iterator[Work]:
         """Those of which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
+            full: set[tuple] = set()
             for way in works(self.run, degrees, self.space):
-                if self._may_fit(degrees, way):
+                kind = way["sequence_parallel"], way["recompute"]
+                if kind not in full and self._may_fit(degrees, way):
                     plain = self._priced(degrees, way, {"zero": 0})
                     yield Work(degrees, way, plain.run.microbatches, plain)
+                else:
+                    full.add(kind)  # nor do more sequences, which come later
 
     def _may_fit(self, degrees: Fields, way: Fields) -> bool:
         """Whether a rank's share of the layers could be held, and one micro-batch of it: some rank has it.
@@ -289,7 +296,7 @@ class Search:
         found = [candidate for closer in together for candidate in self._candidates(closer)]
         if not found:
             return
-        _, replay = self._program(together[0].branch)
+        replay = self._replay(together[0].branch)
         times = np.stack([_table(candidate) for candidate in found], axis=2)
         seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
         self.plan.played += len(found)
@@ -314,21 +321,25 @@ class Search:
                 if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
                     continue
             if alive is None:
-                alive = _peaks(self._program(branch)[0], closer.placed.kept)
+                alive = _peaks(self._program(branch), closer.placed.kept)
             memory = _fullest(stages, outline, alive, branch.pipe["schedule"])
             if memory.reserved <= self.room:
                 levels = (degrees, way, branch.pipe, branch.split, ways[i])
                 found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline, memory))
         return _not_dominated(found)
 
-    def _program(self, branch: Branch) -> tuple[Columns, Replay]:
-        if branch.program not in self.programs:
+    def _program(self, branch: Branch) -> Columns:
+        programs = self.plan.programs
+        if branch.program not in programs:
             schedule, virtual = SCHEDULES[branch.pipe["schedule"]], branch.pipe["virtual_stages"] or 1
             pp, microbatches = branch.work.degrees["pp"], branch.work.microbatches
-            columns = of_schedule(schedule, pp, microbatches, virtual, gathers=True)
-            self.programs[branch.program] = columns, Replay(columns)
-            self.plan.programs += 1
-        return self.programs[branch.program]
+            programs[branch.program] = of_schedule(schedule, pp, microbatches, virtual, gathers=True)
+        return programs[branch.program]
+
+    def _replay(self, branch: Branch) -> Replay:
+        if branch.program not in self.replays:
+            self.replays[branch.program] = Replay(self._program(branch))
+        return self.replays[branch.program]
 
     def _keep(self, found: Found) -> None:
         which = family(found.layout)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import tomli_w
 from pydantic import PositiveFloat, PositiveInt
 
 from shoal.catalog import model_shape, tables
@@ -19,18 +17,15 @@ from shoal.cost.flops import DAY
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
-from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.command import OPTIMIZERS
-from shoal.plan.estimate import Estimate
-from shoal.plan.memory import StageMemory
+from shoal.plan.listing import estimate_of, lines, reasons, run_toml, table, words
 from shoal.plan.questions import Answer, affordable, fewest, grid, machines, what_if
 from shoal.plan.run import Run
-from shoal.plan.search import Found, Plan, Progressing, search
-from shoal.plan.space import LEVELS, Space
+from shoal.plan.search import Plan, Progressing, search
+from shoal.plan.space import LEVELS, SEARCHED, Space, layouts
 from shoal.plan.trained import check_device, check_trained, model_section
 from shoal.plan.unused import check_unused
 from shoal.precision.formats import FORMATS
-from shoal.simulate.columns import of_schedule
 
 
 class PlanOptions(Section):
@@ -53,7 +48,7 @@ class PlanOptions(Section):
     """The update rule."""
 
     fix: str = ""
-    """Fields of the layout that are given, with commas: tp=8,recompute=full."""
+    """Fields of the layout that are given, with commas: tp=8,recompute=full, stage_layers=7/8/8/9."""
 
     top: PositiveInt = 10
     """Layouts to list."""
@@ -113,15 +108,21 @@ def run(options: PlanOptions) -> int:
     if options.fewest or options.budget or options.what_if:
         with shown("asking") as progress:
             return _ask(options, problem, space, progress)
+    if next(layouts(problem, space), None) is None:
+        given = f" with --fix {options.fix}" if options.fix else ""
+        raise UsageError(
+            f"no layout of {problem.cluster.size:,} devices{given} can split {options.model} and "
+            f"{problem.global_batch:,} sequences of {problem.sequence_length:,} tokens, whatever the memory."
+            "\n  Fix fewer fields, or change --cluster, --global-batch or --seq."
+        )
     with shown("searching") as progress:
         plan = search(problem, space, count=options.top, progress=progress)
-    known: dict = {}
-    estimates = [estimate_of(problem, found, known) for found in plan.best]
-    say(lines(plan, estimates, options))
+    estimates = [estimate_of(plan, found) for found in plan.best]
+    say(lines(options.model, plan, estimates))
     if not plan.best:
         return 1
     if options.toml:
-        options.toml.write_text(run_toml(options, problem, plan.best[0].layout))
+        options.toml.write_text(run_toml(options.model, problem, plan.best[0].layout))
         say([f"written: {options.toml}"])
     if options.out:
         from shoal.plan.search_page import write_page  # which draws
@@ -189,15 +190,18 @@ def fixed(text: str) -> dict:
     if unknown := [name for name in values if name not in LEVELS]:
         raise UsageError(f"--fix {unknown[0]}: it is not searched; allowed: {', '.join(LEVELS)}")
     given = {name: getattr(layout, name) for name in values}
-    if given.get("schedule", "1f1b") not in SCHEDULES:
-        raise UsageError(f"--fix schedule={given['schedule']}: it is not searched; allowed: {', '.join(SCHEDULES)}")
+    if given.get("schedule", SEARCHED[0]) not in SEARCHED:
+        raise UsageError(f"--fix schedule={given['schedule']}: it is not searched; allowed: {', '.join(SEARCHED)}")
     return given
 
 
-def _typed(text: str) -> int | bool | str:
-    """A number or a truth value where it reads like one, as in TOML."""
+def _typed(text: str) -> int | bool | str | list[int]:
+    """A number, numbers between slashes, or a truth value, where it reads like one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    parts = text.split("/")
+    if len(parts) > 1 and all(part.isdecimal() for part in parts):
+        return [int(part) for part in parts]
     return int(text) if text.isdecimal() else text
 
 
@@ -223,107 +227,6 @@ def shown(what: str):
                 bar.update(task, completed=done, total=total, visible=True, best=best)
 
         yield progress
-
-
-# ---- what is said ----------------------------------------------------------------------------------------------------
-
-
-def lines(plan: Plan, estimates: Sequence[Estimate], options: PlanOptions) -> list[str]:
-    """All that is printed of a search, with the estimates of what it found."""
-    run = plan.run
-    head = [
-        f"{options.model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
-        f"{run.cluster.describe()}; {run.global_batch:,} sequences of {run.sequence_length:,} tokens a step",
-        "",
-    ]
-    if not plan.best:
-        room = show_bytes(StageMemory(run).capacity)
-        return [*head, f"No layout that was searched fits in {room} and can split {run.global_batch:,} sequences.",
-                "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
-    rows = [("", "step", "MFU", "memory", "layout", "against the best")]
-    every = zip(plan.best, estimates, reasons(plan, estimates), strict=True)
-    for number, (found, estimate, reason) in enumerate(every, 1):
-        rows.append((str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %",
-                     show_bytes(found.memory.reserved), words(found.layout), reason))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    low, high = map(show_seconds, estimates[0].interval)
-    least, most = map(show_bytes, estimates[0].memory_interval)
-    return [
-        *head, *table, "",
-        f"The first takes between {low} and {high} in four of five cases, and between {least} and {most}.", "",
-        f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
-        f"{plan.programs} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
-        "", *_for_train(options, run, plan.best[0].layout),
-    ]
-
-
-def _for_train(options: PlanOptions, run: Run, layout: Layout) -> list[str]:
-    """A run's TOML under its title, or why there is none."""
-    try:
-        return ["The best, for `shoal train`:", "", *run_toml(options, run, layout).splitlines()]
-    except UsageError as error:
-        return [str(error)]
-
-
-def words(layout: Layout) -> str:
-    """A layout in a table: what the search chose."""
-    more = [f"micro-batch {layout.micro_batch}"]
-    if layout.recompute != "none":
-        more.append(f"recompute {layout.recompute}")
-    if layout.stage_layers:
-        more.append(f"stages of {layout.stage_layers[0]} .. {layout.stage_layers[-1]} layers")
-    if layout.zero == 3 and not layout.reshard_after_forward:
-        more.append("parameters kept gathered")
-    return ", ".join([layout.describe(), *more])
-
-
-def estimate_of(run: Run, found: Found, known: dict | None = None) -> Estimate:
-    """The whole estimate of a layout that was found, by the program as it was played.
-
-    Args:
-        known: as `Estimate` has it.
-    """
-    layout = found.layout
-    run = replace(run, layout=layout)
-    columns = of_schedule(
-        SCHEDULES[layout.schedule], layout.pp, run.microbatches, layout.virtual_stages or 1, gathers=True
-    )
-    program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
-    return Estimate(run, replace(columns, program=program), known)
-
-
-def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
-    """Why each of the list is not the first: what takes longer, and what less."""
-    best = estimates[0].breakdown
-    found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
-    for rival, estimate in zip(plan.best[1:], estimates[1:], strict=True):
-        other = estimate.breakdown
-        more = {name: other[name] - best[name] for name in best}
-        enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
-        ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
-        change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
-        bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
-        change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
-        found.append(f"+{100 * (rival.seconds / plan.best[0].seconds - 1):.1f} %: {change}")
-    return found
-
-
-def run_toml(options: PlanOptions, run: Run, layout: Layout) -> str:
-    """A run's TOML: all that the plan decided, and the model's own vocabulary."""
-    defaults = Layout()
-    chosen = {name: getattr(layout, name) for name in LEVELS}
-    parallel = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
-    }
-    return tomli_w.dumps({
-        "model": model_section(options.model, run.shape, run.sequence_length),
-        "parallel": parallel,
-        "data": {"sequence_length": run.sequence_length},
-        "train": {"global_batch": run.global_batch, "precision": run.precision},
-        "optimizer": {"name": run.optimizer},
-    })
 
 
 # ---- other questions -------------------------------------------------------------------------------------------------
@@ -380,16 +283,9 @@ def _compared(answers: Iterable[tuple[str, Answer | None]]) -> Iterable[list[str
             continue
         found = answer.found
         first = first or found.seconds
-        mfu = estimate_of(answer.run, found).mfu
+        mfu = estimate_of(answer.plan, found).mfu
         yield [what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %", f"{100 * mfu:.1f} %",
                show_bytes(found.memory.reserved), words(found.layout)]  # fmt: skip
-
-
-def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """Columns, as wide as they need."""
-    every = [head, *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in every]
 
 
 def _map(options: PlanOptions) -> int:
@@ -405,7 +301,7 @@ def _map(options: PlanOptions) -> int:
         found = grid(runs, nodes, Space(fixed=fixed(options.fix)), progress)
     rows = [
         [name, f"{answer.run.cluster.size:,}" if answer else f"{count} nodes",
-         f"{100 * estimate_of(answer.run, answer.found).mfu:.1f} %" if answer else "",
+         f"{100 * estimate_of(answer.plan, answer.found).mfu:.1f} %" if answer else "",
          words(answer.found.layout) if answer else "does not fit"]
         for (name, count), answer in found.items()
     ]  # fmt: skip
@@ -414,7 +310,7 @@ def _map(options: PlanOptions) -> int:
         from shoal.plan.search_page import map_svg
 
         options.out.write_text(map_svg(names, nodes, found, {
-            key: estimate_of(answer.run, answer.found).mfu for key, answer in found.items() if answer
+            key: estimate_of(answer.plan, answer.found).mfu for key, answer in found.items() if answer
         }), encoding="utf-8")  # fmt: skip
         say([f"written: {options.out}"])
     return 0

@@ -2,8 +2,8 @@
 
 `layouts` is all of them, one by one; the search goes through the same levels and leaves out what cannot be among the
 best. Left to the user: the asynchronous schedules and relaxed synchronisation, which compute something else; zb-auto,
-terapipe and schedules from files; offloading; grids of tensor-parallel ranks (tp_x); and what the estimate does not
-tell apart (bucket_mb, prefetch).
+terapipe and schedules from files; offloading; grids of tensor-parallel ranks (tp_x); the order of the ring's tokens
+(cp_order); what is overlapped (tp_overlap, overlap); bucket_mb and prefetch, by which times hardly differ.
 """
 
 from __future__ import annotations
@@ -48,9 +48,21 @@ class Space:
     uneven: bool = True
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
-    def allows(self, name: str, value: Any) -> bool:
-        """Whether a field may have a value."""
-        return name not in self.fixed or self.fixed[name] == value
+    def allows(self, name: str, value: Any, default: Any = None) -> bool:
+        """Whether a field may have a value.
+
+        Args:
+            default: what none at all means.
+        """
+        if name not in self.fixed:
+            return True
+        given = self.fixed[name]
+        return (default if given is None else given) == (default if value is None else value)
+
+    def among(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """Values of a field that are tried, with the one that is given."""
+        given = self.fixed.get(name)
+        return list(values) if given is None or given in values else [*values, given]
 
 
 def layouts(run: Run, space: Space) -> Iterator[Layout]:
@@ -89,19 +101,22 @@ def meshes(run: Run, space: Space) -> Iterator[Fields]:
     for tp, pp, cp in product(divisors(ranks), divisors(ranks), [n for n in divisors(ranks) if n <= most_cp]):
         if ranks % (tp * pp * cp) or pp > run.shape.layers or run.global_batch % (ranks // (tp * pp * cp)):
             continue
-        for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp)):
+        for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp, space)):
             degrees = {
                 "dp": ranks // (tp * pp * cp), "tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "etp": etp, "pp": pp
             }
-            if all(space.allows(*item) for item in degrees.items()) and fits(run, Layout(**degrees)):
+            allowed = all(space.allows(name, value, tp if name == "etp" else None) for name, value in degrees.items())
+            if allowed and fits(run, Layout(**degrees)):
                 yield degrees
 
 
-def _experts(shape: ModelShape, tp: int) -> list[tuple[int, int | None]]:
-    """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices, or one."""
+def _experts(shape: ModelShape, tp: int, space: Space) -> list[tuple[int, int | None]]:
+    """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices (None), or
+    one."""
     if shape.experts is None:
         return [(1, None)]
-    return list(product(divisors(shape.experts.count), (None, 1) if tp > 1 else (None,)))
+    split = [etp for etp in space.among("etp", (None, 1)) if etp != tp]
+    return list(product(divisors(shape.experts.count), split))
 
 
 def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
@@ -128,7 +143,7 @@ def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]
         free = schedule.virtual is None
-        for virtual in range(2, space.most_virtual + 1) if free else (None,):
+        for virtual in space.among("virtual_stages", range(2, space.most_virtual + 1)) if free else (None,):
             pipe = {"schedule": name, "virtual_stages": virtual}
             if depth_of(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
@@ -141,8 +156,10 @@ def splits(shape: ModelShape, pp: int, depth: int, space: Space) -> tuple[Fields
 
     Where a rank has several stages, these have few layers each, and are left even.
     """
+    if given := space.fixed.get("stage_layers"):
+        return ({"stage_layers": given},) if (len(given), sum(given)) == (depth, shape.layers) else ()
     if "stage_layers" in space.fixed:
-        return ({"stage_layers": space.fixed["stage_layers"]},)
+        return ({"stage_layers": None},)
     one_each = space.uneven and depth == pp
     return _splits(shape.layers, tuple(len(part) for part in even_layers(shape, depth)) if one_each else ())
 
@@ -163,14 +180,16 @@ def _splits(layers: int, even: Sequence[int]) -> tuple[Fields, ...]:
 
 def shardings(degrees: Fields, space: Space) -> tuple[Fields, ...]:
     """What replicas, and the context-parallel ranks of each, share out: ZeRO's stages, over all of them or fewer."""
-    found: list[Fields] = [{"zero": 0}]
     dp = degrees["dp"]
+    # What says over how many, or how often, says that there is something to share.
+    shared = space.fixed.get("zero_shard") or not space.fixed.get("reshard_after_forward", True)
+    found: list[Fields] = [] if shared else [{"zero": 0}]
     for zero, shard in product((1, 2, 3), [n for n in divisors(dp) if n * degrees["cp"] > 1]):
         for reshard in (True, False) if zero == 3 else (True,):
             found.append({
                 "zero": zero, "zero_shard": None if shard == dp else shard, "reshard_after_forward": reshard
             })
-    return tuple(f for f in found if all(space.allows(*item) for item in f.items()))
+    return tuple(f for f in found if all(space.allows(*item, dp) for item in f.items()))
 
 
 def depth_of(pp: int, pipe: Fields) -> int:

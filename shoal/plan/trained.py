@@ -55,7 +55,8 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
         UsageError: a user's own model has something that no model of shoal's catalog has, and no field overrides.
     """
     if name not in tables.own("models"):
-        return {"name": name, "vocab": shape.vocab}
+        given, known = shape.model_dump(), model_shape(name).model_dump()
+        return {"name": name, "vocab": shape.vocab, **{f: given[f] for f in OVERRIDES if given[f] != known[f]}}
     values = shape.model_dump(exclude_none=True)
     given = {field: values[field] for field in (*OVERRIDES, *PARTS) if field in values}
     for base in model_names():

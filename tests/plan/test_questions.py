@@ -24,7 +24,7 @@ def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
     assert all(best(replace(run, cluster=sized(run.cluster, 1, n)), FEW) is None for n in (1, 2))
 
 
-def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes() -> None:
+def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 sequences divide into 2, 6 and 10 replicas: 4 nodes are dearer than 5, and 2 than 3."""
     run = Run(model_shape("llama-3.2-1b"), Layout(), cluster("5x2xH100"), 4096, 30)
     few = replace(FEW, fixed={"recompute": "selective"})
@@ -36,6 +36,8 @@ def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes() -> None:
         found = affordable(run, few, limit)
         fastest = min(cheap, key=lambda answer: answer.found.seconds, default=None)
         assert (found and found.found.seconds) == (fastest and fastest.found.seconds)
+    monkeypatch.setattr("shoal.plan.questions.best", None)
+    assert affordable(run, few, 0.1 * min(prices)) is None, "nothing is sought where the products alone take longer"
 
 
 def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:

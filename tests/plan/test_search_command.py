@@ -12,10 +12,11 @@ from shoal.config import load
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
+from shoal.plan.listing import run_toml
 from shoal.plan.questions import fewest, machines, what_if
 from shoal.plan.run import Run
 from shoal.plan.search import search
-from shoal.plan.search_command import PlanOptions, described, fixed, run_toml
+from shoal.plan.search_command import PlanOptions, described, fixed
 from shoal.plan.space import Space
 
 FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
@@ -47,7 +48,7 @@ def test_a_plan_for_cpu_ranks_really_runs(tmp_path: Path, capfd: pytest.CaptureF
     options = PlanOptions(model="tiny", cluster="2x2xH100", seq=64, global_batch="16", precision="fp32")
     best = search(problem, Space(FEW.schedules, fixed={"pp": 2, "micro_batch": 2}), count=1).best[0]
     path = tmp_path / "plan.toml"
-    path.write_text(run_toml(options, problem, best.layout))
+    path.write_text(run_toml(options.model, problem, best.layout))
     words = "--train.steps 2 --data.source synthetic --train.validation-sequences 16 --metrics.no-tensorboard"
     assert main(["train", str(path), *words.split(), "--run-folder", str(tmp_path / "run")]) == 0, capfd.readouterr()
 
@@ -87,6 +88,9 @@ def test_more_of_anything_never_makes_it_slower() -> None:
         ("--fix teepee=3", "there is no key 'teepee'"),
         ("--fix bucket-mb=3", "it is not searched"),
         ("--fix schedule=zb", "there is no such schedule"),
+        ("--fix schedule=zb-auto", "it is not searched; allowed: 1f1b,"),
+        ("--fix pp=4,dp=4", "no layout of 8 devices with --fix pp=4,dp=4"),
+        ("--fix stage_layers=2/2", "no layout of 8 devices with --fix stage_layers=2/2 can split"),
         ("--precision bf61", "did you mean 'bf16'"),
         ("--out plan.svg", "ends in .html"),
         ("--map 1,x --out map.svg", "give numbers of nodes"),

@@ -15,9 +15,10 @@ from shoal.layout import Layout
 from shoal.optim.from_torch import TORCH
 from shoal.optim.names import ELEMENTWISE
 from shoal.plan.estimate import Estimate
+from shoal.plan.listing import run_toml
 from shoal.plan.run import Run
 from shoal.plan.search import search
-from shoal.plan.search_command import PlanOptions, described, run_toml
+from shoal.plan.search_command import PlanOptions, described
 from shoal.plan.space import Space, fits, meshes
 from shoal.train.check import check
 
@@ -96,7 +97,7 @@ def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
 
 def test_a_model_of_the_catalog_is_named() -> None:
     options = PlanOptions(model="llama-3.2-1b", global_batch="8", cluster="2xH100")
-    section = tomllib.loads(run_toml(options, described(options, options.model), Layout(dp=2)))["model"]
+    section = tomllib.loads(run_toml(options.model, described(options, options.model), Layout(dp=2)))["model"]
     assert section == {"name": "llama-3.2-1b", "vocab": 128256}
 
 
@@ -137,6 +138,6 @@ def test_a_plan_in_8_bits_is_a_run() -> None:
     best = search(run, Space(("1f1b",), uneven=False), count=1).best[0]
     options = PlanOptions(model="llama-3.2-1b", cluster="8xH100", precision="fp8", seq=2048, global_batch="8")
     try:
-        check(build(tomllib.loads(run_toml(options, run, best.layout))), ranks=8)
+        check(build(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)
     except UsageError as error:
         pytest.fail(str(error))
