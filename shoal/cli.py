@@ -15,6 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shoal.config import RUN_FILE, RunConfig, Section, load, validate
 from shoal.errors import UsageError, did_you_mean, of_system, redact
+from shoal.files import read_toml
 from shoal.options import POSITIONAL, defaults, read
 
 T = TypeVar("T", bound=Section)
@@ -187,7 +188,8 @@ def estimate(args: list[str]) -> int:
     from shoal.plan.command import EstimateOptions, run
 
     options, config = parse("estimate", EstimateOptions, args, sections=("parallel",))
-    return run(options, config if _run_file(args)[0] else None, config.parallel)
+    fill = not _gives("parallel", "dp", args)
+    return run(options, config if _run_file(args)[0] else None, config.parallel, fill=fill)
 
 
 def validate_estimates(args: list[str]) -> int:
@@ -360,6 +362,14 @@ def _run_file(args: list[str]) -> tuple[Path | None, list[str]]:
         if not option and (word.endswith(".toml") or i == 0):
             return Path(word), args[:i] + args[i + 1 :]
     return None, args
+
+
+def _gives(section: str, name: str, args: list[str]) -> bool:
+    """Whether a command line or its run's TOML file has a value for a field of the config."""
+    file, words = _run_file(args)
+    if file and name in read_toml(file).get(section, {}):
+        return True
+    return any(word.partition("=")[0].replace("_", "-") == f"--{section}.{name}" for word in words)
 
 
 def _resume_value(args: list[str]) -> list[str]:

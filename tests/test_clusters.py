@@ -22,6 +22,9 @@ from shoal.errors import UsageError
         ("4x72xGB200", 288, 4, "infiniband-ndr"),
         ("h100-sxm", 1, 1, None),
         ("macbook-m3", 1, 1, None),
+        ("4x8xH100-EFA400", 32, 4, "efa-400g"),
+        ("2xA100-PCIe-40GB-IB100", 2, 1, None),
+        ("9408x4xMI250X", 37632, 9408, "slingshot-11"),
     ],
 )
 def test_a_name_says_what_there_is(name, accelerators, nodes, nic):

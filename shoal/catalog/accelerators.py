@@ -22,8 +22,8 @@ class Accelerator(BaseModel):
     """The name in the catalog."""
 
     peak_flops: dict[str, PositiveFloat]
-    """Dense matrix products, FLOP/s, by number format: bf16, fp16, tf32, fp32, fp8, int8. A format it lacks is not
-    there."""
+    """Dense matrix products, FLOP/s, by number format: bf16, fp16, tf32, fp32, fp64, fp8, int8. A format it lacks is
+    not there."""
 
     sparse_flops: dict[str, PositiveFloat] = {}
     """What data sheets print besides: the same with half of one matrix zero (2:4). Nothing here computes with it."""
@@ -55,17 +55,30 @@ class Accelerator(BaseModel):
     source: str
     """Where the numbers are from."""
 
-
     def dense_flops(self, kind: str) -> float:
-        """The dense peak for a number format, FLOP/s; fp16 stands in for bf16 where only that is there.
+        """The dense peak for a number format, FLOP/s.
 
         Raises:
             UsageError: it has no such matrix products.
         """
-        for name in (kind, *(("fp16",) if kind == "bf16" else ())):
-            if name in self.peak_flops:
-                return self.peak_flops[name]
-        raise UsageError(f"accelerator {self.name} has no {kind} peak; allowed: {', '.join(self.peak_flops)}")
+        if kind not in self.peak_flops:
+            raise UsageError(f"accelerator {self.name} has no {kind} peak; allowed: {', '.join(self.peak_flops)}")
+        return self.peak_flops[kind]
+
+    @property
+    def half(self) -> str:
+        """Its number format of 16 bits: bf16, or fp16 where that is not there."""
+        return "bf16" if "bf16" in self.peak_flops else "fp16"
+
+    @property
+    def printed(self) -> tuple[str, float]:
+        """What data sheets and courses print first, and how much of it, FLOP/s: products of sparse matrices, of 8-bit
+        integers, or dense ones in 16 bits.
+        """
+        if self.half in self.sparse_flops:
+            return "sparse", self.sparse_flops[self.half]
+        kind = "int8" if "int8" in self.peak_flops else self.half
+        return kind, self.dense_flops(kind)
 
 
 @forgets

@@ -18,6 +18,7 @@ from shoal.errors import UsageError, did_you_mean
 NETWORKS = {
     "IB100": "infiniband-edr", "IB200": "infiniband-hdr", "IB400": "infiniband-ndr", "IB800": "infiniband-xdr",
     "ETH10": "ethernet-10g", "ETH100": "ethernet-100g", "ETH400": "ethernet-400g",
+    "EFA50": "efa-50g", "EFA400": "efa-400g",
 }  # fmt: skip
 """What a cluster's name may end in: the network between its nodes."""
 
@@ -54,12 +55,18 @@ class Node(BaseModel):
     wraps_at: PositiveInt = 1
     """Of a pod: an axis of a multiple of so many chips is closed to a ring; any other is a line."""
 
+    wraps_from: PositiveInt = 1
+    """Of a pod: chips of the smallest slice that has rings."""
+
     cores_per_chip: PositiveInt = 1
     """Of a pod: what the number in a slice's name counts for each chip."""
 
     at_once: PositiveInt | None = None
     """How many of a node's accelerators compute at one time, where they are ranks that share its cores; the others wait
-    for their turn. All unless given."""
+    for their turn. They also share its memory, which is their accelerator's. All unless given."""
+
+    watts: PositiveFloat | None = None
+    """The most that a whole node draws, with its host, switches and fans; None where its maker does not say."""
 
     constants: dict[str, NonNegativeFloat] = {}
     """Of the calibrated cost model (`calibration.toml`), where they were measured on this very node."""
@@ -84,8 +91,9 @@ class Cluster:
         nic: of one adapter, out of the node; None for a single node.
         nics: of a node.
         torus: the sizes of its dimensions, empty for switched nodes.
-        wraps_at: of these, multiples of so many are rings, the others lines.
-        at_once: accelerators of a node that compute at one time; None for all.
+        wraps_at: of these, multiples of so many are rings, the others lines; 0 where all are.
+        at_once: accelerators of a node that compute at one time, and share its memory; None for all.
+        watts: of one accelerator, with its share of its node; None where nobody says.
         constants: of the calibrated cost model, measured here.
     """
 
@@ -99,6 +107,7 @@ class Cluster:
     torus: tuple[int, ...] = ()
     wraps_at: int = 1
     at_once: int | None = None
+    watts: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -107,9 +116,18 @@ class Cluster:
         return max(1.0, self.per_node / self.at_once) if self.at_once else 1.0
 
     @property
+    def memory_bytes(self) -> float:
+        """Of one accelerator: those that share a memory have equal parts of it."""
+        return self.accelerator.memory_bytes / (self.per_node if self.at_once else 1)
+
+    @property
     def size(self) -> int:
         """Number of accelerators."""
         return self.nodes * self.per_node
+
+    def closed(self, chips: int) -> bool:
+        """Whether an axis of so many chips of the torus is a ring."""
+        return bool(self.wraps_at) and chips % self.wraps_at == 0
 
     def describe(self) -> str:
         """In words, for the head of a table."""
@@ -181,7 +199,7 @@ def cluster(name: str) -> Cluster:
     nics = max(1, (node.nics or node.per_node) * each // node.per_node)
     return Cluster(
         name, accelerator(node.accelerator), count, each, link(node.inside), nic, nics, at_once=node.at_once,
-        constants=node.constants,
+        watts=node.watts / node.per_node if node.watts else None, constants=node.constants,
     )
 
 
@@ -215,10 +233,8 @@ def _slice(name: str, node: Node, count: int) -> Cluster:
             f"cluster '{name}': a slice of {node.name} has up to {node.most:,} chips, and its name counts "
             f"{node.cores_per_chip} for each.\n  The largest is {node.name}-{node.most * node.cores_per_chip}."
         )
-    torus = _cube(chips, node.dimensions)
-    return Cluster(
-        name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=node.wraps_at
-    )
+    torus, wraps_at = _cube(chips, node.dimensions), node.wraps_at if chips >= node.wraps_from else 0
+    return Cluster(name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=wraps_at)
 
 
 def _cube(chips: int, dimensions: int) -> tuple[int, ...]:

@@ -86,8 +86,19 @@ class Filled(NamedTuple):
     used: list[tuple[int, ...]]
 
 
+def buckets_of(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int, *index: int) -> Filled:
+    """A stage's buckets: ZeRO-3 gathers each unit by itself, and else they fill up to `Layout.bucket_bytes`.
+
+    Args:
+        itemsize: of what fills them.
+        index: the rank's places along tp, ep and etp.
+    """
+    limit = 0.0 if layout.zero == 3 else layout.bucket_bytes
+    return _filled(shape, tuple(getattr(layout, name) for name in SPLITTING), part, limit, itemsize, *index)
+
+
 @lru_cache(maxsize=16384)
-def filled(
+def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
 ) -> Filled:
     """A stage's buckets, counted once for all shards.

@@ -42,18 +42,18 @@ class Ring:
     latency: float = 0.0
     outer_latency: float = 0.0
 
-    def all_gather(self, size: float) -> float:
-        """Seconds, for a whole of ``size`` bytes."""
+    def all_gather(self, size: float, count: int = 1) -> float:
+        """Seconds, for a whole of ``size`` bytes altogether, in ``count`` messages one after another."""
         steps = self.inside * self.latency + self.outside * self.outer_latency
-        return steps + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return count * steps + (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     reduce_scatter = all_gather
 
-    def all_reduce(self, size: float) -> float:
-        """Seconds, for a vector of ``size`` bytes."""
+    def all_reduce(self, size: float, count: int = 1) -> float:
+        """Seconds, for vectors of ``size`` bytes altogether, ``count`` of them."""
         steps = self.inside * self.latency + self.outside * self.outer_latency
         tree = self.inside.bit_length() * self.latency + self.outside.bit_length() * self.outer_latency
-        return 2 * min(steps, tree) + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return 2 * count * min(steps, tree) + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     def all_to_all(self, size: float) -> float:
         """Seconds in which every rank sends ``size`` bytes, to all others together."""
@@ -111,7 +111,7 @@ def _in_torus(cluster: Cluster, ranks: int, stride: int) -> Ring:
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)
         if extent > 1:
-            ways = 2 if extent == size and size % cluster.wraps_at == 0 else 1
+            ways = 2 if extent == size and cluster.closed(size) else 1
             links, steps = links + ways, steps + extent - 1
             # Over the middle of the axis: from each of one half's places to each of the other's.
             fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from shoal.catalog import ModelShape
 from shoal.layout import Recompute
 
+PUE = 1.1
+"""A building's power over that of what computes in it: 1.10 to 1.12 is what large ones report (Patterson et al. 2021,
+table 4, of Google's)."""
 YEAR = 365 * 24 * 3600
 DAY = 24 * 3600
 
@@ -101,11 +104,11 @@ def dollars(seconds: float, devices: int, per_hour: float) -> float:
     return seconds / 3600 * devices * per_hour
 
 
-def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float = 1.1) -> float:
-    """Energy of boards that draw their limit all the time: an upper bound of theirs; hosts and network are not counted.
+def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float = PUE) -> float:
+    """Energy of devices that all draw as much all the time, and of the building around them.
 
     Args:
-        overhead: of the building: its power over that of what computes in it (PUE); 1.1 is what large ones report
-            (Patterson et al. 2021, table 4: 1.10 to 1.12 for Google's).
+        watts: of one device, with its share of its host where that is to count.
+        overhead: the building's power over theirs.
     """
     return seconds / 3600 * devices * watts / 1000 * overhead

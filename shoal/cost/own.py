@@ -41,8 +41,9 @@ class Layer(NamedTuple):
 
 
 def network_of(cluster: Cluster) -> str:
-    """What leads out of a node, by what constants are known by: InfiniBand, or Ethernet that carries RoCE."""
-    return "roce" if cluster.nic and "ethernet" in cluster.nic.name else "infiniband"
+    """What leads out of a node, by what constants are known by: InfiniBand, Ethernet that carries RoCE, or EFA."""
+    name = cluster.nic.name if cluster.nic else ""
+    return "roce" if "ethernet" in name else "efa" if "efa" in name else "infiniband"
 
 
 def attained(cluster: Cluster) -> Cluster:
@@ -93,7 +94,7 @@ def layer_of(
         "attention": ATTENTION.index("unfused" if written else "flash-2"),
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
         "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
-        "hbm": machine.memory_bandwidth / wide, "memory": machine.memory_bytes,
+        "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
         "inside": cluster.inside.bandwidth / wide if cluster.inside else np.inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
         "network": NETWORKS.index(network_of(cluster)), "software": list(software_table()).index("shoal"),

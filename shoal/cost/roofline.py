@@ -47,13 +47,17 @@ def dot_product(n: int, itemsize: int = 2) -> Work:
     return Work(2 * n - 1, itemsize * (2 * n + 1))
 
 
-def matrix_product(m: int, k: int, n: int, itemsize: int = 2) -> Work:
+def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | None = None) -> Work:
     """[m, k] x [k, n]: intensity 2 m k n / (e (m k + k n + m n)), about m in 16 bits where m is the small one.
+
+    Args:
+        itemsize: e, bytes of a number of both factors.
+        result: of the product, if that is another.
 
     >>> round(matrix_product(64, 8192, 8192).intensity)
     63
     """
-    return Work(2 * m * k * n, itemsize * (m * k + k * n + m * n))
+    return Work(2 * m * k * n, itemsize * (m * k + k * n) + (result or itemsize) * m * n)
 
 
 def ridge(peak: float, bandwidth: float) -> float:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
-from shoal.cost.buckets import Filled, filled
+from shoal.cost.buckets import Filled, buckets_of
 from shoal.cost.moments import Moments, Orthogonal
-from shoal.cost.parameters import SPLITTING, StagePart
+from shoal.cost.parameters import StagePart
 from shoal.layout import Layout
 from shoal.precision.formats import Formats
 
@@ -106,10 +106,8 @@ def state_bytes(
     parameters = gradients = elements = experts = 0
     passing = []
     moments = Moments(optimizer, policy.state.itemsize)
-    limit = 0.0 if zero == 3 else layout.bucket_bytes
-    splitting = tuple(getattr(layout, name) for name in SPLITTING)
     for part in parts:
-        stage = filled(shape, splitting, part, limit, reduce, tp_index, *expert_index[1:])
+        stage = buckets_of(shape, layout, part, reduce, tp_index, *expert_index[1:])
         chunks = [size.chunk(shards[size.expert]) for size in stage.sizes]
         wholes = [shards[size.expert] * chunk for size, chunk in zip(stage.sizes, chunks, strict=True)]
         for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):

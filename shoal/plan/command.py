@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
 from shoal.config import OptimizerConfig, RunConfig, Section
-from shoal.cost.flops import DAY, dollars, kilowatt_hours, model_flops, petaflop_days
+from shoal.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError, did_you_mean
@@ -40,7 +40,7 @@ class EstimateOptions(Section):
     """Sequences of a step (default: the file's, else about 4 M tokens)."""
 
     precision: str | None = None
-    """fp32, bf16 or fp64 (default: the file's, else bf16)."""
+    """Number formats, as `shoal train` takes them: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
 
     optimizer: str | None = None
     """The update rule (default: the file's, else adamw)."""
@@ -70,12 +70,12 @@ class EstimateOptions(Section):
     """Write a page (.html)."""
 
 
-def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> int:
+def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool = True) -> int:
     """Estimate, print, and write the page; the exit code.
 
     Args:
         config: of a run's TOML file, if one was given.
-        layout: where dp is 1, replicas fill the cluster.
+        fill: the cluster with replicas, whatever dp the layout has.
 
     Raises:
         UsageError: a name that is not in the catalog, or a layout that cannot be.
@@ -88,7 +88,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
         check_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         tables.add(options.catalog)
-    estimate = Estimate(described(options, config, layout))
+    estimate = Estimate(described(options, config, layout, fill=fill))
     if options.dry_run:
         from shoal.plan.dry import run_dry  # which needs torch
 
@@ -106,8 +106,8 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> i
     return 0
 
 
-def described(options: EstimateOptions, config: RunConfig | None, layout: Layout) -> Run:
-    """The run that the options describe, checked."""
+def described(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool = True) -> Run:
+    """The run that the options describe, checked; arguments as `run` has them."""
     if options.model or config is None:
         shape = model_shape(options.model or "llama-3-8b")
     else:
@@ -118,7 +118,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
         shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, s)})
     machine = cluster(options.cluster)
     each = layout.pp * layout.cp * layout.tp
-    if layout.dp == 1 and machine.size % each == 0:
+    if fill and machine.size % each == 0:
         layout = layout.model_copy(update={"dp": machine.size // each})
     per_pass = layout.dp * layout.micro_batch
     default = max(1, round(TOKENS_PER_STEP / s / per_pass)) * per_pass
@@ -203,10 +203,11 @@ def facts(estimate: Estimate, options: EstimateOptions) -> list[tuple[str, str]]
         source = "" if options.price else f" ({machine.price_source})"
         cost = dollars(seconds, run.cluster.size, price)
         found.append(("money", f"${cost:,.0f} at ${price:g} an hour{source}"))
-    if machine.watts:
-        energy = kilowatt_hours(seconds, run.cluster.size, machine.watts)
+    if watts := run.cluster.watts or machine.watts:
+        energy = kilowatt_hours(seconds, run.cluster.size, watts)
         shown = f"{energy / 1000:,.1f} MWh" if energy >= 1000 else f"{energy:.3g} kWh"
-        found.append(("energy, at most", f"{shown} at {machine.watts:g} W each"))
+        of = "with its share of a node at its limit" if run.cluster.watts else "of the board alone"
+        found.append(("energy", f"{shown}: {watts:,.0f} W each, {of}, times {PUE:g} for the building (PUE)"))
     return found
 
 
@@ -242,11 +243,9 @@ def bound(estimate: Estimate) -> str:
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
         return f"It does not fit; the largest part is '{what}'. What would change that:"
-    others = {name: s for name, s in estimate.breakdown.items() if name != "matrix products"}
-    name = max(others, key=others.get)
-    if others[name] < estimate.breakdown["matrix products"] / 10:
-        return "Bound by matrix products. What changes would do:"
-    return f"Bound by matrix products, then by {name}. What changes would do:"
+    (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
+    then = f", then by {second}" if next_most > most / 10 else ""
+    return f"Bound by {first}{then}. What changes would do:"
 
 
 def changes(estimate: Estimate, most: int = 4) -> list[tuple[str, str]]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.cost.activations import Pass
-from shoal.cost.buckets import Bucket, Filled, filled
+from shoal.cost.buckets import Bucket, Filled, buckets_of
 from shoal.cost.moments import in_order
-from shoal.cost.parameters import SPLITTING, Held
+from shoal.cost.parameters import Held
 from shoal.cost.traffic import Sent, Share, all_reduced, context_parallel, expert_parallel, tensor_parallel
 from shoal.cost.work import Seen, seen_alone, step_flops
 from shoal.parallel.context.order import spread
@@ -165,10 +165,8 @@ class RankCounts:
             start = stop
 
     def _filled(self, stage: int) -> Filled:
-        layout, splitting = self.run.layout, tuple(getattr(self.run.layout, name) for name in SPLITTING)
-        limit = 0.0 if layout.zero == 3 else layout.bucket_bytes
         index = self.mesh.index("tp"), self.mesh.index("ep"), self.mesh.index("etp")
-        return filled(self.run.shape, splitting, self.parts[stage], limit, self.policy.reduce.itemsize, *index)
+        return buckets_of(self.run.shape, self.run.layout, self.parts[stage], self.policy.reduce.itemsize, *index)
 
     def _partial(self, stage: Filled, chunks: Sequence[int]) -> Counter[str]:
         """Elements of this rank's shards whose gradients are sums that other axes than the replicas' complete."""

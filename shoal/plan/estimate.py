@@ -73,10 +73,14 @@ class Estimate(Stages):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one step: as it is played, each rank on a core of its own or all on those that there are."""
+        """Of one step."""
+        return self._seconds(self.timeline)
+
+    def _seconds(self, timeline: Timeline) -> float:
+        """Of a step as it is played, each rank on a core of its own or all on those that there are."""
         if self.run.cluster.at_once is None:
-            return self.timeline.step_time
-        return on_cores(self.timeline, self.run.layout, self.run.cluster)
+            return timeline.step_time
+        return on_cores(timeline, self.run.layout, self.run.cluster)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -86,7 +90,10 @@ class Estimate(Stages):
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step on the busiest pipeline rank, by what takes them; they add up to the step."""
+        """Seconds of a step on the busiest pipeline rank, by what takes them; they add up to the step.
+
+        Of its waiting, messages are what the step would be shorter by without them; the rest is the bubble.
+        """
         busiest = int(self.timeline.busy[0].argmax())
         stages = self.program.stages_of(busiest)
         of: dict[str, float] = dict.fromkeys(NAMES, 0.0)
@@ -103,7 +110,11 @@ class Estimate(Stages):
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
             of["gathers and reductions"] += self.finishing[stage, 0] + self.finishing[stage, 2]
             of["optimizer"] += self.finishing[stage, 1]
-        of["bubble"] = max(0.0, self.step_seconds - sum(of.values()))
+        waiting = max(0.0, self.step_seconds - sum(of.values()))
+        if self.program.ranks > 1:
+            longer = self.step_seconds - self._seconds(simulate(self.played, self.durations))
+            of["messages between stages"] = min(max(0.0, longer), waiting)
+        of["bubble"] = waiting - of["messages between stages"]
         return {name: float(seconds) for name, seconds in of.items()}
 
     @cached_property
@@ -150,5 +161,6 @@ class Estimate(Stages):
 
 NAMES = (
     "matrix products", "attention", "element by element", "recomputation", "tensor parallelism",
-    "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "launches", "bubble",
+    "context parallelism", "expert parallelism", "gathers and reductions", "optimizer", "launches",
+    "messages between stages", "bubble",
 )  # fmt: skip

@@ -11,6 +11,7 @@ from shoal.catalog.calibration import calibration_of
 from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
+from shoal.cost.buckets import buckets_of
 from shoal.cost.footprint import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.state import StateBytes, Whole, state_bytes
@@ -101,6 +102,20 @@ class StageMemory:
             self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
         return self.known[key]
 
+    def messages_of(self, part: StagePart, zero: int) -> tuple[int, int]:
+        """In how many messages a stage's parameters are gathered, or their gradients reduced, under a stage of ZeRO:
+        experts have their own, which come second.
+        """
+        layout = self.run.layout
+        split = (layout.bucket_bytes, *(getattr(layout, name) for name in SPLITTING))
+        key = ("messages", zero == 3, split, self.kinds(part), part.first, part.last, part.shared)
+        if key not in self.known:
+            as_it_is = layout if (zero == 3) == (layout.zero == 3) else layout.model_copy(update={"zero": zero})
+            stage = buckets_of(self.run.shape, as_it_is, part, self.run.policy.reduce.itemsize, 0, 0, 0)
+            experts = sum(count for size, count in zip(stage.sizes, stage.counts, strict=True) if size.expert)
+            self.known[key] = len(stage.buckets) - experts, experts
+        return self.known[key]
+
     # ---- in a step -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -170,14 +185,16 @@ class StageMemory:
     @cached_property
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
-        machine, constants = self.run.cluster.accelerator, self.constants
-        return float(constants["base"] * GB + outside(machine.memory_bytes, constants)) if machine.devices else 0.0
+        cluster, constants = self.run.cluster, self.constants
+        if not cluster.accelerator.devices:
+            return 0.0
+        return float(constants["base"] * GB + outside(cluster.memory_bytes, constants))
 
     @cached_property
     def capacity(self) -> float:
         """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
-        machine = self.run.cluster.accelerator
-        return machine.memory_bytes * (float(self.constants["usable"]) if machine.devices else 1.0)
+        cluster = self.run.cluster
+        return cluster.memory_bytes * (float(self.constants["usable"]) if cluster.accelerator.devices else 1.0)
 
     @cached_property
     def fragmentation(self) -> float:

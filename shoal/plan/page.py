@@ -7,15 +7,18 @@ from html import escape
 from math import log10
 from pathlib import Path
 
-from shoal.cost.roofline import Work, matrix_product
+from shoal.cost.context import tokens_here
+from shoal.cost.experts import routed_rows
+from shoal.cost.roofline import Work, matrix_product, ridge
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.plan.estimate import Estimate
+from shoal.plan.run import KINDS
 from shoal.report.page import Fragment, page
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 
 COLOURS = (
     "#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#6f7c91", "#a3b86c", "#b08968",
-    "#c9ced6",
+    "#7aa5b8", "#c9ced6",
 )  # fmt: skip
 WIDTH, LEFT, BAR = 760, 90, 22
 
@@ -71,22 +74,33 @@ def timebar(estimate: Estimate) -> str:
 
 
 def operations(estimate: Estimate) -> dict[str, Work]:
-    """The products of one layer on one rank, by name."""
+    """The products of one layer on one rank, by name; of experts, those of each."""
     run = estimate.run
-    shape, y, e = run.shape, run.layout.tp_y, run.policy.compute.itemsize
-    n, hidden = run.layout.micro_batch * run.sequence_length, shape.hidden // run.layout.tp_x
-    return {
-        "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, e),
-        "up": matrix_product(n, hidden, shape.ffn // y, e),
-        "down": matrix_product(n, shape.ffn // y, hidden, e),
-        "head": matrix_product(n, shape.hidden, -(-shape.vocab // run.layout.tp), e),
-        "residual": Work(n * hidden, 3 * e * n * hidden),
+    shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
+    factor = 1 if run.eight_bits else e
+    n, y = layout.micro_batch * tokens_here(layout, run.sequence_length), layout.tp_y
+    hidden = shape.hidden // layout.tp_x
+    found = {
+        "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, factor, e),
+        "k": matrix_product(n, hidden, shape.kv_heads * shape.head_dim // min(y, shape.kv_heads), factor, e),
     }
+    if not all(map(shape.sparse, range(shape.layers))):
+        found["up"] = matrix_product(n, hidden, shape.ffn // y, factor, e)
+        found["down"] = matrix_product(n, shape.ffn // y, hidden, factor, e)
+    if experts := shape.experts:
+        rows = routed_rows(shape, layout, run.sequence_length).here * layout.ep / experts.count
+        width = experts.ffn // layout.expert_tensor
+        found["expert's up"] = matrix_product(rows, shape.hidden, width, factor, e)
+        found["expert's down"] = matrix_product(rows, width, shape.hidden, factor, e)
+    head = matrix_product(n, shape.hidden, -(-shape.vocab // layout.tp), e)
+    return found | {"head": head, "residual": Work(n * hidden, 3 * e * n * hidden)}
 
 
 def roofline(estimate: Estimate) -> str:
-    """Arithmetic intensity against attainable FLOP/s, both logarithmic."""
-    peak, bandwidth = estimate.peak, estimate.hbm
+    """Arithmetic intensity against what the data sheet's peak and bandwidth allow, both logarithmic."""
+    machine = estimate.run.cluster.accelerator
+    peak, bandwidth = estimate.peak, machine.memory_bandwidth
+    wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, where layers are in 8 bits
     canvas, height = Canvas(), 300
     low, high = -1.0, 5.0
 
@@ -98,13 +112,14 @@ def roofline(estimate: Estimate) -> str:
         x, _ = at(10.0**power, peak)
         canvas.add("line", x1=x, x2=x, y1=10, y2=height - 30, stroke=GRID)
         canvas.text(x, height - 14, f"{10.0**power:g}", anchor="middle", size=11, fill=FAINT)
-    ridge = peak / bandwidth
-    corners = (at(10**low, bandwidth * 10**low), at(ridge, peak), at(10**high, peak))
+    corner = ridge(peak, bandwidth)
+    corners = (at(10**low, bandwidth * 10**low), at(corner, peak), at(10**high, peak))
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
     canvas.add("polyline", points=points, fill="none", stroke=COLOURS[0], stroke_width=2)
-    canvas.text(*at(ridge, peak * 1.15), f"ridge {ridge:.0f} FLOPs/byte", size=11, fill=FAINT, anchor="end")
+    said = f"ridge {corner:.0f} FLOPs/byte, by the data sheet"
+    canvas.text(*at(corner, peak * 1.15), said, size=11, fill=FAINT, anchor="end")
     for i, (name, work) in enumerate(operations(estimate).items()):
-        x, y = at(work.intensity, min(peak, work.intensity * bandwidth))
+        x, y = at(work.intensity, min(wide if name == "head" else peak, work.intensity * bandwidth))
         canvas.add("circle", cx=x, cy=y, r=4, fill=COLOURS[5])
         canvas.text(x + 6, y + 14 + 13 * (i % 4), f"{name} {work.intensity:.3g}", size=11)
     canvas.text(LEFT, height, "FLOPs per byte of memory", size=11, fill=FAINT)

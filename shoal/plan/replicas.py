@@ -20,8 +20,8 @@ from shoal.plan.stage import Stages
 
 
 class _Rings(NamedTuple):
-    """Collectives of one group for each way, linear in their size: seconds of any, and for each byte of an all-gather;
-    of an all-reduce two of that. [ways] each."""
+    """Collectives of one group for each way, linear in their size: seconds of any message, and for each byte of an
+    all-gather; of an all-reduce two of that. [ways] each."""
 
     steps: np.ndarray
     tree: np.ndarray
@@ -35,13 +35,13 @@ class _Rings(NamedTuple):
             (np.array(whole) - empty) / 1e12,
         )  # fmt: skip
 
-    def gather(self, size: np.ndarray) -> np.ndarray:
-        """Seconds of an all-gather or a reduce-scatter."""
-        return self.steps + size * self.per_byte
+    def gather(self, size: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Seconds of all-gathers or reduce-scatters of so many bytes altogether, in so many messages."""
+        return count * self.steps + size * self.per_byte
 
-    def reduce(self, size: np.ndarray) -> np.ndarray:
-        """Seconds of an all-reduce."""
-        return self.tree + 2 * size * self.per_byte
+    def reduce(self, size: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Seconds of all-reduces."""
+        return count * self.tree + 2 * size * self.per_byte
 
 
 class Replicas:
@@ -74,6 +74,11 @@ class Replicas:
         """Parameters of a rank, experts apart."""
         state = plain.state_of(parts)
         return [state.elements - state.experts, state.experts][: len(self.groups)]
+
+    def _messages(self, plain: Stages, part: StagePart) -> list[np.ndarray]:
+        """[ways] collectives in which all of a stage's parameters travel, experts apart."""
+        units, buckets = plain.messages_of(part, 3), plain.messages_of(part, 0)
+        return [np.where(self.zero == 3, *counts) for counts in zip(units, buckets, strict=True)][: len(self.groups)]
 
     @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -114,10 +119,11 @@ class Replicas:
     def _passes(self, plain: Stages, part: StagePart) -> np.ndarray:
         _, compute, reduce, _ = self._sizes
         gather = reduction = np.zeros(len(self.ways))
-        for elements, (shards, _, cut, _) in zip(self._elements(plain, [part]), self.groups, strict=True):
+        each = zip(self._elements(plain, [part]), self._messages(plain, part), self.groups, strict=True)
+        for elements, messages, (shards, _, cut, _) in each:
             cut_at_all = (shards > 1) * (elements > 0)
-            gather = gather + cut_at_all * cut.gather(elements * compute)
-            reduction = reduction + cut_at_all * (self.zero >= 2) * cut.gather(elements * reduce)
+            gather = gather + cut_at_all * cut.gather(elements * compute, messages)
+            reduction = reduction + cut_at_all * (self.zero >= 2) * cut.gather(elements * reduce, messages)
         forward = np.where(self.gathers > 0, gather, 0.0)
         backward = np.where(self.gathers > 1, gather, 0.0) + (reduction if plain.run.layout.overlap else 0.0)
         hides = plain.stage_of(part).forward  # which is longer than what hides it
@@ -128,14 +134,16 @@ class Replicas:
         storage, compute, reduce, moments = self._sizes
         held = self._elements(plain, [part])
         reduction, updated, gather = np.zeros((3, len(self.ways)))
-        for elements, (shards, copies, cut, over) in zip(held, self.groups, strict=True):
+        each = zip(held, self._messages(plain, part), self.groups, strict=True)
+        for elements, messages, (shards, copies, cut, over) in each:
             if not elements and shards is not self.groups[0][0]:
                 continue
             here, size = elements / shards, elements * reduce
             updated += here
-            reduction += np.where((shards > 1) & (self.zero == 1), cut.gather(size), 0.0)
-            reduction += np.where(copies > 1, over.reduce(size / shards), 0.0)
-            gather += np.where((shards > 1) & (self.zero > 0) & (self.zero < 3), cut.gather(elements * compute), 0.0)
+            reduction += np.where((shards > 1) & (self.zero == 1), cut.gather(size, messages), 0.0)
+            reduction += np.where(copies > 1, over.reduce(size / shards, messages), 0.0)
+            gathered = (shards > 1) & (self.zero > 0) & (self.zero < 3)
+            gather += np.where(gathered, cut.gather(elements * compute, messages), 0.0)
         times = plain.stage_of(part)
         backward = times.backward_input + times.backward_weight
         layout = plain.run.layout

@@ -12,7 +12,7 @@ from shoal.layout import Layout
 from shoal.optim.names import ESTIMATES
 from shoal.precision.formats import FORMATS, Formats
 
-KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp32"}  # of the accelerators' peaks
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # of the accelerators' peaks
 
 
 @dataclass(frozen=True)

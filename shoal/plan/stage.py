@@ -194,17 +194,28 @@ class Stages(StageMemory):
         rows = taken.tokens_here * (group.ranks - 1) / group.ranks
         return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
 
-    def _spread(self, state: StateBytes) -> list[tuple[int, Ring, Ring]]:
-        """Parameters of a rank, the ranks that they are sharded over, and those that replicate the shards: experts have
-        their own."""
-        found = [(state.elements - state.experts, self.group("shard"), self.group("replicate"))]
+    def _spread(self, part: StagePart) -> list[tuple[int, int, Ring, Ring]]:
+        """Parameters of a stage, in how many messages they travel, the ranks that they are sharded over, and those that
+        replicate the shards: experts have their own."""
+        state, (buckets, of_experts) = self.state_of([part]), self.messages_of(part, self.run.layout.zero)
+        found = [(state.elements - state.experts, buckets, self.group("shard"), self.group("replicate"))]
         if state.experts:
-            found.append((state.experts, self.group("edp_shard"), self.group("edp_replicate")))
+            found.append((state.experts, of_experts, self.group("edp_shard"), self.group("edp_replicate")))
         return found
+
+    def sharding(self, part: StagePart) -> tuple[float, float]:
+        """Seconds in which a micro-batch gathers a stage's parameters (ZeRO-3), a message for each unit as it comes to
+        it, and in which it reduces their gradients (ZeRO-2 and 3)."""
+        policy, gather, reduce = self.run.policy, 0.0, 0.0
+        for elements, messages, shard, _ in self._spread(part) if self.run.layout.zero >= 2 else ():
+            if shard.ranks > 1:
+                reduce += shard.reduce_scatter(elements * policy.reduce.itemsize, messages)
+                gather += shard.all_gather(elements * policy.compute.itemsize, messages)
+        return gather if self.run.layout.zero == 3 else 0.0, reduce
 
     def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
         """Of a stage of some layers; without what ZeRO adds, if no part is given."""
-        run, layout = self.run, self.run.layout
+        layout = self.run.layout
         layers, whole, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
         parts = []  # of a mean layer
         for (sparse, skips), count in kinds if layers else (((False, False), 1),):
@@ -221,11 +232,7 @@ class Stages(StageMemory):
             "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context + rows,
         }[layout.recompute]
         compute = layers * one + head + loss / 3
-        gather = reduce = 0.0
-        for elements, shard, _ in self._spread(self.state_of([part])) if layout.zero >= 2 and part else ():
-            if shard.ranks > 1:
-                reduce += shard.reduce_scatter(elements * run.policy.reduce.itemsize)
-                gather += shard.all_gather(elements * run.policy.compute.itemsize) if layout.zero == 3 else 0.0
+        gather, reduce = self.sharding(part) if part else (0.0, 0.0)
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
         contention = float(self.constants["contention"])  # what travels behind computation slows it down
@@ -245,7 +252,7 @@ class Stages(StageMemory):
             launches=layers * layer.launches + float(self.constants["micro_batch"]),
             launches_backward=layers * layer.launches_backward,
         )
-        return StageTimes(**{name: self.slower * run.passes * seconds for name, seconds in vars(found).items()})
+        return StageTimes(**{name: self.slower * self.run.passes * seconds for name, seconds in vars(found).items()})
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
@@ -279,15 +286,15 @@ class Stages(StageMemory):
         run, layout, state = self.run, self.run.layout, self.state_of([part])
         policy, together = run.policy, layout.sync == "all-reduce"
         reduction = updated = gather = 0.0
-        for elements, shard, replicate in self._spread(state):
+        for elements, messages, shard, replicate in self._spread(part):
             size, shards = elements * policy.reduce.itemsize, shard.ranks if together else 1
             updated += elements / shards
             if shards > 1 and layout.zero == 1:
-                reduction += shard.reduce_scatter(size)
+                reduction += shard.reduce_scatter(size, messages)
             if together and replicate.ranks > 1:
-                reduction += replicate.all_reduce(size / shards)
+                reduction += replicate.all_reduce(size / shards, messages)
             if shards > 1 and layout.zero in (1, 2):
-                gather += shard.all_gather(elements * policy.compute.itemsize)
+                gather += shard.all_gather(elements * policy.compute.itemsize, messages)
         reduction *= run.passes
         if reduction:
             # Overlapped with the last micro-batch's backward, but for the last bucket of it.
@@ -308,7 +315,7 @@ class Stages(StageMemory):
         holders = self.group("stage" if run.shape.experts else "holders")
         wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
         part = float(self.constants["product"][GENERATIONS.index(machine.generation)])
-        rate = machine.dense_flops("fp32" if wide else "bf16") * min(part, machine.matmul_efficiency)
+        rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
         pieces = -(-found.elements // AT_ONCE)
         size = found.elements * run.policy.storage.itemsize / pieces
         exchange = pieces * (holders.reduce_scatter(size) + holders.all_gather(size)) if holders.ranks > 1 else 0.0

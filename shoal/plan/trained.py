@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from shoal.catalog import ModelShape, model_names, model_shape, tables
@@ -10,6 +11,7 @@ from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.plan.run import Run
+from shoal.precision.formats import FORMATS
 from shoal.train.rules import check_rules
 
 OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
@@ -37,7 +39,15 @@ def check_device(run: Run) -> None:
     Raises:
         UsageError: naming the accelerator and what it has.
     """
-    run.cluster.accelerator.dense_flops(run.products)
+    machine = run.cluster.accelerator
+    if run.products in machine.peak_flops:
+        return
+    peaks = {name: machine.peak_flops.get(replace(run, precision=name).products, 0.0) for name in FORMATS}
+    has = sorted((name for name in peaks if peaks[name]), key=lambda name: -peaks[name])
+    raise UsageError(
+        f"--precision {run.precision}: the catalog has no {run.products} peak of {machine.name}, but of "
+        f"{', '.join(machine.peak_flops)}.\n  Give --precision {' or '.join(has)}."
+    )
 
 
 @cache

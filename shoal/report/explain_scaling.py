@@ -9,9 +9,12 @@ from rich.table import Table
 from shoal.catalog import accelerator, accelerator_names
 from shoal.config import Section
 from shoal.cost.flops import YEAR, dollars, petaflop_days, six_n_t, training_seconds
-from shoal.cost.scaling import Allocation, chinchilla_optimum, kaplan_optimum, twenty_tokens
+from shoal.cost.scaling import CHINCHILLA, REFITTED, Allocation, kaplan_optimum, twenty_tokens
 
-LAWS = {"Kaplan": kaplan_optimum, "Chinchilla": chinchilla_optimum, "20 tokens each": twenty_tokens}
+LAWS = {
+    "Kaplan": kaplan_optimum, "Chinchilla": CHINCHILLA.optimum, "the same, refitted": REFITTED.optimum,
+    "20 tokens each": twenty_tokens,
+}  # fmt: skip
 TRAININGS = {
     "GPT-3": six_n_t(175e9, 499e9),  # Brown et al. 2020, table 2.2: the data set's tokens; 300e9 were trained on
     "Llama-3 405B": six_n_t(405e9, 15.6e12),  # Dubey et al. 2024, table 3 and section 3.2.1
@@ -57,12 +60,10 @@ def _devices(options: ScalingOptions) -> Table:
     table = _table(title, "", "TFLOP/s", *columns)
     for name in accelerator_names():
         machine = accelerator(name)
-        kind = next(kind for kind in ("bf16", "fp16", *machine.peak_flops) if kind in machine.peak_flops)
-        table.add_row(
-            f"{name}, {kind}", *_row(machine.peak_flops[kind], options.utilisation, machine.dollars_per_hour)
-        )
-        if kind in machine.sparse_flops:
-            table.add_row("  as printed, sparse", *_row(machine.sparse_flops[kind], options.utilisation))
+        dense, (of, rate) = machine.dense_flops(machine.half), machine.printed
+        table.add_row(f"{name}, {machine.half}", *_row(dense, options.utilisation, machine.dollars_per_hour))
+        if rate != dense:
+            table.add_row(f"  as printed, {of}", *_row(rate, options.utilisation))
     return table
 
 

@@ -1,5 +1,6 @@
 """A profile recovers the machine that its measurements came from, and estimates with it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import tomli_w
 
 from shoal.bench.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
-from shoal.bench.calibration.command import CalibrateOptions, lines, run
+from shoal.bench.calibration.command import CalibrateOptions, _right, lines, run
 from shoal.bench.calibration.measure import (
     ATTENTION,
     COPIED,
@@ -22,6 +23,7 @@ from shoal.bench.calibration.measure import (
 from shoal.bench.calibration.pick import pick
 from shoal.bench.calibration.profile import PASSES, _kernels, fit, profile
 from shoal.catalog import tables
+from shoal.catalog.clusters import cluster
 from shoal.cli import main
 from shoal.comm.pool import Pool
 from shoal.errors import UsageError
@@ -40,7 +42,7 @@ TRUE = {
 @pytest.fixture
 def found() -> Measured:
     """What a machine takes that is exactly as the cost model says, but for the bytes of products."""
-    rate = {"fp32": PEAK, "bf16": 3 * PEAK}
+    rate = {"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}
     products = {
         (kind, m, k, n): 2 * m * k * n / peak * (1 + 20 / m + 30 * (1 / k + 1 / n))
         for kind, peak in rate.items() for m, k, n in PRODUCTS
@@ -52,14 +54,14 @@ def found() -> Measured:
         (n, size): max(1, n / 2) * (2 * min(n - 1, (n - 1).bit_length()) * 1e-5 + 2 * (n - 1) / n * size / 4e9)
         for n in (2, 4) for size in REDUCED
     }  # fmt: skip
-    empty = Measured(2, products, attention, dict.fromkeys(MODELS, 1.0), 8 * COPIED / BANDWIDTH,
+    empty = Measured(2, 2, products, attention, dict.fromkeys(MODELS, 1.0), 8 * COPIED / BANDWIDTH,
                      1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
     k = _kernels(empty, PEAK, BANDWIDTH, TRUE)
     layer = 3 * k.products + 3.5 * k.attention[0] + 3 * k.elements + 3 * 1e-4
     head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
     seconds = k.runs.layers * layer + head + 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
     models = dict(zip(MODELS, seconds.tolist(), strict=True))
-    return Measured(2, products, attention, models, empty.copy, empty.update, empty.waits, reduces)
+    return Measured(2, 2, products, attention, models, empty.copy, empty.update, empty.waits, reduces)
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def here(found: Measured, tmp_path: Path):
 def test_a_profile_recovers_the_machine(found: Measured) -> None:
     made = profile(found, "here", 4e9, "a test")
     machine, node = made["accelerators"]["here"], made["nodes"]["here"]
-    assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK}, rel=0.03)
+    assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}, rel=0.03)
     assert machine["memory_bandwidth"] == pytest.approx(BANDWIDTH)
     assert made["links"]["here"]["bandwidth"] == pytest.approx(4e9, rel=1e-3)
     assert node["constants"]["latency_inside"] == pytest.approx(1e-5, rel=1e-3)
@@ -99,6 +101,15 @@ def test_ranks_that_share_cores_take_turns(here: Path) -> None:
     pipe = Estimate(run_of(Layout(pp=4), "here"))
     busy = sum(sum(pipe.times[:, stage]) * 12 + sum(pipe.finishing[stage]) for stage in range(4))
     assert max(pipe.timeline.step_time, busy / 2) < pipe.step_seconds < pipe.timeline.step_time + busy / 2
+
+
+def test_ranks_share_a_machines_memory_and_all_of_its_cores(found: Measured, here: Path) -> None:
+    one, four = cluster("1xhere"), cluster("4xhere")
+    assert one.memory_bytes == 4e9 == 4 * four.memory_bytes
+    assert Estimate(run_of(Layout(dp=4, micro_batch=3), "here")).capacity == 1e9
+    here.write_text(tomli_w.dumps(profile(replace(found, cores=8, usable=96), "here", 4e9, "eight were measured")))
+    tables.add(here)
+    assert cluster("96xhere").turns == 1 == cluster("16xhere").turns
 
 
 def _dp(ranks: int) -> Layout:
@@ -135,6 +146,9 @@ def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Pat
     assert spearman(found) == 1.0
     assert spearman([Compared(one.layout, one.measured, 1 / one.measured) for one in found]) == -1.0
     assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
+    assert _right(found[:2]) and not _right(found[::2]), "4.4 for 4, and 0.8 for 1"
+    others = [Compared(Layout(), one, one * off) for one, off in ((1.0, 1.09), (1.05, 1.0), (1.1, 0.93))]
+    assert not _right(others), "near, but the other way round"
     write_scatter(tmp_path / "scatter.svg", found)
     assert (tmp_path / "scatter.svg").read_text().count("<circle") == 3 + 4
 
@@ -150,7 +164,7 @@ def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypat
 
 def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     said = []
-    found = measure(pool, 1, [2], 1, lambda done, what: said.append(what))
+    found = measure(pool, 1, 1, [2], 1, lambda done, what: said.append(what))
     made = profile(found, "here", 1e9, "a test")
     assert made["accelerators"]["here"]["peak_flops"]["fp32"] > 1e8
     assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())

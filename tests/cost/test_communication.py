@@ -82,11 +82,12 @@ def test_a_message_to_the_next_rank_takes_one_link() -> None:
 
 @pytest.mark.parametrize(
     ("name", "torus", "axis"),
-    [("v5e-64", (8, 8), 45e9), ("v5e-256", (16, 16), 90e9), ("v5p-16", (2, 2, 2), 90e9), ("v5p-128", (4, 4, 4), 180e9),
-     ("v4-128", (4, 4, 4), 90e9)],
+    [("v5e-64", (8, 8), 45e9), ("v5e-256", (16, 16), 90e9), ("v5p-16", (2, 2, 2), 90e9), ("v5p-32", (2, 2, 4), 90e9),
+     ("v5p-64", (2, 4, 4), 90e9), ("v5p-128", (4, 4, 4), 180e9), ("v4-128", (4, 4, 4), 90e9)],
 )  # fmt: skip
 def test_an_axis_is_a_ring_only_where_its_ends_are_connected(name: str, torus: tuple, axis: float) -> None:
-    """jax-ml/scaling-book, tpus: a full 16 of v5e and v6e, a multiple of 4 of v4 and v5p; else a line."""
+    """A full 16 of v5e and v6e (jax-ml/scaling-book, tpus); of v4 and v5p a multiple of 4 in a slice of a cube at least
+    (Google Cloud, TPU v5p); else a line."""
     machine = cluster(name)
     assert machine.torus == torus
     assert ring_of(machine, torus[-1]).bandwidth == axis

@@ -1,5 +1,6 @@
 """An estimate hangs together, answers at once, and refuses what cannot be."""
 
+import re
 import subprocess
 import sys
 import time
@@ -22,8 +23,9 @@ from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.optim.muon import is_hidden_matrix
 from shoal.optim.turns import turns_of
-from shoal.plan.command import EstimateOptions, described
+from shoal.plan.command import EstimateOptions, bound, described
 from shoal.plan.estimate import Estimate
+from shoal.plan.page import operations
 from shoal.plan.run import Run
 from shoal.precision.formats import FORMATS
 from tests.verify.runs import runs
@@ -163,6 +165,44 @@ def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int) -> None:
     assert said.busiest(ranks) <= max(each) <= 4 / 3 * said.busiest(ranks)
 
 
+def test_zero_3_waits_for_a_message_of_every_unit() -> None:
+    """80 layers and both ends, each gathered twice and reduced once a micro-batch: over 64 nodes latencies alone take
+    more than half a second."""
+    found = estimate(Layout(dp=512, zero=3))
+    ring, size = found.group("shard"), 2 * found.run.shape.parameters()
+    once = ring.all_gather(0.0)
+    gather, reduce = found.sharding(found.parts[0])
+    assert gather == pytest.approx(82 * once + 511 / 512 * size / ring.bandwidth)
+    assert reduce == pytest.approx(82 * once + 511 / 512 * 2 * size / ring.bandwidth)
+    assert 3 * 82 * once > 0.5
+
+
+@pytest.mark.parametrize(("layout", "machine", "first"), [
+    (Layout(tp=8), "8xH100", "matrix products"),
+    (Layout(dp=64, tp=8, zero=3), "64x8xH100-ETH10", "gathers and reductions"),
+    (Layout(pp=8, dp=64), "64x8xH100", "bubble"),
+    (Layout(pp=8, tp=8, dp=8), "64x8xH100-ETH10", "messages between stages"),
+])  # fmt: skip
+def test_what_takes_longest_is_said_to_bound_it(layout: Layout, machine: str, first: str) -> None:
+    found = estimate(layout, machine, model="llama-3-8b")
+    parts = sorted(found.breakdown.items(), key=lambda part: -part[1])
+    assert parts[0][0] == first
+    assert re.match(rf"Bound by {first}(, then by {parts[1][0]})?\.", bound(found))
+    assert (found.breakdown["messages between stages"] > 0) == (layout.pp > 1)
+
+
+def test_a_roofline_has_what_a_rank_multiplies() -> None:
+    dense = operations(estimate(Layout(tp=8, dp=64)))
+    assert dense["k"].flops == dense["q"].flops / 8, "8 key/value heads for 64"
+    halves = operations(estimate(Layout(tp=8, cp=2, dp=32)))
+    assert all(halves[name].flops == dense[name].flops / 2 for name in dense)
+    run = estimate(Layout(tp=8, dp=64)).run
+    narrow = operations(Estimate(replace(run, precision="fp8")))
+    assert 1.5 < narrow["up"].intensity / dense["up"].intensity < 2 and narrow["head"] == dense["head"]
+    experts = operations(estimate(Layout(dp=64, tp=8, ep=8), model="mixtral-8x7b"))
+    assert "up" not in experts and experts["expert's up"].flops == 2 * 8192 * 2 * 4096 * 14336 / 8
+
+
 def test_a_slower_network_never_helps() -> None:
     layout = Layout(dp=64, tp=8, zero=3)
     steps = [estimate(layout, f"64x8xH100-{name}").step_seconds for name in ("IB800", "IB400", "IB100", "ETH10")]
@@ -175,6 +215,13 @@ def test_replicas_fill_the_cluster() -> None:
     assert found.tokens == pytest.approx(4 * 2**20, rel=0.01)
 
 
+@pytest.mark.parametrize("words", ["--parallel.dp 1", "--parallel.dp=1", "FILE"])
+def test_replicas_that_are_given_do_not(words: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "run.toml").write_text("[parallel]\ndp = 1\n")
+    assert main(["estimate", *words.replace("FILE", str(tmp_path / "run.toml")).split(), "--cluster", "8xH100"]) == 2
+    assert "pp 1 x dp 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "layout", "says"),
     [
@@ -185,7 +232,9 @@ def test_replicas_fill_the_cluster() -> None:
         ({"precision": "bf61"}, {}, "did you mean 'bf16'"),
         ({"optimizer": "adamm"}, {}, "did you mean 'adam"),
         ({"global_batch": 7}, {}, "not a multiple of dp 8"),
-        ({"cluster": "8xV100", "precision": "fp8"}, {}, "allowed"),
+        ({"cluster": "8xV100", "precision": "fp8"}, {}, "no fp8 peak"),
+        ({"cluster": "8xV100"}, {}, r"no bf16 peak of v100.*\n  Give --precision fp16 or "),
+        ({"cluster": "v5p-16", "precision": "fp64"}, {}, r"no fp64 peak of tpu-v5p, but of bf16"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict, layout: dict, says: str) -> None:
@@ -201,7 +250,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     for word in ("MFU", "memory of the fullest rank", "bubble", "money", "energy", "What would change that"):
         assert word in said
     html = page.read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
     (bound,) = (line for line in said.splitlines() if line.startswith("It does not fit"))
     assert f"<p>{escape(bound)}</p>" in html
     assert "http-equiv" in html and "<script src" not in html

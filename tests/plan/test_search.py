@@ -85,7 +85,7 @@ def problems(draw: st.DrawFn) -> tuple[Run, Space]:
     batch = machine.size * draw(st.sampled_from((1, 2)))
     rules = ("adamw", "sgd", "muon", "adafactor", "adam8bit", *(() if changed["experts"] else ("sophia-g",)))
     run = Run(SMALL.model_copy(update=changed), Layout(), machine, draw(st.sampled_from((64, 512))), batch,
-              draw(st.sampled_from(("bf16", "fp32"))) if machine.name != "v5e-4" else "bf16",
+              draw(st.sampled_from([kind for kind in ("bf16", "fp32") if kind in machine.accelerator.peak_flops])),
               draw(st.sampled_from(rules)))  # fmt: skip
     one = {"recompute": draw(st.sampled_from(("none", "selective", "full")))} if changed["experts"] else {}
     space = Space(tuple(draw(st.permutations(SCHEDULES))[: 1 if changed["experts"] else 2]), most_virtual=3,

@@ -49,7 +49,7 @@ ffn = 32
         ("--model llama-3.2-1b --optimizer sophia-h", "optimizer.name = 'sophia-h' with train.precision = 'bf16'"),
         ("--model olmoe-1b-7b --optimizer sophia-g", "optimizer.name = 'sophia-g' with experts"),
         ("--model llama-3.2-1b --precision bf16-all --optimizer muon", "with optimizer.name = 'muon'"),
-        ("--model llama-3.2-1b --precision fp8 --cluster 8xV100", "has no fp8 peak"),
+        ("--model llama-3.2-1b --precision fp8 --cluster 8xV100", "no fp8 peak"),
     ],
 )
 def test_what_no_layout_makes_a_run_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:

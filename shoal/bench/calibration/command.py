@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
@@ -21,13 +20,15 @@ from shoal.bench.calibration.profile import profile
 from shoal.catalog import tables
 from shoal.catalog.clusters import nodes
 from shoal.comm.pool import Pool
-from shoal.comm.world import usable_cores
+from shoal.comm.world import host_memory, usable_cores
 from shoal.config import Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
 from shoal.train.allocator import tune_allocator
 
 NAME = "here"  # of the machine in its profile
+MEASURED = 8  # cores at most, all at once
+ORDERED = 0.9  # Spearman's correlation, from which on an order is right
 
 
 class CalibrateOptions(Section):
@@ -59,8 +60,8 @@ class CalibrateOptions(Section):
 
 
 def run(options: CalibrateOptions) -> int:
-    """Measure or check; the exit code, 1 where a check finds estimates that are more than 10 % off in the median, or a
-    pick that takes 5 % longer than the fastest layout.
+    """Measure or check; the exit code, 1 where a check finds estimates that are more than 10 % off in the median or in
+    another order (`ORDERED`), or a pick that takes 5 % longer than the fastest layout.
 
     Raises:
         UsageError: a file that is there already, or is none.
@@ -78,20 +79,21 @@ def run(options: CalibrateOptions) -> int:
     if min(options.ranks) < 2:
         raise UsageError(f"--ranks {min(options.ranks)}: a collective has at least 2.")
     begin = time.monotonic()
-    cores = min(usable_cores(), 8)
+    usable = usable_cores()
+    cores = min(usable, MEASURED)
     with _progress() as bar, Pool(max(cores, *options.ranks), tune_allocator) as pool:
         task = bar.add_task("starting", total=1.0)
         found = measure(
-            pool, cores, list(options.ranks), options.rounds,
+            pool, cores, usable, list(options.ranks), options.rounds,
             lambda done, what: bar.update(task, completed=done, description=what),
         )  # fmt: skip
-    source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} cores"
-    made = profile(found, NAME, _memory() / cores, source)
+    source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} of {usable} cores at once"
+    made = profile(found, NAME, host_memory(), source)
     options.out.write_text(tomli_w.dumps(made), encoding="utf-8")
     of = made["accelerators"][NAME]
     peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in of["peak_flops"].items())
     say = [
-        f"{cores} cores, each: {peaks}, memory {of['memory_bandwidth'] / 1e9:.1f} GB/s; "
+        f"{cores} of {usable} cores at once, each: {peaks}, memory {of['memory_bandwidth'] / 1e9:.1f} GB/s; "
         f"ring {made['links'][NAME]['bandwidth'] / 1e9:.1f} GB/s and {made['links'][NAME]['latency'] * 1e6:.0f} us",
         f"written: {options.out} ({time.monotonic() - begin:.0f} s)",
         f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32",
@@ -99,11 +101,6 @@ def run(options: CalibrateOptions) -> int:
     for line in say:
         console.print(Text(line), soft_wrap=True)
     return 0
-
-
-def _memory() -> float:
-    """Bytes of this machine's memory."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _progress() -> Progress:
@@ -137,7 +134,7 @@ def _check(options: CalibrateOptions, console: Console) -> int:
     if options.scatter:
         write_scatter(options.scatter, found)
         console.print(Text(f"written: {options.scatter}"), soft_wrap=True)
-    return int(_lost(found) > 0.05 if options.pick else _median(found) > 0.10)
+    return int(_lost(found) > 0.05 if options.pick else not _right(found))
 
 
 def lines(found: list[Compared]) -> list[str]:
@@ -161,6 +158,11 @@ def _lost(found: list[Compared]) -> float:
     """By what part the layout that is estimated fastest takes longer than the fastest."""
     picked = min(found, key=lambda one: one.estimated)
     return picked.measured / min(one.measured for one in found) - 1
+
+
+def _right(found: list[Compared]) -> bool:
+    """Whether estimates are near what was measured, and in its order."""
+    return _median(found) <= 0.10 and spearman(found) >= ORDERED
 
 
 def _median(found: list[Compared]) -> float:

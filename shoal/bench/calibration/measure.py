@@ -26,7 +26,7 @@ from shoal.layout import Layout
 from shoal.models.transformer import Transformer, initialise
 from shoal.train.engine import attention_kernel
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PRODUCTS = (
     (2048, 1024, 1024), (512, 256, 256), (128, 512, 512), (1024, 64, 1024), (1024, 1024, 64), (256, 256, 1024),
 )  # fmt: skip
@@ -57,6 +57,7 @@ class Measured:
 
     Attributes:
         cores: ranks that did it at once.
+        usable: cores that there are for ranks, which may be more.
         products: by (format, m, k, n).
         attention: by (heads, s, d), forward and backward.
         models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
@@ -67,6 +68,7 @@ class Measured:
     """
 
     cores: int
+    usable: int
     products: dict[tuple[str, int, int, int], float]
     attention: dict[tuple[int, int, int], float]
     models: dict[tuple[int, int, int], float]
@@ -84,12 +86,13 @@ def model_shape_of(layers: int, hidden: int) -> ModelShape:
     )  # fmt: skip
 
 
-def measure(pool: Pool, cores: int, ranks: list[int], rounds: int, say: Say) -> Measured:
+def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, say: Say) -> Measured:
     """All of it.
 
     Args:
         pool: of ranks with one thread each.
         cores: ranks that compute at once.
+        usable: cores that there are.
         ranks: numbers of them, whose collectives are measured.
         rounds: turns of each.
         say: told how much is done, of 1, and what comes next.
@@ -112,8 +115,8 @@ def measure(pool: Pool, cores: int, ranks: list[int], rounds: int, say: Say) -> 
         every = pool.run(reductions, n, rounds, timeout=300.0)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
-        cores, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()], waiting,
-        reduces,
+        cores, usable, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()],
+        waiting, reduces,
     )  # fmt: skip
 
 

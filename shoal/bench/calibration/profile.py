@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.calibration.measure import ATTENTION, COPIED, REFERENCE, UPDATED, Measured, model_shape_of
+from shoal.bench.calibration.measure import ATTENTION, COPIED, DTYPES, REFERENCE, UPDATED, Measured, model_shape_of
 from shoal.catalog.calibration import calibration
 from shoal.cost.kernels import E, Kernels
 from shoal.cost.runs import Runs
@@ -31,7 +31,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
 
     Args:
         name: of the machine in them.
-        memory: bytes of one rank.
+        memory: bytes that its ranks share.
         source: said of every entry.
     """
     peaks, constants = rates(found)
@@ -56,7 +56,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
         }},
         "links": {name: {"bandwidth": rate, "latency": latency, "source": source}},
         "nodes": {name: {
-            "accelerator": name, "inside": name, "per_node": 64, "at_once": found.cores,
+            "accelerator": name, "inside": name, "per_node": max(64, found.usable), "at_once": found.usable,
             "reference": float(f"{found.models[REFERENCE]:.4g}"), "source": source,
             "constants": {key: float(f"{value:.4g}") for key, value in constants.items()},
         }},
@@ -66,7 +66,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
 def rates(found: Measured) -> tuple[dict[str, float], dict[str, float]]:
     """FLOP/s of endless products by format; by how many rows and columns short ones are slowed, in fp32."""
     peaks, short = {}, (0.0, 0.0)
-    for precision in ("fp32", "bf16"):
+    for precision in DTYPES:
         sizes = [(m, k, n, seconds) for (p, m, k, n), seconds in found.products.items() if p == precision]
         m, k, n, seconds = np.array(sizes, float).T
         flops = 2 * m * k * n
@@ -130,7 +130,7 @@ def links(found: Measured) -> tuple[float, float]:
     """Latency of a step of a ring [s], and bytes/s of its links, by all-reduces."""
     n, size = np.array(list(found.reduces), float).T
     seconds = np.array(list(found.reduces.values()))
-    turns = np.maximum(1.0, n / found.cores)  # who waits for a core reduces nothing
+    turns = np.maximum(1.0, n / found.usable)  # who waits for a core reduces nothing
     steps = np.array([min(ranks - 1, (ranks - 1).bit_length()) for ranks, _ in found.reduces], float)
     design = np.stack([2 * steps, 2 * (n - 1) / n * size], axis=1) * turns[:, None] / seconds[:, None]
     latency, per_byte = fit(design, np.ones_like(n))

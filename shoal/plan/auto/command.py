@@ -90,7 +90,7 @@ def run(options: AutoOptions) -> int:
         tables.add(options.catalog)
     machine, formats = cluster(options.cluster), _formats(options.precision)
     meshes = _meshes(options.mesh, machine)
-    capacity = parse(options.memory, BYTES, where="--memory") if options.memory else machine.accelerator.memory_bytes
+    capacity = parse(options.memory, BYTES, where="--memory") if options.memory else machine.memory_bytes
     if options.check and machine.size > MOST_RANKS:
         raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
     if options.stages > 1 and options.mesh:
