@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
 
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.errors import UsageError, did_you_mean
 from shoal.files import read_toml
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Constants = Mapping[str, float | tuple[float, ...]] | "Calibration"
+    """Numbers by name (`Calibration.values`), or arrays."""
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
@@ -66,20 +71,28 @@ def names_of(by: str) -> tuple[str, ...]:
 
 
 class Calibration:
-    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` what it is known by."""
+    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` what it is known by.
+
+    Attributes:
+        constants: with what they mean.
+        values: the same numbers, in tuples.
+    """
 
     def __init__(self, constants: Mapping[str, Constant]):
         self.constants = dict(constants)
-        self._arrays = {name: self._array(constant) for name, constant in constants.items()}
+        self.values = {name: self._values(constant) for name, constant in constants.items()}
 
     @staticmethod
-    def _array(constant: Constant) -> np.ndarray:
-        given = constant.value
-        if isinstance(given, dict):
-            values = [given.get(name, constant.expected) for name in names_of(constant.by)]
-        else:
-            values = [given]
-        return np.array(values, float) if constant.by else np.float64(values[0])
+    def _values(constant: Constant) -> float | tuple[float, ...]:
+        given = constant.value if isinstance(constant.value, dict) else {"": constant.value}
+        values = tuple(float(given.get(name, constant.expected)) for name in names_of(constant.by))
+        return values if constant.by else values[0]
+
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        import numpy as np
+
+        return {name: np.asarray(values, float)[()] for name, values in self.values.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
@@ -91,14 +104,18 @@ class Calibration:
             UsageError: there is no such constant.
         """
         for name in values:
-            if name not in self._arrays:
-                raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self._arrays)}")
-        return self.with_values({name: np.full_like(self._arrays[name], value) for name, value in values.items()})
+            if name not in self.values:
+                raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self.values)}")
+        of = {name: len(found) if isinstance(found, tuple) else 0 for name, found in self.values.items()}
+        return self._with({name: (value,) * of[name] if of[name] else value for name, value in values.items()})
 
     def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
         """The same with other values for some constants; what they mean is kept."""
+        return self._with({name: tuple(v.tolist()) if v.ndim else float(v) for name, v in values.items()})
+
+    def _with(self, values: Mapping[str, float | tuple[float, ...]]) -> Calibration:
         changed = Calibration.__new__(Calibration)
-        changed.constants, changed._arrays = self.constants, self._arrays | dict(values)
+        changed.constants, changed.values = self.constants, self.values | values
         return changed
 
 

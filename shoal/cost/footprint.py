@@ -13,12 +13,11 @@ import numpy as np
 
 from shoal.catalog.calibration import Calibration
 from shoal.cost.kernels import E, Kernels
+from shoal.cost.outside import GB, outside
 from shoal.cost.runs import Runs
 from shoal.cost.step import stages_of, weights_on_rank
 
 OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
-GB = 1e9
-SEEN = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,6 @@ class Footprint:
     def fits(self) -> np.ndarray:
         """Whether it runs."""
         return self.process <= self.capacity
-
-
-def outside(memory: np.ndarray | float, constants: Calibration) -> np.ndarray:
-    """Bytes that a process needs beside what torch's allocator reserves, on accelerators of so many bytes.
-
-    On smaller ones than those that it was fitted to no larger a part of them: most of it is what estimates miss of a
-    peak, which is the smaller the less there is to fill (docs/validate.md).
-    """
-    return constants["context"] * GB * np.minimum(1.0, memory / SEEN)
 
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:

@@ -1,26 +1,29 @@
 """What one layer takes on one rank: products, attention, operations element by element, collectives, launches.
 
-Closed forms over many runs at once (`Runs`), with the constants of `Calibration`. Nothing here knows of pipelines or of
-data parallelism.
+Closed forms over one run or many at once (`Runs`), with the constants of a calibration, as numbers or as arrays like
+them (`shoal.cost.either`). Nothing here knows of pipelines or of data parallelism.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from shoal.catalog.calibration import Calibration
+from shoal.cost.either import ceil, choose, clip, maximum, minimum, where
 from shoal.cost.runs import Runs
+
+if TYPE_CHECKING:
+    from shoal.catalog.calibration import Constants
+    from shoal.cost.either import Value
 
 E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
 FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
 
 
-def soft_max(a: np.ndarray, b: np.ndarray, sharp: float) -> np.ndarray:
+def soft_max(a: Value, b: Value, sharp: float) -> Value:
     """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
-    larger = np.maximum(np.maximum(a, b), 1e-12)
+    larger = maximum(maximum(a, b), 1e-12)
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
@@ -36,78 +39,78 @@ class Group:
         latency: s of one pass round.
     """
 
-    ranks: np.ndarray
-    here: np.ndarray
-    nodes: np.ndarray
-    bandwidth: np.ndarray
-    latency: np.ndarray
+    ranks: Value
+    here: Value
+    nodes: Value
+    bandwidth: Value
+    latency: Value
 
-    def gather(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
+    def gather(self, size: Value, count: Value = 1.0) -> Value:
         """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
         time = count * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
-        return np.where(self.ranks > 1, time, 0.0)
+        return where(self.ranks > 1, time, 0.0)
 
-    def reduce(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
+    def reduce(self, size: Value, count: Value = 1.0) -> Value:
         """Seconds of all-reduces: each a reduce-scatter and an all-gather."""
         return 2 * self.gather(size, count)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The parts of a step that a layer, a head and a group of ranks take; every array has one entry for each run."""
+    """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
 
     runs: Runs
-    constants: Calibration
+    constants: Constants
 
-    def of(self, name: str, by: str) -> np.ndarray:
+    def of(self, name: str, by: str) -> Value:
         """A constant's value for each run."""
         return self.constants[name][self.runs.code(by)]
 
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def hbm(self) -> np.ndarray:
+    def hbm(self) -> Value:
         """Bytes/s that are attained from memory."""
         return self.runs.hbm * self.of("hbm", "generation")
 
     @cached_property
-    def rate(self) -> np.ndarray:
+    def rate(self) -> Value:
         """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
-        return self.runs.peak * np.minimum(self.of("product", "generation"), self.runs.attainable)
+        return self.runs.peak * minimum(self.of("product", "generation"), self.runs.attainable)
 
     @cached_property
-    def layer_rate(self) -> np.ndarray:
+    def layer_rate(self) -> Value:
         """The same of a layer's products, in 8 bits where these are."""
         r = self.runs
-        return np.where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
+        return where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
 
-    def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> Group:
+    def group(self, ranks: Value, stride: Value) -> Group:
         """See `Group`."""
         r, c = self.runs, self.constants
-        here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
-        nodes = np.ceil(ranks / here)
+        here = clip(r.per_node // maximum(stride, 1), 1, ranks)
+        nodes = ceil(ranks / here)
         inside = r.inside * self.of("inside", "generation")
-        out = np.minimum(here * r.nic * self.of("outside", "network"), np.where(here > 1, inside, np.inf))
+        out = minimum(here * r.nic * self.of("outside", "network"), where(here > 1, inside, float("inf")))
         steps = (here - 1) * self.of("latency_inside", "generation") + (nodes - 1) * self.of(
             "latency_outside", "network"
         )
-        return Group(ranks, here, nodes, np.where(nodes > 1, out, inside), c["collective_launch"] + steps)
+        return Group(ranks, here, nodes, where(nodes > 1, out, inside), c["collective_launch"] + steps)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def widths(self) -> tuple[np.ndarray, np.ndarray]:
+    def widths(self) -> tuple[Value, Value]:
         """Of the queries and of the keys (values alike) on one rank."""
         r = self.runs
-        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / np.minimum(r.tp, r.kv_heads)
+        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / minimum(r.tp, r.kv_heads)
 
-    def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
+    def product(self, m: Value, k: Value, n: Value, rate: Value) -> Value:
         """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
         shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
     @cached_property
-    def products(self) -> np.ndarray:
+    def products(self) -> Value:
         """Of a layer's forward; backward has two for each."""
         r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
         up = (1 + r.gated) * r.ffn / r.tp_y
@@ -120,40 +123,40 @@ class Kernels:
         return attention + r.active * block
 
     @cached_property
-    def scores_in_memory(self) -> np.ndarray:
+    def scores_in_memory(self) -> Value:
         """Whether the kernel writes scores: none of the flash ones."""
         return self.runs.attention < FLASH
 
     @cached_property
-    def plain_softmax(self) -> np.ndarray:
+    def plain_softmax(self) -> Value:
         """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
         r = self.runs
-        return (r.attention == 0) | ((r.attention == 1) & (np.mod(r.b * r.heads / r.tp, 4) != 0))
+        return (r.attention == 0) | ((r.attention == 1) & (r.b * r.heads / r.tp % 4 != 0))
 
     @cached_property
-    def attention(self) -> tuple[np.ndarray, np.ndarray]:
+    def attention(self) -> tuple[Value, Value]:
         """The core of a layer's attention, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
-        flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
-        part = np.where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
+        flops = 4 * r.tokens * r.s * q * where(self.scores_in_memory, 1.0, 0.5)
+        part = where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
         part = part * r.head_dim / (r.head_dim + c["narrow_head"])
-        core = flops / (r.peak * np.where(self.scores_in_memory, self.of("batched_product", "generation"), part))
+        core = flops / (r.peak * where(self.scores_in_memory, self.of("batched_product", "generation"), part))
         matrices = r.b * r.heads / r.tp
-        core = core * np.where(self.scores_in_memory & (np.mod(r.head_dim, 8) != 0), c["odd_head"], 1.0)
-        core = core * np.where(self.scores_in_memory & (matrices == 16), c["batch_of_16"], 1.0)
+        core = core * where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
+        core = core * where(self.scores_in_memory & (matrices == 16), c["batch_of_16"], 1.0)
         scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
-        passes = np.where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
-        moved = np.where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
-        return core + moved, np.where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
+        passes = where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
+        moved = where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
+        return core + moved, where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
 
     @cached_property
-    def tokens_between(self) -> np.ndarray:
+    def tokens_between(self) -> Value:
         """Between the tensor-parallel regions of a layer."""
         r = self.runs
-        return np.where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
+        return where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
 
     @cached_property
-    def elements(self) -> np.ndarray:
+    def elements(self) -> Value:
         """Operations element by element of a layer's forward: bytes over what memory attains."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
@@ -162,7 +165,7 @@ class Kernels:
         return E * inner / self.hbm
 
     @cached_property
-    def exchange(self) -> np.ndarray:
+    def exchange(self) -> Value:
         """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
         with half of what a layer's forward scatters and gathers along x."""
         r, (q, kv) = self.runs, self.widths
@@ -171,7 +174,7 @@ class Kernels:
         return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
-    def launches(self) -> np.ndarray:
+    def launches(self) -> Value:
         """What the host needs to launch a layer's forward: a floor under all of it."""
         r, c = self.runs, self.constants
         apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
@@ -180,32 +183,32 @@ class Kernels:
         return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
 
     @cached_property
-    def forward(self) -> np.ndarray:
+    def forward(self) -> Value:
         """The accelerator's time of a layer's forward."""
         return self.products + self.attention[0] + self.elements + 2 * self.exchange
 
     @cached_property
-    def again(self) -> np.ndarray:
+    def again(self) -> Value:
         """Of what a layer's backward computes again."""
-        return np.choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward])
+        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward])
 
     @cached_property
-    def backward(self) -> np.ndarray:
+    def backward(self) -> Value:
         """Of a layer's backward, with what it computes again."""
         r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
-        sums = self.exchange * np.where(again, 3, 2)  # the inputs of both blocks are gathered once more
-        hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
-        exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
+        sums = self.exchange * where(again, 3, 2)  # the inputs of both blocks are gathered once more
+        hidden = minimum(sums * self.constants["hide_tensor"], self.products)
+        exposed = sums - where(r.overlap_tensor > 0, hidden, 0.0)
         return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.again
 
     @cached_property
-    def launches_of_both(self) -> np.ndarray:
+    def launches_of_both(self) -> Value:
         """The same of a forward and a backward, with what is computed again."""
         again = self.runs.code("recompute") == 2
         return self.launches * (1 + self.constants["launch_backward"] + again)
 
     @cached_property
-    def layer(self) -> tuple[np.ndarray, np.ndarray]:
+    def layer(self) -> tuple[Value, Value]:
         """Seconds of a layer's forward and backward, the host's launches counted."""
         sharp = self.constants["sharp"]
         forward = soft_max(self.forward, self.launches, sharp)
@@ -214,7 +217,7 @@ class Kernels:
     # ---- the ends ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def head(self) -> np.ndarray:
+    def head(self) -> Value:
         """Forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm

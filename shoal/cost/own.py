@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
-
-import numpy as np
 
 from shoal.catalog import ModelShape
 from shoal.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration_of
@@ -48,25 +47,24 @@ def network_of(cluster: Cluster) -> str:
 
 def attained(cluster: Cluster) -> Cluster:
     """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
-    c = calibration_of(cluster)
+    c = calibration_of(cluster).values
     generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
     inside, nic = cluster.inside, cluster.nic
     if inside:
         latency = c["latency_inside"][generation] if not cluster.torus else inside.latency
         inside = inside.model_copy(
-            update={"bandwidth": inside.bandwidth * c["inside"][generation], "latency": float(latency)}
+            update={"bandwidth": inside.bandwidth * c["inside"][generation], "latency": latency}
         )
     if nic:
         part, latency = c["outside"][network], c["latency_outside"][network]
-        nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": float(latency)})
+        nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
     return replace(cluster, inside=inside, nic=nic)
 
 
 def memory_rate(cluster: Cluster) -> float:
     """Bytes/s that kernels attain."""
-    return cluster.accelerator.memory_bandwidth * float(
-        calibration_of(cluster)["hbm"][GENERATIONS.index(cluster.accelerator.generation)]
-    )
+    attains = calibration_of(cluster).values["hbm"]
+    return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
 
 
 def layer_of(
@@ -85,8 +83,8 @@ def layer_of(
         masked: attention stays inside documents.
     """
     machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
-    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else np.inf
-    runs = Runs.of([{
+    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
+    runs = Runs.one({
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
         "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
@@ -95,16 +93,16 @@ def layer_of(
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
         "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
-        "inside": cluster.inside.bandwidth / wide if cluster.inside else np.inf, "nic": share,
+        "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
         "network": NETWORKS.index(network_of(cluster)), "software": list(software_table()).index("shoal"),
-    }])  # fmt: skip
-    c = calibration_of(cluster)
+    })  # fmt: skip
+    c = calibration_of(cluster).values
     k = Kernels(runs, c)
     if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
         later = 2 * later
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
-    hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
+    hidden = min(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
     forward = k.products + attention + k.elements + 2 * k.exchange
     again = {"none": 0.0, "selective": attention, "full": forward}[recompute]
@@ -114,16 +112,15 @@ def layer_of(
     launches_backward = soft_max(forward + backward, host, c["sharp"]) - forward - backward - launches
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
-    found = (
+    return Layer(
         k.products, attention, k.elements, attention_backward, k.exchange, exposed, launches,
-        np.maximum(launches_backward, 0.0), head, loss,
+        max(launches_backward, 0.0), head, loss,
     )  # fmt: skip
-    return Layer(*(float(value[0]) for value in found))
 
 
 def spread(cluster: Cluster, kind: str = "time") -> float:
     """Half of the 80 % interval of an estimate, of its logarithm."""
-    c = calibration_of(cluster)
+    c = calibration_of(cluster).values
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
-    width = float(c[f"spread_{kind}"][list(software_table()).index("shoal")])
-    return width * float(c["spread_scale"][SPREADS.index(scale)]) if kind == "time" else width
+    width = c[f"spread_{kind}"][list(software_table()).index("shoal")]
+    return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width

@@ -1,4 +1,4 @@
-"""Many runs at once: one array for each thing that decides the time and the memory of a step.
+"""Many runs at once: one array for each thing that decides the time and the memory of a step; or one run, in numbers.
 
 What the closed forms of `shoal.cost.step` and `shoal.cost.footprint` take, so that a hundred thousand layouts are
 priced in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.cost.either import Value
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
@@ -19,7 +22,7 @@ ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 
 @dataclass
 class Runs:
-    """One entry of each array is one run; fields with a default may be left out.
+    """One entry of each array is one run, or each field is a number; those with a default may be left out.
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: L, h, a and so on.
@@ -48,72 +51,79 @@ class Runs:
         fused_norm: 1 where a norm is one kernel.
     """
 
-    layers: np.ndarray
-    hidden: np.ndarray
-    heads: np.ndarray
-    kv_heads: np.ndarray
-    head_dim: np.ndarray
-    ffn: np.ndarray
-    vocab: np.ndarray
-    s: np.ndarray
-    b: np.ndarray
-    microbatches: np.ndarray
-    peak: np.ndarray
-    hbm: np.ndarray
-    memory: np.ndarray
-    gated: np.ndarray = 1
-    tied: np.ndarray = 0
-    experts: np.ndarray = 1
-    active: np.ndarray = 1
-    tp: np.ndarray = 1
-    tp_x: np.ndarray = 1
-    pp: np.ndarray = 1
-    virtual: np.ndarray = 1
-    dp: np.ndarray = 1
-    cp: np.ndarray = 1
-    ep: np.ndarray = 1
-    zero: np.ndarray = 0
-    shard: np.ndarray = 1
-    sequence_parallel: np.ndarray = 0
-    recompute: np.ndarray = 0
-    warmup: np.ndarray = 1
-    alive: np.ndarray = 1
-    software: np.ndarray = 0
-    generation: np.ndarray = 2
-    attention: np.ndarray = 3
-    fp8: np.ndarray = 0
-    peak8: np.ndarray = 0
-    attainable: np.ndarray = 1
-    inside: np.ndarray = np.inf
-    nic: np.ndarray = np.inf
-    network: np.ndarray = 0
-    per_node: np.ndarray = 8
-    gradient_bytes: np.ndarray = 4
-    reduce_bytes: np.ndarray = 4
-    overlap_data: np.ndarray = 1
-    overlap_tensor: np.ndarray = 0
-    overlap_pipeline: np.ndarray = 0
-    balanced: np.ndarray = 0
-    dropout: np.ndarray = 0
-    unit_messages: np.ndarray = 1
-    crowded: np.ndarray = 0
-    bucket_copies: np.ndarray = 0
-    shard_copies: np.ndarray = 0
-    reduced_apart: np.ndarray = 0
-    gathers_kept: np.ndarray = 0
-    logits_whole: np.ndarray = 0
-    fused_norm: np.ndarray = 1
-    ties_first: np.ndarray = 0
-    kept_ffn: np.ndarray = 4
+    layers: Value
+    hidden: Value
+    heads: Value
+    kv_heads: Value
+    head_dim: Value
+    ffn: Value
+    vocab: Value
+    s: Value
+    b: Value
+    microbatches: Value
+    peak: Value
+    hbm: Value
+    memory: Value
+    gated: Value = 1
+    tied: Value = 0
+    experts: Value = 1
+    active: Value = 1
+    tp: Value = 1
+    tp_x: Value = 1
+    pp: Value = 1
+    virtual: Value = 1
+    dp: Value = 1
+    cp: Value = 1
+    ep: Value = 1
+    zero: Value = 0
+    shard: Value = 1
+    sequence_parallel: Value = 0
+    recompute: Value = 0
+    warmup: Value = 1
+    alive: Value = 1
+    software: Value = 0
+    generation: Value = 2
+    attention: Value = 3
+    fp8: Value = 0
+    peak8: Value = 0
+    attainable: Value = 1
+    inside: Value = float("inf")
+    nic: Value = float("inf")
+    network: Value = 0
+    per_node: Value = 8
+    gradient_bytes: Value = 4
+    reduce_bytes: Value = 4
+    overlap_data: Value = 1
+    overlap_tensor: Value = 0
+    overlap_pipeline: Value = 0
+    balanced: Value = 0
+    dropout: Value = 0
+    unit_messages: Value = 1
+    crowded: Value = 0
+    bucket_copies: Value = 0
+    shard_copies: Value = 0
+    reduced_apart: Value = 0
+    gathers_kept: Value = 0
+    logits_whole: Value = 0
+    fused_norm: Value = 1
+    ties_first: Value = 0
+    kept_ffn: Value = 4
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Runs:
         """From one mapping for each run; names that are no field are left out."""
+        import numpy as np
+
         defaults = {f.name: f.default for f in fields(cls)}
         return cls(**{
             name: np.array([float(row.get(name, default)) for row in rows])
             for name, default in defaults.items()
         })
+
+    @classmethod
+    def one(cls, values: Mapping[str, Any]) -> Runs:
+        """A single run, in numbers."""
+        return cls(**{f.name: float(values.get(f.name, f.default)) for f in fields(cls)})
 
     @property
     def size(self) -> int:
@@ -121,17 +131,17 @@ class Runs:
         return len(self.layers)
 
     @property
-    def tp_y(self) -> np.ndarray:
+    def tp_y(self) -> Value:
         """See above."""
         return self.tp / self.tp_x
 
     @property
-    def ranks(self) -> np.ndarray:
+    def ranks(self) -> Value:
         """World sizes."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> Value:
         """Of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
 
@@ -139,6 +149,7 @@ class Runs:
         """Some of them, by index or mask."""
         return Runs(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
-    def code(self, name: str) -> np.ndarray:
+    def code(self, name: str) -> Value:
         """A field as integers."""
-        return getattr(self, name).astype(int)
+        value = getattr(self, name)
+        return int(value) if isinstance(value, float) else value.astype(int)

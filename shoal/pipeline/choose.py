@@ -13,7 +13,6 @@ from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
 from shoal.pipeline.schedules.file import schedule_from_csv
 from shoal.pipeline.schedules.placement import closed_form
-from shoal.pipeline.slices import best_slices, even_slices, flops, places
 from shoal.pipeline.split import even_layers
 
 VIRTUAL = 2
@@ -40,15 +39,16 @@ def virtual_stages(layout: Layout) -> int:
     return schedule_of(layout).virtual or layout.virtual_stages or VIRTUAL
 
 
-def program_of(layout: Layout, microbatches: int, slices: int = 0) -> Program:
+def program_of(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
     """The program of one step.
 
     Args:
         slices: that each sequence is cut into (`slices_of`), 0 where it is not.
+        transfers: as `build` has it.
     """
     program = build(
         schedule_of(layout), layout.pp, microbatches,
-        virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices),
+        virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices), transfers=transfers,
     )
     return replace(program, layers=layout.stage_layers or ())
 
@@ -57,6 +57,8 @@ def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_
     """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
     if layout.schedule != "terapipe":
         return ()
+    from shoal.pipeline.slices import best_slices, even_slices, flops, places  # which need numpy
+
     if layout.sequence_slices == "auto":
         least = _least_slice(layout)
         *cuts, _ = places(sequence_length // least * least, least)

@@ -177,8 +177,9 @@ class Schedule:
 
 
 def build(
-    schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0, parts: int = 1
-) -> Program:
+    schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0, parts: int = 1,
+    transfers: bool = True,
+) -> Program:  # fmt: skip
     """The program of a schedule.
 
     Args:
@@ -186,6 +187,7 @@ def build(
         virtual_stages: stages on each rank, where the schedule leaves that open.
         parts: slices that each sequence is cut into.
         zero: ZeRO stage: 1 and 2 gather the parameters after the step; 3 gathers them layer by layer inside the passes.
+        transfers: between ranks are written down; who only plays the program knows where they are.
     """
     virtual = schedule.virtual or virtual_stages
     stage_rank = schedule.placement(ranks, virtual)
@@ -195,9 +197,10 @@ def build(
         stage_rank, microbatches, gathers=zero in (1, 2), copies=schedule.copies, parts=parts,
         updates=max(1, sum(a.op is Op.STEP for a in orders[0])),
     )
+    computed = add_transfers(program) if transfers else program.actions
     actions = [
         _with_updates(order, actions, program) if program.updates > 1 else (*actions, *finish(program, rank))
-        for rank, (order, actions) in enumerate(zip(orders, add_transfers(program), strict=True))
+        for rank, (order, actions) in enumerate(zip(orders, computed, strict=True))
     ]
     return replace(program, actions=tuple(map(tuple, actions)))
 

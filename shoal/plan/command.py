@@ -13,7 +13,6 @@ from shoal.catalog.clusters import cluster
 from shoal.config import OptimizerConfig, RunConfig, Section
 from shoal.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
-from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
@@ -111,6 +110,8 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     if options.model or config is None:
         shape = model_shape(options.model or "llama-3-8b")
     else:
+        from shoal.data.tokenizer import load_tokenizer
+
         vocab = load_tokenizer(config.data.tokenizer).vocab_size
         shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     s = options.sequence_length or (config.data.sequence_length if config else shape.max_sequence)

@@ -1,26 +1,30 @@
 """A step of training, priced before it is run: time by what takes it, memory of every pipeline rank by what holds it.
 
-Its stages are priced one by one (`shoal.plan.stage`); the pipeline is the schedule's own program, played.
+Its stages are priced one by one (`shoal.plan.stage`); the pipeline is the schedule's own program, played: a short one
+in plain numbers (`shoal.pipeline.short`), without numpy, which takes longer to import than an answer.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from math import exp
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
-from shoal.plan.cores import on_cores
+from shoal.pipeline.short import Played, alive, is_short, play
 from shoal.plan.memory import Memory
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
 from shoal.plan.stage import ATTENTION_BACKWARD, Stages, StageTimes
-from shoal.simulate import Timeline, Times, simulate
-from shoal.simulate.columns import Columns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.simulate import Timeline, Times
+    from shoal.simulate.columns import Columns
 
 
 class Estimate(Stages):
@@ -35,8 +39,8 @@ class Estimate(Stages):
 
     def __init__(self, run: Run, program: Program | Columns | None = None, known: dict | None = None):
         super().__init__(run, known)
-        self.played = program or program_of(run.layout, run.microbatches)
-        self.program = self.played.program if isinstance(self.played, Columns) else self.played
+        self.played = program or program_of(run.layout, run.microbatches, transfers=False)
+        self.program = self.played if isinstance(self.played, Program) else self.played.program
         self.parts = stage_parts(run.shape, self.program)
 
     # ---- time ----------------------------------------------------------------------------------------------------
@@ -47,40 +51,74 @@ class Estimate(Stages):
         return [self.stage_of(part) for part in self.parts]
 
     @cached_property
-    def finishing(self) -> np.ndarray:
-        """[stages, 3] seconds: reduction, optimizer, gather."""
-        return np.array([self.finish_of(part) for part in self.parts])
+    def passes(self) -> list[tuple[float, float, float]]:
+        """[stages] seconds of a forward and of both halves of a backward."""
+        return [(s.forward, s.backward_input, s.backward_weight) for s in self.stages]
 
     @cached_property
-    def times(self) -> np.ndarray:
-        """[3, stages] seconds of forwards and of both halves of backwards."""
-        return np.array([(s.forward, s.backward_input, s.backward_weight) for s in self.stages]).T
-
-    @cached_property
-    def durations(self) -> Times:
-        """Seconds of all that the program does, but for messages (`link`)."""
-        step_of_rank = [self.finishing[self.program.stages_of(r), 1].sum() for r in range(self.program.ranks)]
-        forward, inputs, weights = self.times
-        return Times(
-            forward=forward, backward_input=inputs, backward_weight=weights, reduce=self.finishing[:, 0],
-            step=max(step_of_rank), gather=self.finishing[:, 2],
-        )  # fmt: skip
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The program, played."""
-        return simulate(self.played, self.durations, self.link)
+    def finishing(self) -> list[tuple[float, float, float]]:
+        """[stages] seconds: reduction, optimizer, gather."""
+        return [self.finish_of(part) for part in self.parts]
 
     @cached_property
     def step_seconds(self) -> float:
         """Of one step."""
-        return self._seconds(self.timeline)
+        return self._step.seconds
 
-    def _seconds(self, timeline: Timeline) -> float:
-        """Of a step as it is played, each rank on a core of its own or all on those that there are."""
+    @cached_property
+    def _step(self) -> Played:
+        return play(self.program, self.passes, self.finishing, *self.hops) if self._short else self._on(self.timeline)
+
+    @cached_property
+    def _without_messages(self) -> Played:
+        if self._short:
+            return play(self.program, self.passes, self.finishing)
+        from shoal.simulate import simulate
+
+        return self._on(simulate(self.played, self.durations))
+
+    @property
+    def _short(self) -> bool:
+        return self.played is self.program and self.run.cluster.at_once is None and is_short(self.program)
+
+    def _on(self, timeline: Timeline) -> Played:
+        """A step as it is played, each rank on a core of its own or all on those that there are."""
         if self.run.cluster.at_once is None:
-            return timeline.step_time
-        return on_cores(timeline, self.run.layout, self.run.cluster)
+            return Played(timeline.step_time, timeline.busy[0].tolist())
+        from shoal.plan.cores import on_cores
+
+        return Played(on_cores(timeline, self.run.layout, self.run.cluster), timeline.busy[0].tolist())
+
+    # ---- the same in arrays, of any program ----------------------------------------------------------------------
+
+    @cached_property
+    def times(self) -> np.ndarray:
+        """[3, stages] `passes`."""
+        import numpy as np
+
+        return np.array(self.passes).T
+
+    @cached_property
+    def durations(self) -> Times:
+        """Seconds of all that the program does, but for messages (`link`)."""
+        from shoal.simulate import Times
+
+        forward, inputs, weights = self.times
+        reduce, updates, gather = zip(*self.finishing, strict=True)
+        step_of_rank = [sum(updates[s] for s in self.program.stages_of(r)) for r in range(self.program.ranks)]
+        return Times(
+            forward=forward, backward_input=inputs, backward_weight=weights, reduce=reduce, step=max(step_of_rank),
+            gather=gather,
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The program, played."""
+        from shoal.simulate import simulate
+
+        return simulate(self.played, self.durations, self.link)
+
+    # ---- what it is made of --------------------------------------------------------------------------------------
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -94,7 +132,7 @@ class Estimate(Stages):
 
         Of its waiting, messages are what the step would be shorter by without them; the rest is the bubble.
         """
-        busiest = int(self.timeline.busy[0].argmax())
+        busiest = max(range(self.program.ranks), key=self._step.busy.__getitem__)
         stages = self.program.stages_of(busiest)
         of: dict[str, float] = dict.fromkeys(NAMES, 0.0)
         for stage in stages:
@@ -108,14 +146,14 @@ class Estimate(Stages):
             of["context parallelism"] += count * (times.context + times.context_backward)
             of["launches"] += count * (times.launches + times.launches_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
-            of["gathers and reductions"] += self.finishing[stage, 0] + self.finishing[stage, 2]
-            of["optimizer"] += self.finishing[stage, 1]
+            of["gathers and reductions"] += self.finishing[stage][0] + self.finishing[stage][2]
+            of["optimizer"] += self.finishing[stage][1]
         waiting = max(0.0, self.step_seconds - sum(of.values()))
         if self.program.ranks > 1:
-            longer = self.step_seconds - self._seconds(simulate(self.played, self.durations))
+            longer = self.step_seconds - self._without_messages.seconds
             of["messages between stages"] = min(max(0.0, longer), waiting)
         of["bubble"] = waiting - of["messages between stages"]
-        return {name: float(seconds) for name, seconds in of.items()}
+        return of
 
     @cached_property
     def mfu(self) -> float:
@@ -135,8 +173,10 @@ class Estimate(Stages):
     @cached_property
     def memory(self) -> list[Memory]:
         """Of every pipeline rank; of its tensor-parallel and data-parallel ranks the first."""
-        kept = np.array([self.kept_of(part) for part in self.parts])
-        peaks, versions = self.timeline.peak_bytes(kept.astype(float)), self.timeline.weight_versions
+        kept = [float(self.kept_of(part)) for part in self.parts]
+        peaks, versions = alive(self.program, kept), [1] * self.program.ranks
+        if not self._short:
+            peaks, versions = self.timeline.peak_bytes(kept), self.timeline.weight_versions
         return [
             self.memory_of([self.parts[s] for s in self.program.stages_of(rank)], float(alive), int(copies))
             for rank, (alive, copies) in enumerate(zip(peaks, versions, strict=True))

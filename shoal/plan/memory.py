@@ -12,7 +12,7 @@ from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
 from shoal.cost.buckets import buckets_of
-from shoal.cost.footprint import GB, outside
+from shoal.cost.outside import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.state import StateBytes, Whole, state_bytes
 from shoal.cost.working import Moment, in_block, moments
@@ -62,7 +62,7 @@ class StageMemory:
         self.run = run
         self.known = {} if known is None else known
         if "constants" not in self.known:
-            self.known["constants"] = calibration_of(run.cluster)
+            self.known["constants"] = calibration_of(run.cluster).values
         self.constants = self.known["constants"]
         self.forward = Pass(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask
@@ -188,15 +188,15 @@ class StageMemory:
         cluster, constants = self.run.cluster, self.constants
         if not cluster.accelerator.devices:
             return 0.0
-        return float(constants["base"] * GB + outside(cluster.memory_bytes, constants))
+        return constants["base"] * GB + outside(cluster.memory_bytes, constants)
 
     @cached_property
     def capacity(self) -> float:
         """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
         cluster = self.run.cluster
-        return cluster.memory_bytes * (float(self.constants["usable"]) if cluster.accelerator.devices else 1.0)
+        return cluster.memory_bytes * (self.constants["usable"] if cluster.accelerator.devices else 1.0)
 
     @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
-        return float(self.constants["fragmentation"][list(software_table()).index("shoal")])
+        return self.constants["fragmentation"][list(software_table()).index("shoal")]

@@ -128,7 +128,7 @@ class Replicas:
         backward = np.where(self.gathers > 1, gather, 0.0) + (reduction if plain.run.layout.overlap else 0.0)
         hides = plain.stage_of(part).forward  # which is longer than what hides it
         waiting = np.maximum(0.0, plain.slower * forward - hides) + np.maximum(0.0, plain.slower * backward - 2 * hides)
-        return waiting + plain.slower * float(plain.constants["contention"]) * (forward + backward)
+        return waiting + plain.slower * plain.constants["contention"] * (forward + backward)
 
     def _finishing(self, plain: Stages, part: StagePart) -> np.ndarray:
         storage, compute, reduce, moments = self._sizes
@@ -148,11 +148,11 @@ class Replicas:
         backward = times.backward_input + times.backward_weight
         layout = plain.run.layout
         bucket = min(1.0, layout.bucket_bytes / max(1, sum(held) * reduce)) if layout.overlap else 1.0
-        hidden = np.where(self.zero < 2, float(plain.constants["hide_data"]) * backward, np.inf)
+        hidden = np.where(self.zero < 2, plain.constants["hide_data"] * backward, np.inf)
         reduction = plain.run.passes * reduction
         reduction = np.maximum(reduction * bucket, reduction - hidden)
         touched = updated * (2 * moments + 2 * storage + 2 * reduce)
-        return np.stack([reduction, float(plain.constants["update_slow"]) * touched / plain.hbm, gather])
+        return np.stack([reduction, plain.constants["update_slow"] * touched / plain.hbm, gather])
 
 
 def _kind(plain: Stages, part: StagePart) -> tuple:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shoal.catalog.calibration import GENERATIONS
 from shoal.cost.communication import Ring, extent_of, ring_of
@@ -27,7 +26,11 @@ from shoal.layout import axes_of
 from shoal.plan.memory import Kinds, StageMemory
 from shoal.plan.run import KINDS, Run
 from shoal.precision.formats import FP32
-from shoal.simulate.times import Links
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.simulate.times import Links
 
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
@@ -96,7 +99,7 @@ class Stages(StageMemory):
         if "machine" not in self.known:
             self.known["machine"] = (
                 run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster),
-                attained(run.cluster), 1 + float(self.constants["stragglers"]) * log2(run.cluster.nodes),
+                attained(run.cluster), 1 + self.constants["stragglers"] * log2(run.cluster.nodes),
             )  # fmt: skip
         self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
 
@@ -133,6 +136,8 @@ class Stages(StageMemory):
         first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make up all stages."""
         key = ("linear", self.passing, self.run.layout.cp_order)
         if key not in self.known:
+            import numpy as np  # which an estimate of one layout does without
+
             dense, sparse = {(False, False): 1}, {(self.run.shape.experts is not None, False): 1}
             counts = (({}, False, False), (dense, False, False), (sparse, False, False), ({}, True, False),
                       ({}, False, True))  # fmt: skip
@@ -235,7 +240,7 @@ class Stages(StageMemory):
         gather, reduce = self.sharding(part) if part else (0.0, 0.0)
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
-        contention = float(self.constants["contention"])  # what travels behind computation slows it down
+        contention = self.constants["contention"]  # what travels behind computation slows it down
         backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
         found = StageTimes(
             matrices=layers * layer.products + head,
@@ -249,7 +254,7 @@ class Stages(StageMemory):
             experts=layers * rows,
             gather_forward=max(0.0, gather - compute) + contention * gather,
             gather_backward=backward + reduce - overlapped,
-            launches=layers * layer.launches + float(self.constants["micro_batch"]),
+            launches=layers * layer.launches + self.constants["micro_batch"],
             launches_backward=layers * layer.launches_backward,
         )
         return StageTimes(**{name: self.slower * self.run.passes * seconds for name, seconds in vars(found).items()})
@@ -302,9 +307,9 @@ class Stages(StageMemory):
             bucket = min(1.0, layout.bucket_bytes / max(1, size)) if layout.overlap else 1.0
             stage = self.stage_of(part)
             backward = stage.backward_input + stage.backward_weight
-            reduction = max(reduction * bucket, reduction - float(self.constants["hide_data"]) * backward)
+            reduction = max(reduction * bucket, reduction - self.constants["hide_data"] * backward)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
-        update = float(self.constants["update_slow"]) * touched / self.hbm + self._orthogonal(state)
+        update = self.constants["update_slow"] * touched / self.hbm + self._orthogonal(state)
         return reduction, update, gather
 
     def _orthogonal(self, state: StateBytes) -> float:
@@ -314,7 +319,7 @@ class Stages(StageMemory):
             return 0.0
         holders = self.group("stage" if run.shape.experts else "holders")
         wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
-        part = float(self.constants["product"][GENERATIONS.index(machine.generation)])
+        part = self.constants["product"][GENERATIONS.index(machine.generation)]
         rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
         pieces = -(-found.elements // AT_ONCE)
         size = found.elements * run.policy.storage.itemsize / pieces
@@ -322,13 +327,20 @@ class Stages(StageMemory):
         return found.busiest(holders.ranks) / rate + exchange
 
     @cached_property
-    def link(self) -> Links:
-        """From a pipeline rank to the next."""
+    def hops(self) -> tuple[float, float]:
+        """Seconds for which a message to the next pipeline rank occupies its link, and until it is there after that."""
         run, pipeline = self.run, self.group("pp")
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
-        return Links.of_bandwidth(moved, pipeline.hop, max(pipeline.latency, pipeline.outer_latency))
+        return moved / pipeline.hop, max(pipeline.latency, pipeline.outer_latency)
 
-    @cached_property
+    @property
     def hop(self) -> float:
         """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
-        return float(self.link.time + self.link.latency)
+        return sum(self.hops)
+
+    @cached_property
+    def link(self) -> Links:
+        """From a pipeline rank to the next."""
+        from shoal.simulate.times import Links
+
+        return Links(*self.hops)

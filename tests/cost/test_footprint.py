@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from shoal.catalog.calibration import calibration
-from shoal.cost.footprint import footprint, outside
+from shoal.cost.footprint import footprint
+from shoal.cost.outside import outside
 from shoal.cost.runs import Runs
 from shoal.cost.step import stages_of
 from tests.cost.test_step import LLAMA

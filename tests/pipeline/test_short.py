@@ -1,0 +1,48 @@
+"""Short programs are played as `shoal.simulate` plays them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import UsageError
+from shoal.pipeline.program import Action, Op, Program, build
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.pipeline.short import alive, is_short, play
+from shoal.simulate import Links, Times, simulate
+
+SECONDS = st.floats(0.0, 3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_short_program_is_played_as_in_arrays(data: st.DataObject) -> None:
+    schedule = data.draw(st.sampled_from([s for s in SCHEDULES.values() if s.copies == 1 and s.name != "zb-auto"]))
+    ranks, groups, virtual = (data.draw(st.integers(1, most)) for most in (4, 3, 3))
+    fields = {"virtual_stages": virtual, "zero": data.draw(st.integers(0, 3))}
+    written, program = (build(schedule, ranks, groups * ranks, **fields, transfers=sent) for sent in (True, False))
+    rows = st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=program.stages, max_size=program.stages)
+    passes, finishing = data.draw(rows), data.draw(rows)
+    time, latency = data.draw(SECONDS), data.draw(SECONDS)
+    reduce, update, gather = np.array(finishing).T
+    step = max(update[program.stages_of(rank)].sum() for rank in range(ranks))
+    forward, inputs, weights = np.array(passes).T
+    timeline = simulate(written, Times(forward, inputs, weights, reduce=reduce, step=step, gather=gather),
+                        Links(time, latency))  # fmt: skip
+    found = play(program, passes, finishing, time, latency)
+    assert is_short(program) and (ranks == 1 or not is_short(written))
+    assert found.seconds == pytest.approx(timeline.step_time, rel=1e-12)
+    assert found.busy == pytest.approx(timeline.busy[0].tolist(), rel=1e-9)
+    assert alive(program, inputs) == pytest.approx(timeline.peak_bytes(inputs).tolist(), rel=1e-9)
+
+
+def test_what_is_not_short_is_not_taken() -> None:
+    assert not is_short(build(SCHEDULES["dualpipe"], 2, 4))
+    assert not is_short(build(SCHEDULES["terapipe"], 2, 4, parts=2))
+    assert not is_short(build(SCHEDULES["gpipe"], 2, 2000))
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    stuck = Program(((Action(Op.BACKWARD, 0, 0), Action(Op.FORWARD, 0, 0)), (Action(Op.FORWARD, 1, 0),)), (0, 1), 1)
+    with pytest.raises(UsageError, match="deadlock"):
+        play(stuck, [(1, 1, 1)] * 2, [(0, 0, 0)] * 2)
