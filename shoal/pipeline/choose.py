@@ -11,7 +11,6 @@ from shoal.layout import FILE, Layout
 from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build
 from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
-from shoal.pipeline.schedules.file import schedule_from_csv
 from shoal.pipeline.schedules.placement import closed_form
 from shoal.pipeline.split import even_layers
 
@@ -26,6 +25,8 @@ def schedule_of(layout: Layout) -> Schedule:
         UsageError: it names a file that holds none.
     """
     if layout.schedule.startswith(FILE):
+        from shoal.pipeline.schedules.file import schedule_from_csv  # which proves what it reads
+
         return schedule_from_csv(layout.schedule.removeprefix(FILE))
     schedule = EVERY[layout.schedule]
     if layout.update_every:

@@ -121,7 +121,8 @@ def roofline(estimate: Estimate) -> str:
     for i, (name, work) in enumerate(operations(estimate).items()):
         x, y = at(work.intensity, min(wide if name == "head" else peak, work.intensity * bandwidth))
         canvas.add("circle", cx=x, cy=y, r=4, fill=COLOURS[5])
-        canvas.text(x + 6, y + 14 + 13 * (i % 4), f"{name} {work.intensity:.3g}", size=11)
+        row = 0 if name == "residual" else i  # which is far from the others
+        canvas.text(x + 6, y + 14 + 13 * row, f"{name} {work.intensity:.3g}", size=11)
     canvas.text(LEFT, height, "FLOPs per byte of memory", size=11, fill=FAINT)
     return canvas.document(WIDTH, height + 6, "Roofline of one layer's operations")
 

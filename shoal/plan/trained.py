@@ -46,7 +46,7 @@ def check_device(run: Run) -> None:
     has = sorted((name for name in peaks if peaks[name]), key=lambda name: -peaks[name])
     raise UsageError(
         f"--precision {run.precision}: the catalog has no {run.products} peak of {machine.name}, but of "
-        f"{', '.join(machine.peak_flops)}.\n  Give --precision {' or '.join(has)}."
+        f"{', '.join(machine.peak_flops)}.\n  Give --precision {' or '.join(has[:3])}."
     )
 
 
