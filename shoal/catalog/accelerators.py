@@ -67,8 +67,8 @@ class Accelerator(BaseModel):
 
     @property
     def half(self) -> str:
-        """Its number format of 16 bits: bf16, or fp16 where that is not there."""
-        return "bf16" if "bf16" in self.peak_flops else "fp16"
+        """Its number format of 16 bits: bf16, or fp16 where that is not there; the first that it has, if neither is."""
+        return next(kind for kind in ("bf16", "fp16", *self.peak_flops) if kind in self.peak_flops)
 
     @property
     def printed(self) -> tuple[str, float]:
