@@ -56,7 +56,7 @@ class Estimate(Stages):
         return [(s.forward, s.backward_input, s.backward_weight) for s in self.stages]
 
     @cached_property
-    def finishing(self) -> list[tuple[float, float, float]]:
+    def finishes(self) -> list[tuple[float, float, float]]:
         """[stages] seconds: reduction, optimizer, gather."""
         return [self.finish_of(part) for part in self.parts]
 
@@ -67,12 +67,12 @@ class Estimate(Stages):
 
     @cached_property
     def _step(self) -> Played:
-        return play(self.program, self.passes, self.finishing, *self.hops) if self._short else self._on(self.timeline)
+        return play(self.program, self.passes, self.finishes, *self.hops) if self._short else self._on(self.timeline)
 
     @cached_property
     def _without_messages(self) -> Played:
         if self._short:
-            return play(self.program, self.passes, self.finishing)
+            return play(self.program, self.passes, self.finishes)
         from shoal.simulate import simulate
 
         return self._on(simulate(self.played, self.durations))
@@ -99,12 +99,19 @@ class Estimate(Stages):
         return np.array(self.passes).T
 
     @cached_property
+    def finishing(self) -> np.ndarray:
+        """[stages, 3] `finishes`."""
+        import numpy as np
+
+        return np.array(self.finishes)
+
+    @cached_property
     def durations(self) -> Times:
         """Seconds of all that the program does, but for messages (`link`)."""
         from shoal.simulate import Times
 
         forward, inputs, weights = self.times
-        reduce, updates, gather = zip(*self.finishing, strict=True)
+        reduce, updates, gather = zip(*self.finishes, strict=True)
         step_of_rank = [sum(updates[s] for s in self.program.stages_of(r)) for r in range(self.program.ranks)]
         return Times(
             forward=forward, backward_input=inputs, backward_weight=weights, reduce=reduce, step=max(step_of_rank),
@@ -146,8 +153,8 @@ class Estimate(Stages):
             of["context parallelism"] += count * (times.context + times.context_backward)
             of["launches"] += count * (times.launches + times.launches_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
-            of["gathers and reductions"] += self.finishing[stage][0] + self.finishing[stage][2]
-            of["optimizer"] += self.finishing[stage][1]
+            of["gathers and reductions"] += self.finishes[stage][0] + self.finishes[stage][2]
+            of["optimizer"] += self.finishes[stage][1]
         waiting = max(0.0, self.step_seconds - sum(of.values()))
         if self.program.ranks > 1:
             longer = self.step_seconds - self._without_messages.seconds
