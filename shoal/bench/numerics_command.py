@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
-from shoal.bench.numerics import FAILS, REFERENCE, RUNS, draw, measure, rows, write_csv, wrong
+from shoal.bench.numerics import FAILS, REFERENCE, RUNS, SHOWN, draw, measure, rows, write_csv, wrong
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 
@@ -54,7 +54,8 @@ def numerics(options: NumericsOptions, console: Console) -> int:
         verdict = "within" if row.within(options.band) else "beyond"
         table.add_row(
             row.name, f"{row.validation:.4f}", f"{row.spread:.4f}", f"{row.difference:+.4f}", f"{row.apart:.4f}",
-            str(row.skipped or ""), verdict + " (as it should)" * (row.name in FAILS and verdict == "beyond"),
+            str(row.skipped or ""), verdict + " (as it should)" * (row.name in FAILS and verdict == "beyond")
+            + " (not judged)" * (row.name in SHOWN),
         )
     console.print(table)
     if options.out:

@@ -40,6 +40,7 @@ def load(
     model: dict[str, Any] | None = None,
     convert: bool = False,
     unwanted: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from a checkpoint of any layout; returns its ``extra``.
 
@@ -53,6 +54,7 @@ def load(
         model: JSON values, compared with ``extra["model"]`` before anything is read.
         convert: let floating-point dtypes differ from those saved.
         unwanted: prefixes of tensors that may be in the checkpoint and not in ``state``, such as ``"optimizer."``.
+        optional: likewise, and which may be in ``state`` alone, or have another shape there: they stay as they are.
 
     Raises:
         CheckpointError: naming the file or tensor: not the same model, set of tensors, shape or dtype; or damage.
@@ -64,7 +66,10 @@ def load(
         manifest = read_manifest(path)
         extra = manifest.extra
         check_model(path, extra.get("model"), model)
-        _check_names(path, set(manifest.tensors), every, unwanted)
+        state = {name: pieces for name, pieces in state.items()
+                 if not name.startswith(optional) or _fits(manifest, name, pieces)}
+        every = {name for name in every if not name.startswith(optional)}
+        _check_names(path, set(manifest.tensors), every, (*unwanted, *optional))
         _check_tensors(path, manifest, state, convert)
         _fill(path, manifest, state)
     except CheckpointError as error:
@@ -144,6 +149,11 @@ def _check_names(path: Place, saved: set[str], wanted: set[str], unwanted: tuple
             f"{path} holds tensor '{left[0]}', which no rank wants ({len(left)} such): the state that resumes is not "
             "the one that was saved.\n  To leave some out on purpose, name their prefix in `unwanted`."
         )
+
+
+def _fits(manifest: Manifest, name: str, pieces: list[Piece]) -> bool:
+    stored = manifest.tensors.get(name)
+    return stored is not None and all(tuple(piece.whole) == stored.shape for piece in pieces)
 
 
 def _check_tensors(path: Place, manifest: Manifest, state: State, convert: bool) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.config.section import Section
 
 Precision = Literal[  # as `shoal.precision.formats` has them
-    "fp32", "bf16", "bf16-sums", "bf16-weights", "bf16-all", "fp16", "fp16-unscaled", "fp8", "mxfp8",
+    "fp32", "bf16", "bf16-sums", "bf16-moments", "bf16-weights", "bf16-all", "fp16", "fp16-unscaled", "fp8", "mxfp8",
     "fp64", "fp64-fp16", "fp64-fp8", "fp64-mxfp8",
 ]
+
+
+LARGEST_SCALE = 2.0**100  # of a loss: where nothing ever overflows
 
 
 class LossScaleConfig(Section):
     """The dynamic loss scale of fp16 (Micikevicius et al. 2018, section 3.2)."""
 
-    initial: PositiveFloat = 2.0**16
+    initial: float = Field(2.0**16, gt=0, le=LARGEST_SCALE)
     """Its first value."""
 
     growth: float = Field(2.0, ge=1)
@@ -29,7 +32,7 @@ class LossScaleConfig(Section):
     interval: PositiveInt = 2000
     """Steps in a row."""
 
-    smallest: PositiveFloat = 1.0
+    smallest: float = Field(1.0, gt=0, le=LARGEST_SCALE)
     """Below this it does not go: a gradient that overflows even so ends the run."""
 
 

@@ -18,6 +18,7 @@ from shoal.catalog import ModelShape
 from shoal.cost.context import kv_heads, tokens_here
 from shoal.cost.experts import routed_rows
 from shoal.layout import Layout, Recompute
+from shoal.precision.formats import MX_BLOCK, Products
 
 Kernel = Literal["sdpa", "explicit"]
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.models.attention`)
@@ -49,6 +50,8 @@ class Pass(NamedTuple):
         masked: whether attention stays inside documents.
         fused_norm: RMSNorm as one operation, which torch has on CUDA, and on the CPU from fp32 on; else it keeps two
             copies in fp32.
+        products: of the layers: in 8 bits backward keeps codes of what they multiply, with scales of whole tensors or
+            rows, which are next to nothing, or MXFP8's.
     """
 
     shape: ModelShape
@@ -58,6 +61,7 @@ class Pass(NamedTuple):
     kernel: Kernel = "sdpa"
     masked: bool = False
     fused_norm: bool = True
+    products: Products = "compute"
 
     @property
     def tokens(self) -> int:
@@ -83,6 +87,12 @@ class Pass(NamedTuple):
     def exact(self) -> int:
         """Bytes of what is computed in fp32 at least."""
         return max(4, self.itemsize)
+
+    def multiplied(self, elements: int) -> int:
+        """Bytes of what a layer's product multiplies, as backward needs it."""
+        if self.products == "compute":
+            return self.itemsize * elements
+        return elements + (self.exact * elements // MX_BLOCK if self.products == "mxfp8" else 0)
 
 
 def total(saved: list[Saved]) -> int:
@@ -170,7 +180,7 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
     saved = [
-        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
+        Saved("attention input", "[b, s, h/x]", run.multiplied(n * run.hidden_here)),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
@@ -180,8 +190,11 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
     elif mode == "none":
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
-    if run.layout.tp_x == 1 or (mode == "none" and run.kernel == "sdpa"):  # whose backward needs it
+    needed = mode == "none" and run.kernel == "sdpa"  # by its backward
+    if needed or (run.layout.tp_x == 1 and run.products == "compute"):
         saved.append(Saved("attention output", "[b, s, a d/t]", e * n * q))
+    if run.products != "compute":
+        saved.append(Saved("attention output, codes", "[b, s, a d/t]", run.multiplied(n * q)))
     return [*saved, *_gathered(run, "attention output", "a d", q)]
 
 
@@ -225,8 +238,9 @@ def blocks(s: int) -> list[tuple[int, int]]:
 def _mlp(run: Pass, width: int | None = None) -> list[Saved]:
     e, n, f = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    entering = Saved("mlp input", "[b, s, h/x]", e * n * run.hidden_here)
-    *inner, last = (Saved(what, "[b, s, f/t]", e * n * f) for what in inside)
+    entering = Saved("mlp input", "[b, s, h/x]", run.multiplied(n * run.hidden_here))
+    inner = [Saved(what, "[b, s, f/t]", e * n * f) for what in inside[:-1]]
+    last = Saved(inside[-1], "[b, s, f/t]", run.multiplied(n * f))
     return [entering, *inner, *(_gathered(run, last.what, "f", f) or [last])]
 
 

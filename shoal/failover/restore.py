@@ -28,6 +28,9 @@ from shoal.failover.host import make_home
 from shoal.failover.memory import Places, in_messages
 from shoal.failover.slots import Found, Record
 
+_LOADED = {"convert": True, "optional": ("precision.",)}
+"""How: a run may go on in other number formats, and what one alone keeps of its numbers begins anew."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -98,7 +101,7 @@ def restore(
                 return Restored(step, extra, (step, name), "from memory"), notes
             path = checkpoints / name
             verify(path, group=group)
-            return Restored(step, load(path, state, group=group, model=model), None, f"from {path}"), notes
+            return Restored(step, load(path, state, group=group, model=model, **_LOADED), None, f"from {path}"), notes
         except CheckpointError as error:
             notes.append(f"{'in memory' if in_memory else 'checkpoint'} refused: {error}")
     return None, notes
@@ -150,7 +153,7 @@ def _load_from_memory(
         gather(None, group)
         holders = {file_name(int(owner)): held for owner, held in told["holders"].items()}
         _bring(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
-        return load(folder, state, group=group, model=model)
+        return load(folder, state, group=group, model=model, **_LOADED)
     finally:
         gather(None, group)
         if rank == first:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.config import OptimizerConfig
 from shoal.optim.rule import BLOCK, Compilable, Rule
-from shoal.optim.shards import Part, Shards
+from shoal.optim.shards import Part, Shard, Shards
 from shoal.pieces import Box, Piece
 
 _EPS_SQUARE, _EPS_SCALE = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 6
@@ -84,7 +84,7 @@ class Adafactor(Rule, Compilable):
             # As tensors, since the kernel would be compiled anew for other numbers.
             numbers = torch.tensor([1 - rate * shard.decay, scale], dtype=torch.float64, device=self.shards.device)
             by_row, by_column = self._factors(part)
-            rows = zip(*(self._rows(x, part) for x in (shard.weights, shard.gradient)), strict=True)
+            rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
             for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
                 self._move(weights, gradient, factor, by_column, *numbers)
 
@@ -94,12 +94,13 @@ class Adafactor(Rule, Compilable):
         sums = self._matrices(self._views(fresh))
         for shard, part in self.parts:
             if not _matrix(part):
-                square = shard.gradient[part.slice].view(part.box.shape).square().add_(_EPS_SQUARE)
+                gradient = shard.gradient[part.slice].view(part.box.shape).to(self.factors.dtype)
+                square = gradient.square().add_(_EPS_SQUARE)
                 self.squares[part.name, part.box].lerp_(square, 1 - beta2)
                 continue
             row, column = (total[along] for total, along in zip(sums[part.name], part.box.slices, strict=True))
             start = 0
-            for gradient in self._rows(shard.gradient, part):
+            for gradient in self._gradients(shard, part):
                 n, m = gradient.shape
                 of_rows, of_columns = self._of_squares(gradient)
                 row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
@@ -125,6 +126,10 @@ class Adafactor(Rule, Compilable):
         """A part of a flat tensor as a matrix, as many rows at a time as stay in a core's cache."""
         return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
 
+    def _gradients(self, shard: Shard, part: Part) -> Iterator[Tensor]:
+        """A part's gradient likewise, in the weights' format, which it may have fewer digits than."""
+        return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
+
     def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
         each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
@@ -136,7 +141,7 @@ class Adafactor(Rule, Compilable):
         for shard, part in self.parts:
             total = squares[place[part.name]]
             by_row, by_column = self._factors(part)
-            rows = zip(self._rows(shard.gradient, part), self._split_rows(by_row, part), strict=True)
+            rows = zip(self._gradients(shard, part), self._split_rows(by_row, part), strict=True)
             for gradient, factor in rows:
                 total[0] += self._of_update(gradient, factor, by_column).double().square() / part.copies
             for weights in self._rows(shard.weights, part):

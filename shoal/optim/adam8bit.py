@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
-from shoal.optim.from_torch import FromTorch
+from shoal.models.initial import positions
 from shoal.optim.rule import BLOCK, Rule, named
 from shoal.optim.shards import Part, Shard, Shards
+from shoal.optim.widened import adamw_beside
 from shoal.pieces import Box, Piece
+from shoal.precision.rounding import draws, key_of, round_stochastically
 
 WIDTH = 256  # consecutive elements of a row of the whole parameter
 _SMALLEST = 4096  # parameters with fewer elements keep moments of full precision, as the authors' own
 _KINDS = ("exp_avg", "exp_avg_sq")
+_RAISED = 2.0**15  # so that float16 has its digits down to far below the smallest code
 
 
 @dataclass
@@ -34,6 +37,7 @@ class _Tile:
         whole: that shape.
         part: of which the tile is a part.
         starts: whether it has the first element of its blocks, and so saves them.
+        first: its first column in the whole parameter.
         shared: where its blocks are in the table of those that several ranks hold parts of; None if it has them whole.
     """
 
@@ -45,6 +49,7 @@ class _Tile:
     whole: tuple[int, ...]
     part: Part
     starts: bool
+    first: int
     shared: Tensor | None = None
 
     def rows(self) -> Iterator[slice]:
@@ -53,19 +58,30 @@ class _Tile:
         many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))
 
+    def places(self, rows: slice) -> Tensor:
+        """[rows, columns] of its elements in the whole parameter."""
+        box, device = self.part.box, self.weights.device
+        starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.whole, device)
+        return starts.view(-1, 1)[rows] + torch.arange(self.weights.size(1), device=device)
+
 
 class Adam8bit(Rule):
     """AdamW whose moments are 8-bit codes (section 2.2) with one scale for each block (section 2.1).
 
     Blocks lie along the rows of the whole parameter, from its first column on, so that every layout quantises the same
     numbers together. Where a shard ends inside a block, its scale is the maximum over the ranks that have the rest.
+    Weights in bfloat16 are updated in float32 and rounded stochastically (`shoal.precision.rounding`).
+
+    Args:
+        seed: of the draws.
     """
 
-    def __init__(self, config: OptimizerConfig, shards: Shards):
+    def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):
         super().__init__(config, shards)
+        self.seed, self.exact = seed, torch.promote_types(shards.dtype, torch.float32)
         kinds = shards.cut(lambda name, whole: math.prod(whole) >= _SMALLEST)
         empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
-        self.large, self.small = kinds.get(True, empty), FromTorch(config, kinds.get(False, empty), "adamw")
+        self.large, self.small = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty), seed)
         self.codes = [
             [torch.full_like(shard.weights, zero, dtype=torch.uint8) for shard in self.large.shards]
             for zero in (_code_of_zero(signed=True), _code_of_zero(signed=False))
@@ -74,10 +90,10 @@ class Adam8bit(Rule):
             (shard, tile)
             for i, shard in enumerate(self.large.shards)
             for part in shard.parts
-            for tile in _tiles(shard, part, [codes[i] for codes in self.codes])
+            for tile in _tiles(shard, part, [codes[i] for codes in self.codes], self.exact)
         ]
         self.blocks_shared = self._share()
-        self.levels = [dynamic_map(signed).to(shards.device, shards.dtype) for signed in (True, False)]
+        self.levels = [dynamic_map(signed).to(shards.device, self.exact) for signed in (True, False)]
         self.nearest = [_codes(signed).to(shards.device) for signed in (True, False)]
 
     def _share(self) -> int:
@@ -92,7 +108,7 @@ class Adam8bit(Rule):
 
     def update(self, learning_rate: float) -> None:
         self.small.step(learning_rate)
-        table = torch.zeros(2, self.blocks_shared, dtype=self.shards.dtype, device=self.shards.device)
+        table = torch.zeros(2, self.blocks_shared, dtype=self.exact, device=self.shards.device)
         waiting: list[tuple[_Tile, list[Tensor]]] = []
         for shard, tile in self.tiles:
             if tile.shared is not None:  # one block a row
@@ -117,7 +133,7 @@ class Adam8bit(Rule):
     def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
         """Update some rows of the weights; their new moments, of full precision."""
         beta1, beta2 = self.config.betas
-        weights, gradient = tile.weights[rows], tile.gradient[rows]
+        weights, gradient = (x[rows].to(self.exact) for x in (tile.weights, tile.gradient))
         mean, square = (
             _dequantise(codes[rows], scales[rows], levels)
             for codes, scales, levels in zip(tile.codes, tile.scales, self.levels, strict=True)
@@ -127,6 +143,9 @@ class Adam8bit(Rule):
         rate = learning_rate * shard.rate
         root = (square / (1 - beta2**self.count)).sqrt_().add_(self.config.eps)
         weights.mul_(1 - rate * shard.decay).addcdiv_(mean, root, value=-rate / (1 - beta1**self.count))
+        if tile.weights.dtype != self.exact:
+            key = key_of(self.seed, tile.part.name, "weights", self.count)
+            round_stochastically(tile.weights[rows], weights, draws(key, tile.places(rows)))
         return [mean, square]
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -150,8 +169,8 @@ class Adam8bit(Rule):
 # ---- tiles -----------------------------------------------------------------------------------------------------
 
 
-def _tiles(shard: Shard, part: Part, codes: list[Tensor]) -> Iterator[_Tile]:
-    """Cut a part of a shard at the first and the last border between blocks inside it."""
+def _tiles(shard: Shard, part: Part, codes: list[Tensor], exact: torch.dtype) -> Iterator[_Tile]:
+    """Cut a part of a shard at the first and the last border between blocks inside it; scales are in ``exact``."""
     *leading, left = part.box.offset
     *heights, width = part.box.shape
     right, columns = left + width, part.whole[-1]
@@ -161,9 +180,10 @@ def _tiles(shard: Shard, part: Part, codes: list[Tensor]) -> Iterator[_Tile]:
     for start, stop in pairwise(borders):
         weights, gradient, *of_states = (view[:, start - left : stop - left] for view in views)
         first, last = start // WIDTH, -(-stop // WIDTH)
+        scales = [torch.zeros(len(weights), last - first, dtype=exact, device=weights.device) for _ in _KINDS]
         yield _Tile(
-            weights, gradient, of_states, [weights.new_zeros(weights.size(0), last - first) for _ in _KINDS],
-            Box((*leading, first), (*heights, last - first)), whole, part, starts=start % WIDTH == 0,
+            weights, gradient, of_states, scales, Box((*leading, first), (*heights, last - first)), whole, part,
+            starts=start % WIDTH == 0, first=start,
         )
 
 
@@ -198,11 +218,12 @@ def dynamic_map(signed: bool) -> Tensor:
 
 @cache
 def _codes(signed: bool) -> Tensor:
-    """[65536] the code that is nearest to each bfloat16, by its bits: one look-up instead of a search."""
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().nan_to_num(0.0)
+    """[65536] by the bits of a float16 the code that is nearest to that number over `_RAISED`: one look-up instead of a
+    search. What is as near as 2^-11 of itself to a border between two codes may so get the other one."""
+    raised = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).double().nan_to_num(0.0)
     levels = dynamic_map(signed)
     borders = (levels[1:] + levels[:-1]) / 2 - 1e-12  # what is half-way goes up, whatever the rounding of the border
-    return torch.bucketize(values, borders).to(torch.uint8)
+    return torch.bucketize(raised / _RAISED, borders).to(torch.uint8)
 
 
 def _code_of_zero(signed: bool) -> int:
@@ -216,8 +237,8 @@ def _blocked(x: Tensor) -> Tensor:
 
 def _quantise(x: Tensor, scales: Tensor, nearest: Tensor) -> Tensor:
     """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]; ``nearest`` is of `_codes`."""
-    relative = (_blocked(x) / scales.clamp(min=torch.finfo(x.dtype).tiny).unsqueeze(-1)).to(torch.bfloat16)
-    bits = relative.view(torch.int16).int() & 0xFFFF
+    scales = (scales / _RAISED).clamp(min=torch.finfo(x.dtype).tiny)
+    bits = (_blocked(x) / scales.unsqueeze(-1)).to(torch.float16).view(torch.int16).int() & 0xFFFF
     return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
 
 

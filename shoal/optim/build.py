@@ -11,6 +11,7 @@ from shoal.optim.adafactor import Adafactor
 from shoal.optim.adam8bit import Adam8bit
 from shoal.optim.from_torch import TORCH, FromTorch
 from shoal.optim.muon import Muon
+from shoal.optim.names import ELEMENTWISE
 from shoal.optim.radam import RAdam
 from shoal.optim.rule import Compilable, Rule
 from shoal.optim.sage import Sage
@@ -58,8 +59,10 @@ def build_for(
         seed: of stochastic rounding.
     """
     make = partial(build, compile=compile)
-    if policy.formats.widened:
+    if policy.formats.widened and config.name in ELEMENTWISE:  # the others take a narrow gradient as it comes
         return Widened(config, shards, make, state=policy.state, seed=seed)
+    if policy.formats.narrow:
+        return Adam8bit(config, shards, seed)
     return make(config, shards)
 
 

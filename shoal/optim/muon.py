@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
-from shoal.optim.from_torch import FromTorch
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
 from shoal.optim.turns import turns
+from shoal.optim.widened import adamw_beside
 from shoal.pieces import Piece
 
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
@@ -29,7 +29,7 @@ class Muon(Rule):
         super().__init__(config, shards)
         kinds = shards.cut(is_hidden_matrix)
         empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
-        self.matrices, self.rest = kinds.get(True, empty), FromTorch(config, kinds.get(False, empty), "adamw")
+        self.matrices, self.rest = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty))
         self.momentum = like(self.matrices.shards)
         self.turns = list(turns(self.matrices))
 

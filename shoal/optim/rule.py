@@ -77,13 +77,14 @@ class Elementwise(Rule, Compilable):
 
     def update(self, learning_rate: float) -> None:
         for i, shard in enumerate(self.shards.shards):
-            tensors = (shard.weights, shard.gradient, *(self.tensors[name][i] for name in self.STATES))
+            weights, states = shard.weights, [self.tensors[name][i] for name in self.STATES]
             numbers = self.numbers(learning_rate * shard.rate, shard.decay)
             if self._compiled is not None:  # as tensors, since it would be compiled anew for other numbers
-                self._compiled(*tensors, *torch.tensor(numbers, dtype=torch.float64, device=self.shards.device))
+                numbers = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
+                self._compiled(weights, shard.gradient.to(weights.dtype), *states, *numbers)
                 continue
-            for some in blocks(*tensors):
-                self.block(*some, *numbers)
+            for some, gradient, *rest in blocks(weights, shard.gradient, *states):
+                self.block(some, gradient.to(some.dtype), *rest, *numbers)
 
     @abstractmethod
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
 from shoal.models.initial import positions
+from shoal.optim.from_torch import FromTorch
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.pieces import Box, Piece, flat_range
@@ -103,3 +105,15 @@ class Widened(Rule):
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {kind: named(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
+
+
+def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
+    """AdamW for what another rule leaves to it: in float32, whatever weights and gradients are in.
+
+    Args:
+        seed: of the draws, where weights are in bfloat16.
+    """
+    make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
+    if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):
+        return make(config, shards)
+    return Widened(config, shards, make, state=exact, seed=seed)

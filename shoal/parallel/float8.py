@@ -139,34 +139,33 @@ class Float8Product:
 
     def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
         """The codes of a matrix, those of its transpose, and the largest numbers of the former's blocks."""
-        grain, dims = self.recipe.grains[what], DIMS[what]
-        most = largest(x, grain)
-        codes = self._encode(x, what, dims, most)
-        if self.recipe.turns(what):
-            return (codes, codes.t()), most
-        turned = x.t()
-        return (codes, self._encode(turned, what, dims[::-1], largest(turned, grain))), most
+        codes, most = self._encode(x, what, DIMS[what])
+        turned = codes.t() if self.recipe.turns(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
+        return (codes, turned), most
 
-    def _encode(self, x: Tensor, what: int, dims: tuple[str, str], most: Tensor) -> Codes:
+    def _encode(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
         kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
+        found = most = largest(x, grain)
         scale = self.history.scale(self.name, what) if self.history else None
         if scale is None:
             spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
             if self.split in spanned:
                 most = all_reduce(most.clone(), self.group, dist.ReduceOp.MAX)
             scale = scale_of(most, kind, grain)
-        return encode(x, scale, kind, grain)
+        return encode(x, scale, kind, grain), found
 
     def _note(self, what: int, most: Tensor) -> None:
         if self.history and torch.is_grad_enabled():
             self.history.note(self.name, what, most)
 
-    def encode_weight(self, weight: Tensor) -> tuple[Codes, Codes]:
-        """W along the input features, W^T along the output's."""
-        both, most = self.encode(weight, WEIGHT)
+    def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
+        """W along the input features, or W^T along the output's."""
+        across = turned and not self.recipe.turns(WEIGHT)
+        dims = DIMS[WEIGHT]
+        codes, most = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
         if self.history:
             self.history.note(self.name, WEIGHT, most)
-        return both
+        return codes.t() if turned and not across else codes
 
     def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
         """dY along the output features, dY^T along the tokens."""
@@ -214,7 +213,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, x.shape, x.dtype
         ctx.save_for_backward(weight, turned, turned_scale)
         grain = layer.recipe.grains[INPUT]
-        y = layer.multiply(Codes(codes, scale, grain), layer.encode_weight(weight)[0], x.dtype)
+        y = layer.multiply(Codes(codes, scale, grain), layer.encode_weight(weight, turned=False), x.dtype)
         return y.resize_(*x.shape[:-1], y.shape[-1])  # no view: ranks of tensor parallelism sum it in place
 
     @staticmethod
@@ -223,7 +222,7 @@ class _Float8Linear(torch.autograd.Function):
         along, across = layer.encode_gradient(gradient.flatten(0, -2))
         d_x = None
         if ctx.needs_input_grad[1]:
-            d_x = layer.multiply(along, layer.encode_weight(weight)[1], ctx.dtype).view(ctx.shape)
+            d_x = layer.multiply(along, layer.encode_weight(weight, turned=True), ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[2]:  # else it is frozen
             x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
             term = partial(_add_multiplied, layer, across, x, ctx.dtype)

@@ -65,7 +65,8 @@ class StageMemory:
             self.known["constants"] = calibration_of(run.cluster).values
         self.constants = self.known["constants"]
         self.forward = Pass(
-            run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask
+            run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask,
+            products=run.policy.products,
         )
 
     def sparse(self, part: StagePart) -> int:

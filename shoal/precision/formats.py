@@ -75,6 +75,11 @@ class Formats:
         return self.storage.itemsize < FP32.itemsize
 
     @property
+    def rounds(self) -> bool:
+        """Whether an update rounds what it writes, weights or states, to fewer digits than it is computed with."""
+        return self.narrow or self.state.itemsize < FP32.itemsize
+
+    @property
     def widened(self) -> bool:
         """Whether an update is computed in a wider format than what it reads and writes is all kept in."""
         return self.narrow or not self.storage == self.reduce == self.state
@@ -89,6 +94,8 @@ FORMATS = {
     # Micikevicius et al. 2018, section 3.1, with bfloat16, which needs no loss scaling (Kalamkar et al. 2019)
     "bf16": Formats(FP32, BF16, FP32, FP32, what="float32 master weights"),
     "bf16-sums": Formats(FP32, BF16, BF16, FP32, what="float32 master weights; gradients summed in bfloat16"),
+    # DeepSeek-AI 2024, "DeepSeek-V3", section 3.3.3
+    "bf16-moments": Formats(FP32, BF16, FP32, BF16, what="float32 master weights; moments rounded stochastically"),
     # Gupta et al. 2015, section 2.1; Zamirai et al. 2020, "Revisiting BFloat16 Training", algorithm 2
     "bf16-weights": Formats(BF16, BF16, FP32, FP32, what="no master weights: stochastic rounding"),
     "bf16-all": Formats(BF16, BF16, BF16, BF16, what="nothing wider than bfloat16: stochastic rounding"),

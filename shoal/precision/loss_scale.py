@@ -10,9 +10,8 @@ import math
 from typing import Any
 
 from shoal.config import LossScaleConfig
+from shoal.config.precision import LARGEST_SCALE
 from shoal.errors import UsageError
-
-_LARGEST = 2.0**100  # where nothing ever overflows
 
 
 class LossScale:
@@ -37,7 +36,7 @@ class LossScale:
         """The gradients of a step were finite: grow after so many in a row."""
         self.good += 1
         if self.good == self.config.interval:
-            self.value, self.good = min(self.value * self.config.growth, _LARGEST), 0
+            self.value, self.good = min(self.value * self.config.growth, LARGEST_SCALE), 0
 
     def overflowed(self) -> None:
         """They were not: back off, and count the step as skipped."""
@@ -64,4 +63,4 @@ class LossScale:
                 f"the checkpoint's loss scale is {saved!r}: it needs a value above 0, and the counts good and skipped."
                 "\n  Resume from another checkpoint, or start a new run from its weights."
             )
-        self.value, self.good, self.skipped = min(value, _LARGEST), good % self.config.interval, skipped
+        self.value, self.good, self.skipped = min(value, LARGEST_SCALE), good % self.config.interval, skipped

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from shoal.precision.formats import FORMATS, Formats
 
@@ -19,7 +20,6 @@ class PerParameter:
         accumulated: their sums in a wider format, where these are kept besides.
         master: weights updated, where they are others.
         moments: of the optimizer.
-        source: who counts so.
     """
 
     weights: int
@@ -27,7 +27,6 @@ class PerParameter:
     accumulated: int
     master: int
     moments: int
-    source: str = ""
 
     @property
     def total(self) -> int:
@@ -35,33 +34,34 @@ class PerParameter:
         return self.weights + self.gradients + self.accumulated + self.master + self.moments
 
 
-def per_parameter(formats: Formats, moments: int = MOMENTS) -> PerParameter:
-    """What shoal keeps in a precision: gradients go straight into their sum.
+def per_parameter(
+    formats: Formats, moments: int = MOMENTS, *, gradients: Literal["summed", "both", "none"] = "summed"
+) -> PerParameter:
+    """What is kept in a precision.
 
     Args:
         moments: numbers that the optimizer keeps for each parameter.
+        gradients: which are counted: their sums, which they go straight into here; as others have it, these and beside
+            them a micro-batch's own, in the compute format; or none.
     """
+    both = gradients == "both"
+    summed = formats.reduce.itemsize if gradients != "none" else 0
     return PerParameter(
         weights=formats.compute.itemsize,
-        gradients=formats.reduce.itemsize,
-        accumulated=0,
+        gradients=formats.compute.itemsize if both else summed,
+        accumulated=summed if both else 0,
         master=formats.storage.itemsize if formats.master else 0,
         moments=moments * formats.state.itemsize,
-        source=formats.what,
     )
 
 
-_SUMS = per_parameter(FORMATS["bf16"])
 RECIPES = {
-    "bf16, fp32 Adam": replace(per_parameter(FORMATS["bf16-sums"]), source="Rajbhandari et al. 2020, section 3.1"),
-    "bf16, fp32 Adam, gradients summed in fp32": replace(
-        _SUMS, gradients=FORMATS["bf16"].compute.itemsize, accumulated=_SUMS.gradients,
-        source="Hugging Face, The Ultra-Scale Playbook; both gradients are kept",
-    ),
-    "all bf16": replace(per_parameter(FORMATS["bf16-all"]), source="no format wider than bf16 anywhere"),
-    "bf16 weights, fp32 moments": replace(
-        per_parameter(FORMATS["bf16-weights"]), gradients=0,
-        source="jax-ml/scaling-book, training; gradients are not counted",
-    ),
+    # Rajbhandari et al. 2020, section 3.1
+    "bf16, fp32 Adam": per_parameter(FORMATS["bf16-sums"]),
+    # Hugging Face, The Ultra-Scale Playbook; no run of shoal's keeps both
+    "bf16, fp32 Adam, gradients in bf16 and fp32": per_parameter(FORMATS["bf16"], gradients="both"),
+    "all bf16": per_parameter(FORMATS["bf16-all"]),
+    # jax-ml/scaling-book, training
+    "bf16 weights, fp32 moments, no gradients": per_parameter(FORMATS["bf16-weights"], gradients="none"),
 }
-"""By name: 16, 20, 8 and 10 bytes."""
+"""As papers and courses count, by name: 16, 20, 8 and 10 bytes."""

@@ -76,6 +76,9 @@ class AmaxHistory:
     Args:
         layers: names.
         dtype, device: of the numbers.
+
+    Attributes:
+        known: whether there are any yet.
     """
 
     def __init__(self, recipe: Recipe, layers: list[str], dtype: torch.dtype, device: torch.device):
@@ -84,7 +87,7 @@ class AmaxHistory:
         self.steps = torch.zeros(recipe.history, len(layers), 3, **kind)  # the newest first
         self.now = torch.zeros(len(layers), 3, **kind)
         self._scales = torch.zeros_like(self.now)
-        self._known = False
+        self.known = False
 
     def note(self, layer: str, what: int, most: Tensor) -> None:
         """What one tensor of this step has at most."""
@@ -93,7 +96,7 @@ class AmaxHistory:
 
     def scale(self, layer: str, what: int) -> Tensor | None:
         """[1, 1]; None in the first step."""
-        return self._scales[self.index[layer], what].view(1, 1) if self._known else None
+        return self._scales[self.index[layer], what].view(1, 1) if self.known else None
 
     def end_step(self) -> None:
         """A step is over, and `now` has the maximum over all ranks."""
@@ -103,7 +106,7 @@ class AmaxHistory:
 
     def restored(self) -> None:
         """The history was overwritten, or begins: make scales of it."""
-        self._known = bool((self.steps[0] > 0).any())
+        self.known = bool((self.steps[0] > 0).any())
         most = self.steps.amax(0)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):
             self._scales[:, what] = scale_of(most[:, what], kind, grain) * 2.0**-self.recipe.margin

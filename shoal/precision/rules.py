@@ -8,7 +8,7 @@ from shoal.catalog import ModelShape
 from shoal.config import Float8Config, RunConfig
 from shoal.errors import UsageError
 from shoal.optim.names import ELEMENTWISE
-from shoal.precision.formats import FORMATS, MX_BLOCK, Formats
+from shoal.precision.formats import FORMATS, FP32, MX_BLOCK, Formats
 
 SEVERAL_UPDATES = ("pipedream", "pipedream-2bw")
 
@@ -34,10 +34,12 @@ def check_precision(config: RunConfig, shape: ModelShape) -> None:
         _need(layout.sync == "all-reduce", f"{field} with parallel.sync = '{layout.sync}'",
               "each replica would find a loss scale of its own, and skip other steps than the rest",
               "Use bf16, which needs no loss scale, or parallel.sync all-reduce")
+    if formats.rounds:
+        known = (*ELEMENTWISE, *(("adam8bit",) if formats.state == FP32 else ()))  # whose states have formats of theirs
+        _need(optimizer in known, f"{field} with optimizer.name = '{optimizer}'",
+              "an update is made in float32 and rounded, some elements at a time, and this rule needs more than those",
+              f"Use one of {', '.join(known)}, or bf16 or bf16-sums")
     if formats.widened:
-        _need(optimizer in ELEMENTWISE, f"{field} with optimizer.name = '{optimizer}'",
-              "an update is made in float32, some elements at a time, and this rule needs more than their gradients",
-              f"Use one of {', '.join(ELEMENTWISE)}, or bf16")
         _need(layout.sync == "all-reduce", f"{field} with parallel.sync = '{layout.sync}'",
               "what its replicas exchange would be rounded to 8 digits each time", "Use bf16")
 

@@ -25,11 +25,13 @@ NOTE = (
     "half of its smallest number on. On the right: the part of the numbers (0 left out) that would become 0 and, after "
     "a plus, that would be too large."
 )
+PART = " Of experts and routers, which are no linear layers, weights and gradients alone are counted."
 
 
 def histograms(step: int, tensors: Sequence[Histogram]) -> Fragment:
     """A picture for each kind of tensor."""
-    parts = [f"<h2>What the tensors hold, step {step}</h2><p class=note>{escape(NOTE)}</p>"]
+    note = NOTE + PART * any(".experts." in tensor.name or ".router" in tensor.name for tensor in tensors)
+    parts = [f"<h2>What the tensors hold, step {step}</h2><p class=note>{escape(note)}</p>"]
     for kind in KINDS:
         rows = [tensor for tensor in tensors if tensor.kind == kind]
         if rows:

@@ -141,7 +141,8 @@ def _backward(engine: Engine, batches: Sequence[Batch], tokens: int) -> None:
 
 
 def _gradients(engine: Engine) -> list[Tensor]:
-    return [shard.gradient for shard in engine.optimizer.shards.shards]
+    """In the weights' format, which they may be summed in less than."""
+    return [shard.gradient.to(shard.weights.dtype) for shard in engine.optimizer.shards.shards]
 
 
 @contextmanager

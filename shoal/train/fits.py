@@ -70,7 +70,8 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
     program = program_of(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, policy.compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
-    forward = Pass(shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel)
+    forward = Pass(shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
+                   products=policy.products)
     every = []
     for rank in range(layout.pp):
         parts = parts_of(shape, program, rank)

@@ -5,6 +5,9 @@
     activations        the input of each linear layer
     output gradients   of each linear layer, without the loss scale
 
+Experts and routers are no linear layers: of these, weights and gradients alone. A step that ends the run, since
+something was not finite, is written too.
+
 Of what tensor-parallel ranks hold alike, one counts it, and of what each has a term, the sum: so the counts are those
 of one device.
 """
@@ -29,6 +32,7 @@ from shoal.parallel.apply import Stage
 from shoal.precision.histogram import BINS, count
 from shoal.precision.rules import SEVERAL_UPDATES
 from shoal.train.engine import Engine
+from shoal.train.updates import NonFinite
 
 FOLDER = "histograms"
 KINDS = ("weights", "gradients", "activations", "output gradients")
@@ -110,9 +114,16 @@ class Histograms:
                 self._attach(stage, undo)
             engine.observe = self._parameters
             undo.callback(setattr, engine, "observe", None)
-            yield
-        all_reduce(self.counts, engine.mesh.group("world"))
-        if engine.mesh.rank == 0:
+            try:
+                yield
+            except NonFinite:  # raised on all ranks alike: the step that is asked about most
+                self._end(step)
+                raise
+        self._end(step)
+
+    def _end(self, step: int) -> None:
+        all_reduce(self.counts, self.engine.mesh.group("world"))
+        if self.engine.mesh.rank == 0:
             self._write(step + 1, self.counts.tolist())
         self.counts = None
 

@@ -11,7 +11,7 @@ from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.precision.formats import FORMATS
 from shoal.precision.rules import check_precision
 
-PRECISIONS = {"sophia-g": ("fp32", "bf16", "fp64"), "sophia-h": ("fp32", "fp64")}
+PRECISIONS = {"sophia-g": ("fp32", "bf16", "bf16-sums", "fp64"), "sophia-h": ("fp32", "fp64")}
 """By rule, those in which its estimate means something."""
 
 def check_rules(config: RunConfig, shape: ModelShape) -> None:

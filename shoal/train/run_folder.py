@@ -23,10 +23,11 @@ from shoal.config import RUN_FILE, RunConfig, load, save
 from shoal.errors import UsageError
 from shoal.failover.host import home
 from shoal.failover.slots import newest_step
-from shoal.precision.formats import FORMATS
 
 RUNS = Path("runs")
-MAY_CHANGE = "the layout, train.steps, the optimizer's numbers, and what only says how and where it is computed"
+MAY_CHANGE = (
+    "the layout, train.steps, train.precision, the optimizer's numbers, and what only says how and where it is computed"
+)
 
 Difference = tuple[str, object, object, str]
 """A field, its value now, that of the run, and why it may not change."""
@@ -120,14 +121,6 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
     for name, value in order.items():
         if value(first) != value(config):
             yield name, value(config), value(first), "its data would not continue where it stopped"
-    was, now = first.train.precision, config.train.precision
-    for what, kept in {"storage": "weights", "state": "optimizer's states"}.items():
-        if getattr(FORMATS[was], what) != getattr(FORMATS[now], what):
-            yield "train.precision", now, was, f"it keeps its {kept} in another dtype"
-            break
-    was, now = (c.float8 if _delayed(c) else None for c in (first, config))
-    if was != now:
-        yield "float8", now, was, "the history of largest numbers would be another"
     if first.optimizer.name != config.optimizer.name:
         yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
     if not first.parallel.sync == config.parallel.sync == "all-reduce":
@@ -135,10 +128,6 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
             was, now = getattr(first.parallel, name), getattr(config.parallel, name)
             if was != now:
                 yield f"parallel.{name}", now, was, "its replicas keep states of their own"
-
-
-def _delayed(config: RunConfig) -> bool:
-    return FORMATS[config.train.precision].products == "float8" and config.float8.amax == "delayed"
 
 
 def checkpoints_of(config: RunConfig, folder: Path) -> Place:

