@@ -170,7 +170,7 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
     if found is None:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
     machine, node = found
-    per_node, peak = number(row, "gpus_per_node") or node.per_node, machine.dense_flops(machine.half)
+    per_node, peak = words.per_node(row, node), machine.dense_flops(machine.half)
     memory = number(row, "gpu_mem_gb")
     return {name: getattr(software, name) for name in FACTS} | {
         "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),

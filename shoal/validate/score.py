@@ -16,6 +16,10 @@ from shoal.validate.rows import Point
 
 GRADED = "AM"  # qualities that the totals count; M has memory alone
 SMALL = 128  # accelerators, up to which published times are taken apart from those above
+SAME = (  # of runs that differ in layout alone
+    "layers", "hidden", "heads", "vocab", "s", "software", "attention", "fused_norm", "fp8", "peak", "hbm", "memory",
+    "inside", "nic", "per_node", "network",
+)  # fmt: skip
 NEAR = 1.05  # of the best measured time: a prediction of the best that is as good
 
 
@@ -107,10 +111,8 @@ class Scored:
         families: dict[tuple, list[int]] = defaultdict(list)
         for i, p in enumerate(self.points):
             if p.seconds:
-                run = p.run
-                families[
-                    p.file, p.model, p.gpus, run["s"], run["b"] * run["microbatches"] * run["dp"], run["layers"]
-                ].append(i)
+                batch = p.run["b"] * p.run["microbatches"] * p.run["dp"]
+                families[p.file, p.model, p.gpus, batch, *(p.run[name] for name in SAME)].append(i)
         several = [np.array(found) for found in families.values() if len(found) >= 3]
         times = self.measured_seconds
         good = sum(times[f[np.argmin(self.seconds[f])]] <= NEAR * times[f].min() for f in several)

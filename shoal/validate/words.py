@@ -15,7 +15,8 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the firs
     ("v100", "16", "v100-sxm2-16gb", "V100"), ("v100", "", "v100-sxm2-32gb", "V100"),
     ("a100", "40", "a100-sxm-40gb", "A100-40GB"), ("a100", "", "a100-sxm-80gb", "A100"),
     ("a800", "", "a100-sxm-80gb", "A100"), ("h800", "", "h800-sxm", "H800"), ("h200", "", "h200-sxm", "H200"),
-    ("h100", "", "h100-sxm", "H100"), ("gb200", "", "gb200", "GB200"), ("gb300", "", "b300-sxm", "GB200"),
+    ("h100", "96", "h100-sxm-96gb-hbm2e", "H100"), ("h100", "", "h100-sxm", "H100"),
+    ("gb200", "", "gb200", "GB200"), ("gb300", "", "gb300", "GB300"),
     ("b200", "", "b200-sxm", "B200"), ("b300", "", "b300-sxm", "B300"), ("mi300", "", "mi300x", "MI300X"),
     ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
     ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
@@ -45,6 +46,12 @@ def machine(row: Row) -> tuple[Accelerator, Node] | None:
         if word in text and (not memory or memory in size or f"{memory}gb" in text):
             return accelerator(name), nodes()[node]
     return None
+
+
+def per_node(row: Row, node: Node) -> float:
+    """Accelerators that share a fast switch: as published, but of racks that are one such domain all, whose servers are
+    what publications count."""
+    return float(node.per_node) if node.per_node > 8 else number(row, "gpus_per_node") or node.per_node
 
 
 def network(row: Row) -> str:

@@ -80,6 +80,10 @@ def test_the_score_counts_what_did_not_fit() -> None:
     assert precision == recall == 1
     good, families = score(points, other()).best
     assert families == 6 and good >= 5
+    twice = points_of([r | {"gpu": gpu} for r in made for gpu in ("H100-SXM-80GB", "H800-80GB")])
+    assert score(twice, other()).best[1] == 12, "families are of one accelerator"
+    twice = points_of([r | {"precision": kind} for r in made for kind in ("bf16", "fp8")])
+    assert score(twice, other()).best[1] == 12, "and of one number format"
     assert totals(score(points, other()))["quality A and M, all"].time.rows == sum(bool(r["step_time_s"]) for r in made)
 
 

@@ -48,6 +48,21 @@ def test_what_is_not_stated_is_assumed_and_said() -> None:
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
 
 
+@pytest.mark.parametrize(
+    ("gpu", "memory", "peak", "bandwidth", "per_node"),
+    [
+        ("H100-SXM-80GB", "80", 989.4e12, 3350e9, 8),
+        ("H100-96GB HBM2e 500W (Grand Teton)", "96", 989.4e12, 2400e9, 8),
+        ("GB200", "186", 2500e12, 8000e9, 72),
+        ("GB300", "288", 2500e12, 8000e9, 72),
+        ("B300", "288", 2250e12, 8000e9, 8),
+    ],
+)
+def test_what_a_published_accelerator_is(gpu: str, memory: str, peak: float, bandwidth: float, per_node: int) -> None:
+    run = read_row(row(gpu=gpu, gpu_mem_gb=memory, step_time_s=1), "file").run
+    assert (run["peak"], run["hbm"], run["per_node"]) == (peak, bandwidth, per_node)
+
+
 def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:
     assert read_row(row(tokens_per_s_per_gpu=1000), "file").seconds == pytest.approx(64 * 2048 / (1000 * 8))
     assert read_row(row(kind="measured_oom", status="oom", step_time_s=1), "file").seconds is None

@@ -1,0 +1,32 @@
+"""Shoal's own constants beside published measurements, where these are: what is wanted of them."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shoal.catalog.calibration import calibration
+from shoal.validate.rows import read_folder
+from shoal.validate.score import Scored, score, totals
+
+FOLDER = Path(__file__).parents[3] / "shared" / "measured"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published measurements are not in {FOLDER}")
+
+
+@cache
+def scored() -> Scored:
+    return score(read_folder(FOLDER)[0], calibration())
+
+
+def test_estimates_are_as_near_as_they_should_be() -> None:
+    few, many, every = totals(scored()).values()
+    assert (few.time.rows, many.time.rows, every.memory.rows) > (2000, 100, 1000)
+    assert few.time.median <= 0.05 and few.time.ninetieth <= 0.15
+    assert many.time.median <= 0.08 and many.time.ninetieth <= 0.20
+    assert every.memory.median <= 0.04
+    _, precision, recall = every.out_of_memory
+    assert precision >= 0.95 and recall >= 0.95
+    for part in (few.time, many.time, every.memory):
+        assert 0.75 <= part.inside <= 0.95, "of the 80 % interval"
+    good, families = scored().where(lambda p: p.quality == "A").best
+    assert good / families > 0.7, "of families whose predicted best is as good as their best"
