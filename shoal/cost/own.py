@@ -67,6 +67,17 @@ def memory_rate(cluster: Cluster) -> float:
     return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
 
 
+def product_rate(cluster: Cluster, kind: str) -> float:
+    """FLOP/s that a large product attains in 16 or 32 bits.
+
+    Args:
+        kind: of the products, as accelerators name their peaks.
+    """
+    machine = cluster.accelerator
+    part = calibration_of(cluster).values["product"][GENERATIONS.index(machine.generation)]
+    return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
+
+
 def layer_of(
     shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
     sequence_parallel: bool, recompute: str, later: float,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shoal.catalog.calibration import calibration_of
+from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
@@ -186,18 +187,31 @@ class StageMemory:
     @cached_property
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
-        cluster, constants = self.run.cluster, self.constants
-        if not cluster.accelerator.devices:
-            return 0.0
-        return constants["base"] * GB + outside(cluster.memory_bytes, constants)
+        return unused_of(self.run.cluster, self.constants)
 
     @cached_property
     def capacity(self) -> float:
         """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
-        cluster = self.run.cluster
-        return cluster.memory_bytes * (self.constants["usable"] if cluster.accelerator.devices else 1.0)
+        return capacity_of(self.run.cluster, self.constants)
 
     @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
-        return self.constants["fragmentation"][list(software_table()).index("shoal")]
+        return fragmentation_of(self.constants)
+
+
+def capacity_of(cluster: Cluster, constants: Mapping) -> float:
+    """Bytes of a cluster's device that a process can have."""
+    return cluster.memory_bytes * (constants["usable"] if cluster.accelerator.devices else 1.0)
+
+
+def unused_of(cluster: Cluster, constants: Mapping) -> float:
+    """Bytes that libraries and the process keep of a cluster's device."""
+    if not cluster.accelerator.devices:
+        return 0.0
+    return constants["base"] * GB + outside(cluster.memory_bytes, constants)
+
+
+def fragmentation_of(constants: Mapping) -> float:
+    """Of the bytes that come and go, how many the allocator has besides."""
+    return constants["fragmentation"][list(software_table()).index("shoal")]

@@ -22,16 +22,20 @@ SLACK = 1e-9  # relative: by how much sums differ in rounding
 RAISE, RAISES = 4.0, 6  # of a price that is too low, and how often before the memory is taken for too small
 
 
-def within_bound(problem: Problem, capacity: float | None = None, in_flight: int = 1) -> list[list[int]]:
-    """The choices of each decision that may be in an optimum; all, if no solution is met that fits the memory.
+def within_bound(
+    problem: Problem, capacity: float | None = None, in_flight: float = 1
+) -> tuple[list[list[int]], list[int] | None]:
+    """The choices of each decision that may be in an optimum, and the best solution that was met and fits the memory.
 
-    Where memory is short, a byte has a price, which every solution that fits pays for no more than the capacity.
+    All choices and None, if none was met. Where memory is short, a byte has a price, which every solution that fits
+    pays for no more than the capacity.
 
     Args:
         capacity, in_flight: as `shoal.plan.auto.ilp.solve` has them.
     """
     kept = [np.arange(len(d.choices)) for d in problem.decisions]
     best, left, bound, price = math.inf, problem, _Bound(problem), _Price(capacity)
+    met: list[int] | None = None
     for number in range(ROUNDS):
         bound.round()
         if number % EACH:
@@ -39,7 +43,8 @@ def within_bound(problem: Problem, capacity: float | None = None, in_flight: int
         chosen = bound.solution()
         cost = left.cost(chosen)
         fits = capacity is None or left.memory(chosen, in_flight) <= capacity
-        best = min(best, cost) if fits else best
+        if fits and cost < best:
+            best, met = cost, [int(k[c]) for k, c in zip(kept, chosen, strict=True)]
         paid = price.now * (capacity or 0.0)
         least = bound.least() - paid
         goes = [each - paid > best + SLACK * (best + paid) for each in bound.with_each()]
@@ -54,7 +59,7 @@ def within_bound(problem: Problem, capacity: float | None = None, in_flight: int
             break
         if more := price.change(cost, fits):
             bound.charge([more * (d.memory + in_flight * d.saved) for d in left.decisions])
-    return [k.tolist() for k in kept]
+    return [k.tolist() for k in kept], met
 
 
 class _Price:

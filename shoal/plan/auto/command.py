@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,16 +11,20 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from shoal.catalog import model_shape, tables
+from shoal.catalog import ModelShape, model_shape, tables
+from shoal.catalog.calibration import calibration_of
 from shoal.catalog.clusters import Cluster, cluster
 from shoal.comm.sharding.notation import NamedMesh, parse_mesh
 from shoal.config import Section
 from shoal.cost.units import BYTES, parse, show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.layout import Layout
 from shoal.models.transformer import Transformer, initialise
+from shoal.plan.auto.execute import compare, reference, worst_of
 from shoal.plan.auto.graph import Graph
-from shoal.plan.auto.ilp import NothingFits, solve
+from shoal.plan.auto.ilp import SECONDS, NothingFits, solve
 from shoal.plan.auto.layers import Layers
+from shoal.plan.auto.listing import LYING, Other, for_train, lines, weights
 from shoal.plan.auto.pipelined import Pipelined, compare_stages, grids
 from shoal.plan.auto.plan import Plan, plan_of
 from shoal.plan.auto.price import Prices
@@ -30,8 +32,10 @@ from shoal.plan.auto.problem import GIVEN, UPDATE, Builder, Bytes
 from shoal.plan.auto.rivals import rivals
 from shoal.plan.auto.stages import latency
 from shoal.plan.auto.trace import Forward, forward_of, graph_of
-from shoal.plan.run import KINDS
-from shoal.plan.search_command import table
+from shoal.plan.listing import table
+from shoal.plan.memory import capacity_of, fragmentation_of, unused_of
+from shoal.plan.run import KINDS, Run
+from shoal.plan.unused import check_unused
 from shoal.precision.formats import FORMATS, Formats
 
 MOST_RANKS = 8
@@ -53,7 +57,8 @@ class AutoOptions(Section):
     """8xH100, 2x4xA100-ETH100, 4xhere, as `shoal estimate` takes it."""
 
     mesh: str = ""
-    """The devices as a grid, as x=2,y=4 (default: every grid of up to two axes, the best of them is shown)."""
+    """The devices as a grid, as x=2,y=4 (default: all in a row, and nodes by their devices, or one node's in every grid
+    of two axes; the best of them is shown)."""
 
     micro_batch: PositiveInt = 8
     """Sequences of a micro-batch, of all devices together; of a model of the catalog."""
@@ -71,7 +76,8 @@ class AutoOptions(Section):
     """bf16, fp16 or fp32."""
 
     memory: str = ""
-    """Of a device, for weights, gradients, AdamW's states and activations, as 16GB (default: the accelerator's)."""
+    """Of a device, for weights, gradients, AdamW's states and activations, as 16GB (default: the accelerator's, without
+    what libraries and the process keep)."""
 
     check: bool = False
     """Run the plan on real ranks here, one for each device, in float64, beside the module on one device."""
@@ -90,7 +96,12 @@ def run(options: AutoOptions) -> int:
         tables.add(options.catalog)
     machine, formats = cluster(options.cluster), _formats(options.precision)
     meshes = _meshes(options.mesh, machine)
-    capacity = parse(options.memory, BYTES, where="--memory") if options.memory else machine.memory_bytes
+    if options.module:
+        check_unused(options, ("model", "layers", "micro_batch", "seq"), "--module makes its own module and inputs")
+    constants = calibration_of(machine).values
+    capacity = capacity_of(machine, constants) - unused_of(machine, constants)
+    if options.memory:
+        capacity = parse(options.memory, BYTES, where="--memory")
     if options.check and machine.size > MOST_RANKS:
         raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
     if options.stages > 1 and options.mesh:
@@ -100,15 +111,26 @@ def run(options: AutoOptions) -> int:
     if options.stages > 1:
         return _pipeline(options, machine, formats, capacity, (module, inputs), console)
     graph = graph_of(module, inputs)
-    best: tuple[Plan, list[tuple[str, Plan | None]]] | None = None
+    best: tuple[Plan, list[Other]] | None = None
+    proven = True
     for mesh in meshes:
-        found = _planned(graph, machine, mesh, formats, options.microbatches, capacity)
-        if found is not None and (best is None or found[0].seconds < best[0].seconds):
+        try:
+            found = _planned(graph, machine, mesh, formats, options.microbatches, capacity)
+        except NothingFits as nothing:
+            proven = proven and nothing.proven
+            continue
+        if best is None or found[0].seconds < best[0].seconds:
             best = found
     if best is None:
-        console.print(Text(f"No sharding needs as little as {show_bytes(capacity)} on a device."), soft_wrap=True)
+        _nothing("sharding", capacity, proven, console)
         return 1
-    for line in _lines(options, machine, graph, *best):
+    name = options.module or options.model
+    said = [*lines(name, options.precision, machine, options.microbatches, *best)]
+    if not options.module and machine.size > 1:
+        batch = options.micro_batch * options.microbatches
+        trained = Run(_shape(options), Layout(), machine, options.seq, batch, options.precision)
+        said += ["", *for_train(options.model, trained, *best, options.micro_batch)]
+    for line in said:
         console.print(Text(line), soft_wrap=True)
     if options.check:
         return _check(best[0], module, inputs, console)
@@ -134,10 +156,15 @@ def _meshes(text: str, machine: Cluster) -> list[NamedMesh]:
     return grids(machine.nodes, machine.per_node)
 
 
-def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
-    """The module in float64, and example inputs; of a model that is not checked, shapes alone."""
-    if options.module:
-        return _own(options.module, check=options.check)
+def _nothing(what: str, capacity: float, proven: bool, console: Console) -> None:
+    said = f"No {what} needs as little as {show_bytes(capacity)} on a device."
+    if not proven:
+        said = f"Time was up ({SECONDS:.0f} s each) before any {what} within {show_bytes(capacity)} a device was found."
+    console.print(Text(said), soft_wrap=True)
+
+
+def _shape(options: AutoOptions) -> ModelShape:
+    """Of a model of the catalog, or its first layers."""
     shape = model_shape(options.model)
     if shape.experts or shape.depths:
         raise UsageError(f"--model {options.model}: which tokens an expert gets depends on numbers; plan dense models")
@@ -147,6 +174,14 @@ def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
         shape = shape.model_copy(update={"layers": options.layers})
     if shape.family == "gpt" and options.seq > shape.max_sequence:
         raise UsageError(f"--seq {options.seq}: {options.model} has positions for {shape.max_sequence}")
+    return shape
+
+
+def _subject(options: AutoOptions) -> tuple[nn.Module, tuple]:
+    """The module in float64, and example inputs; of a model that is not checked, shapes alone."""
+    if options.module:
+        return _own(options.module, check=options.check)
+    shape = _shape(options)
     device = "cpu" if options.check else "meta"
     with torch.device(device):
         model = Transformer(shape).double()
@@ -193,21 +228,23 @@ def _own(text: str, *, check: bool) -> tuple[nn.Module, tuple]:
 
 def _planned(
     graph: Graph, machine: Cluster, mesh: NamedMesh, formats: Formats, microbatches: int, capacity: float
-) -> tuple[Plan, list[tuple[str, Plan | None]]] | None:
-    """The best plan on a mesh, with the splits by hand; None if none fits."""
+) -> tuple[Plan, list[Other]]:
+    """The best plan on a mesh, with the splits by hand.
+
+    Raises:
+        NothingFits: there is none.
+    """
     prices = Prices.on(machine, mesh, KINDS[formats.compute.name], formats.compute.itemsize)
     builder = Builder(graph, prices, bytes_of(formats), microbatches)
-    problem = builder.problem()
-    try:
-        best = plan_of(builder, problem, solve(problem, capacity))
-    except NothingFits:
-        return None
-    others: list[tuple[str, Plan | None]] = []
-    for name, restricted in rivals(builder, problem).items():
+    problem, alive = builder.problem(), 1 + fragmentation_of(calibration_of(machine).values)
+    best = plan_of(builder, problem, solve(problem, capacity, alive))
+    others: list[Other] = []
+    for name, rival in rivals(builder, problem).items():
         try:
-            others.append((name, plan_of(builder, restricted, solve(restricted, capacity))))
-        except NothingFits:
-            others.append((name, None))
+            found = plan_of(builder, rival.problem, solve(rival.problem, capacity, alive))
+            others.append(Other(name, found, rival.layout))
+        except NothingFits as nothing:
+            others.append(Other(name, None, rival.layout, nothing.proven))
     return best, others
 
 
@@ -215,73 +252,6 @@ def bytes_of(formats: Formats) -> Bytes:
     """What a weight needs beside itself, with AdamW."""
     master = formats.storage.itemsize if formats.master else 0
     return Bytes(formats.reduce.itemsize, 2 * formats.state.itemsize + master)
-
-
-# ---- what is said ----------------------------------------------------------------------------------------------------
-
-
-def _lines(
-    options: AutoOptions, machine: Cluster, graph: Graph, plan: Plan, others: list[tuple[str, Plan | None]]
-) -> Iterator[str]:
-    """All that is printed."""
-    what = options.module or options.model
-    count = sum(op.numel for op in graph.parameters)
-    yield f"{what}: {count:,} parameters, {len(graph.ops):,} operators; {options.precision}, AdamW"
-    yield machine.describe()
-    yield (f"as a mesh {plan.mesh}: {show_seconds(plan.seconds)} a micro-batch"
-           + (f" of {options.microbatches}" if options.microbatches > 1 else "")
-           + f", {show_seconds(plan.communication)} of it communication; "
-           f"{show_bytes(plan.memory)} of weights and states, {show_bytes(plan.saved)} of activations"
-           + ("" if plan.proven else "; the best that was found in time"))  # fmt: skip
-    yield ""
-    yield from table(["weight", "kept", "multiplied as", "optimizer state"], list(_weights(plan)))
-    yield ""
-    rows = list(_moves(plan))
-    if rows:
-        yield from table(["", "tensor", "collective", "from", "to", "sent by a device", "time"], rows)
-    else:
-        yield "Nothing is communicated."
-    yield ""
-    yield from table(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(plan, others)))
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
-def _weights(plan: Plan) -> Iterator[list[str]]:
-    """Weights that are split alike in all layers in one row."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name, ways in plan.weights().items():
-        found.setdefault((_pattern(name), *map(str, ways)), []).append(name)
-    several = {pattern: sum(key[0] == pattern for key in found) > 1 for pattern, *_ in found}
-    for (pattern, *ways), names in found.items():
-        yield [", ".join(names) if several[pattern] else pattern, *ways]
-
-
-def _moves(plan: Plan) -> Iterator[list[str]]:
-    """Collectives of the same kind, of tensors of one shape, in one row."""
-    found: dict[tuple[str, ...], list] = {}
-    for move in plan.found:
-        op = plan.graph.ops[move.name]
-        shape = "x".join(map(str, op.shape)) or "scalar"
-        what = " then ".join(str(t.move) for t in move.transfers)
-        key = (move.phase, shape, what, str(move.transfers[0].before), str(move.transfers[-1].after))
-        found.setdefault(key, []).append(move)
-    for (phase, shape, what, before, after), moves in found.items():
-        times = f"{len(moves)} x " if len(moves) > 1 else ""
-        sent, seconds = sum(m.sent for m in moves), sum(m.seconds for m in moves)
-        yield [phase, times + shape, what, before, after, show_bytes(sent), show_seconds(seconds)]
-
-
-def _rivals(plan: Plan, others: list[tuple[str, Plan | None]]) -> Iterator[list[str]]:
-    yield ["found", show_seconds(plan.seconds), show_seconds(plan.communication), show_bytes(plan.memory), ""]
-    for name, other in others:
-        if other is None:
-            yield [name, "does not fit", "", "", ""]
-        else:
-            more = f"{max(0.0, 100 * (other.seconds / plan.seconds - 1)):+.1f} %"
-            yield [name, show_seconds(other.seconds), show_seconds(other.communication), show_bytes(other.memory), more]
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
@@ -295,16 +265,16 @@ def _pipeline(
     layers = Layers(forward, LAYERS_PER_STAGE * options.stages)
     joint = Pipelined(
         layers, machine, KINDS[formats.compute.name], formats.compute.itemsize, bytes_of(formats),
-        options.microbatches, capacity,
+        options.microbatches, capacity, fragmentation_of(calibration_of(machine).values),
     )  # fmt: skip
     found = joint.stages(options.stages)
     if found is None:
-        console.print(Text(f"No pipeline needs as little as {show_bytes(capacity)} on a device."), soft_wrap=True)
+        _nothing("pipeline", capacity, joint.proven, console)
         return 1
     planned = joint.planned(found)
     total = latency(found, options.microbatches)
     single = joint.cost(0, joint.count, (machine.nodes, machine.per_node), 1) * options.microbatches
-    lines = [
+    said = [
         f"{options.module or options.model}: {joint.count} layers of operators; {options.precision}, AdamW",
         machine.describe(),
         f"{len(planned)} stages, {options.microbatches} micro-batches: {show_seconds(total)} a step; without stages "
@@ -312,18 +282,17 @@ def _pipeline(
     ]
     for number, stage in enumerate(planned):
         devices = f"device {stage.rank}" + (f" to {stage.rank + stage.stage.devices - 1}" * (stage.stage.devices > 1))
-        lines += ["", f"stage {number}: layers {stage.stage.first} to {stage.stage.last - 1} on {devices}, mesh "
+        said += ["", f"stage {number}: layers {stage.stage.first} to {stage.stage.last - 1} on {devices}, mesh "
                   f"{stage.plan.mesh or '1'}: {show_seconds(stage.stage.seconds)} a micro-batch, "
                   f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
-        lines += table(["weight", "kept", "multiplied as", "optimizer state"], list(_weights(stage.plan)))
-    for line in lines:
+        said += table(LYING, list(weights(stage.plan)))
+    for line in said:
         console.print(Text(line), soft_wrap=True)
     return _check_stages(planned, forward, subject, machine.size, console) if options.check else 0
 
 
 def _check_stages(planned: list, forward: Forward, subject: tuple, ranks: int, console: Console) -> int:
     from shoal.comm.pool import Pool
-    from shoal.plan.auto.execute import reference
 
     graph = graph_of(*subject)
     given, expected = reference(*subject, graph)
@@ -331,23 +300,23 @@ def _check_stages(planned: list, forward: Forward, subject: tuple, ranks: int, c
     gradients = {name: x for name, x in expected.items() if name.startswith(UPDATE)}
     with Pool(ranks) as pool:
         results = pool.run(compare_stages, ranks, planned, given, outputs, gradients)
-    return _verdict(results, f"{len(outputs)} outputs and {len(gradients)} gradients", console)
+    return verdict(results, f"{len(outputs)} outputs and {len(gradients)} gradients", console)
 
 
 def _check(plan: Plan, module: nn.Module, inputs: tuple, console: Console) -> int:
     from shoal.comm.pool import Pool
-    from shoal.plan.auto.execute import compare, reference
 
     given, expected = reference(module, inputs, plan.graph)
     with Pool(plan.mesh.ranks) as pool:
         results = pool.run(compare, plan.mesh.ranks, plan, given, expected)
     what = f"{len(expected)} outputs and gradients, and every weight after a step"
-    return _verdict(results, what, console)
+    return verdict(results, what, console)
 
 
-def _verdict(results: list[dict[str, float]], what: str, console: Console) -> int:
-    worst, name = max((error, name) for errors in results for name, error in errors.items())
-    right = worst < EXACT
+def verdict(results: list[dict[str, float]], what: str, console: Console) -> int:
+    """Say whether differences on all ranks are small; the exit code."""
+    worst, name = worst_of(results)
+    right = worst <= EXACT
     words = "as one device computes it" if right else f"not what one device computes: {name} is off"
     console.print(Text(
         f"\nrun on {len(results)} ranks in float64, {words}: {what}; largest difference {worst:.1e} ({name})"

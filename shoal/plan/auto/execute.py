@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,8 @@ class Step:
         self.plan, self.runner, self.ops = plan, runner, plan.graph.ops
         self.rank = runner.rank
         self.values: dict[str, Tensor] = {}
-        self.moved: dict[tuple[str, str, Sharding], Tensor] = {}
+        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # what is still to be read in this phase
+        self.reads: Counter[tuple[str, Sharding]] = Counter()  # and how often
         for name, tensor in given.items():
             self.give(name, tensor)
 
@@ -39,11 +42,14 @@ class Step:
         self.values[name] = self.block(name, tensor, self.plan.lies(name)).clone()
 
     def run(self, phase: str) -> None:
-        """Every operator of a phase."""
-        for op in self.ops.values():
-            if op.kind == "call" and op.phase == phase:
-                self.values[op.name] = self._done(op)
-        self.moved = {key: value for key, value in self.moved.items() if key[1] != phase}
+        """Every operator of a phase. A copy that was moved is there until its last reader."""
+        todo = [op for op in self.ops.values() if op.kind == "call" and op.phase == phase]
+        self.reads = Counter(
+            read for op in todo if op.name in self.plan.splits
+            for read in zip(op.operands, self.plan.splits[op.name].operands, strict=True)
+        )  # fmt: skip
+        for op in todo:
+            self.values[op.name] = self._done(op)
 
     def updated(self, name: str, rate: float, master: Tensor) -> Tensor:
         """A parameter after a step of gradient descent, as it is kept.
@@ -68,7 +74,7 @@ class Step:
         if split is None:  # a constant
             return op.call(tuple(self.values[name] for name in op.operands))
         tensors = tuple(
-            self._read(name, op.phase, lies) for name, lies in zip(op.operands, split.operands, strict=True)
+            self._read(name, lies) for name, lies in zip(op.operands, split.operands, strict=True)
         )
         out = self._local(op, split, tensors)
         if isinstance(out, Tensor):
@@ -78,12 +84,13 @@ class Step:
             out = self._moved(op.name, out, split.made, split.out)
         return out
 
-    def _read(self, name: str, phase: str, lies: Sharding) -> Tensor:
+    def _read(self, name: str, lies: Sharding) -> Tensor:
         """A tensor as an operator needs it, moved once in a phase."""
-        key = (name, phase, lies)
+        key = (name, lies)
         if key not in self.moved:
             self.moved[key] = self._moved(name, self.values[name], self.plan.lies(name), lies)
-        return self.moved[key]
+        self.reads[key] -= 1
+        return self.moved[key] if self.reads[key] else self.moved.pop(key)
 
     def _moved(self, name: str, x: Tensor, before: Sharding, after: Sharding) -> Tensor:
         for transfer in self.plan.moves[name, before, after] if before != after else ():
@@ -142,7 +149,7 @@ def compare(
     step.run(BACKWARD)
     errors = {}
     largest = {update: max((x.abs().max().item() for name, x in expected.items() if name.startswith(UPDATE) == update),
-                           default=1.0) for update in (False, True)}  # fmt: skip
+                           default=1.0) or 1.0 for update in (False, True)}  # fmt: skip
 
     def check(name: str, mine: Tensor, expect: Tensor, lies: Sharding) -> None:
         part = expect[box(lies, dist.get_rank(), sizes_of(tuple(expect.shape)), plan.mesh).slices]
@@ -156,6 +163,12 @@ def compare(
             new = given[weight] - rate * expect
             check(f"new {weight}", step.updated(weight, rate, given[weight]), new, plan.lies(weight))
     return errors
+
+
+def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
+    """The largest difference on any rank, and of what; one that is no finite number is larger than all others."""
+    every = [(error, name) for errors in results for name, error in errors.items()]
+    return next((found for found in every if not math.isfinite(found[0])), None) or max(every)
 
 
 def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 0) -> tuple[dict, dict]:

@@ -19,11 +19,20 @@ from shoal.plan.auto.bound import within_bound
 from shoal.plan.auto.problem import Problem
 
 SECONDS = 120.0  # of a solve, at most
+INFEASIBLE = 2  # among the codes of `scipy.optimize.milp`
 GAP = 1e-6  # of the cost: how near to the optimum is near enough
 
 
 class NothingFits(Exception):
-    """No choice of all decisions needs as little memory as there is, or can be done at all."""
+    """No choice of all decisions needs as little memory as there is, or can be done at all.
+
+    Attributes:
+        proven: whether that is known; else time was up before one was found.
+    """
+
+    def __init__(self, proven: bool = True):
+        super().__init__()
+        self.proven = proven
 
 
 @dataclass(frozen=True)
@@ -41,20 +50,23 @@ class Solution:
     proven: bool = True
 
 
-def solve(problem: Problem, capacity: float | None = None, in_flight: int = 1) -> Solution:
-    """The cheapest choices.
+def solve(
+    problem: Problem, capacity: float | None = None, in_flight: float = 1, seconds: float = SECONDS
+) -> Solution:
+    """The cheapest choices; when time is up, the best that were met.
 
     Args:
         capacity: bytes of a device's memory; None for no limit.
-        in_flight: micro-batches that are kept for the backward pass at once.
+        in_flight: micro-batches that are kept for the backward pass at once, with what an allocator has besides.
+        seconds: that the integer program may take.
 
     Raises:
-        NothingFits: none needs so little memory.
+        NothingFits: none needs so little memory, or none was met in time.
     """
     least = sum((d.memory + in_flight * d.saved).min() for d in problem.decisions)
     if capacity is not None and least > capacity:
         raise NothingFits
-    near = within_bound(problem, capacity, in_flight)
+    near, met = within_bound(problem, capacity, in_flight)
     small = problem.only(near)
     kept = undominated(small, capacity is not None)
     small = small.only(kept)
@@ -63,11 +75,14 @@ def solve(problem: Problem, capacity: float | None = None, in_flight: int = 1) -
         if capacity is not None and small.memory(chosen, in_flight) > capacity:
             raise NothingFits
     else:
-        chosen, proven = _Program(small, capacity, in_flight).solve()
-    whole = [n[k[c]] for n, k, c in zip(near, kept, chosen, strict=True)]
-    if np.isinf(problem.cost(whole)):
-        raise NothingFits
-    return Solution(whole, problem.cost(whole), proven)
+        chosen, proven = _Program(small, capacity, in_flight).solve(seconds)
+    found = [] if chosen is None else [[n[k[c]] for n, k, c in zip(near, kept, chosen, strict=True)]]
+    if met is not None and not proven:
+        found.append(met)
+    best = min(found, key=problem.cost, default=None)
+    if best is None or np.isinf(problem.cost(best)):
+        raise NothingFits(proven)
+    return Solution(best, problem.cost(best), proven)
 
 
 # ---- before ----------------------------------------------------------------------------------------------------------
@@ -148,14 +163,19 @@ class _Program:
 
     problem: Problem
     capacity: float | None
-    in_flight: int
+    in_flight: float
     objective: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
 
-    def solve(self) -> tuple[list[int], bool]:
+    def solve(self, seconds: float) -> tuple[list[int] | None, bool]:
+        """The best that was found, None if nothing was in time; and whether it is known to be the best.
+
+        Raises:
+            NothingFits: there is nothing.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
@@ -185,10 +205,12 @@ class _Program:
             constraints=LinearConstraint(matrix, self.least, self.most),
             integrality=np.array([1] * binaries + [0] * (len(self.objective) - binaries)),
             bounds=Bounds(0.0, np.array(self.upper)),
-            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+            options={"mip_rel_gap": GAP, "time_limit": seconds},
         )
-        if found.x is None:
+        if found.status == INFEASIBLE:
             raise NothingFits
+        if found.x is None:
+            return None, False
         chosen = [
             int(np.argmax(found.x[start : start + len(d.choices)]))
             for start, d in zip(self.first, self.problem.decisions, strict=True)

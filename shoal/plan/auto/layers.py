@@ -7,6 +7,7 @@ which computes more than (1 + delta) of its share, those whose widest boundary c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,25 +105,38 @@ class Layers:
 
 
 def _cut(places: list[int], carried: list[int], work: list[float], count: int) -> list[int]:
-    """Ends of layers, by dynamic programming: the least (widest boundary, most FLOPs) of `count` layers."""
-    count = min(count, len(places) - 1)
-    most = (1 + DELTA) * work[-1] / count
-    for limit in (most, math.inf):  # one operator may compute more than a layer's share
-        best: list[dict[int, tuple[tuple[float, float], list[int]]]] = [{0: ((0.0, 0.0), [])}]
-        for _ in range(count):
-            step: dict[int, tuple[tuple[float, float], list[int]]] = {}
-            for start, ((wide, heavy), ends) in best[-1].items():
-                for end in places:
-                    if end <= start or work[end] - work[start] > limit:
-                        continue
-                    inner = carried[end] if end < places[-1] else 0
-                    found = ((max(wide, inner), max(heavy, work[end] - work[start])), [*ends, end])
-                    if end not in step or found[0] < step[end][0]:
-                        step[end] = found
-            best.append(step)
-        if places[-1] in best[-1]:
-            return best[-1][places[-1]][1]
-    return [places[-1]]
+    """Ends of so many layers: of the cuts whose widest boundary is narrowest, one whose heaviest layer is lightest."""
+    count, last = min(count, len(places) - 1), places[-1]
+
+    def carries(limit: float) -> Callable[[int, int], float]:
+        return lambda start, end: carried[end] * (end < last) if work[end] - work[start] <= limit else math.inf
+
+    limit = (1 + DELTA) * work[-1] / count
+    wide, _ = _least_of_most(places, count, carries(limit))
+    if wide == math.inf:  # one operator computes more than a layer's share
+        limit = math.inf
+        wide, _ = _least_of_most(places, count, carries(limit))
+    narrow = [place for place in places if place in (places[0], last) or carried[place] <= wide]
+    _, ends = _least_of_most(narrow, count, lambda start, end: (
+        work[end] - work[start] if work[end] - work[start] <= limit else math.inf
+    ))  # fmt: skip
+    return ends
+
+
+def _least_of_most(
+    places: list[int], count: int, cost: Callable[[int, int], float]
+) -> tuple[float, list[int]]:
+    """Of all ways to cut into so many runs, the one whose dearest is cheapest, by dynamic programming: what that costs,
+    and where its runs end."""
+    best: dict[int, tuple[float, list[int]]] = {places[0]: (0.0, [])}
+    for _ in range(count):
+        step: dict[int, tuple[float, list[int]]] = {}
+        for start, (most, ends) in best.items():
+            for end in places:
+                if end > start and (found := max(most, cost(start, end))) < step.get(end, (math.inf,))[0]:
+                    step[end] = (found, [*ends, end])
+        best = step
+    return best.get(places[-1], (math.inf, []))
 
 
 def _part(forward: Forward, nodes: list[fx.Node]) -> Forward:

@@ -14,6 +14,7 @@ from shoal.catalog.clusters import Cluster
 from shoal.comm.sharding.notation import NamedMesh
 from shoal.comm.sharding.run import Runner, box
 from shoal.cost.communication import ring_of
+from shoal.cost.own import attained
 from shoal.plan.auto.choices import sizes_of
 from shoal.plan.auto.execute import Step
 from shoal.plan.auto.graph import BACKWARD, FORWARD
@@ -49,6 +50,8 @@ class Pipelined:
     Attributes:
         kind, itemsize: number format of the products, and bytes of an element.
         capacity: bytes of a device.
+        besides: of the bytes that come and go, how many an allocator has besides.
+        proven: whether all that was said not to fit does not; else time was up for some of it.
     """
 
     layers: Layers
@@ -58,6 +61,8 @@ class Pipelined:
     bytes: Bytes
     microbatches: int
     capacity: float
+    besides: float = 0.0
+    proven: bool = True
     _known: dict[tuple, float] = field(default_factory=dict)
 
     @cached_property
@@ -73,44 +78,46 @@ class Pipelined:
         """Seconds of a micro-batch of some layers on a part of the cluster; the same layers are planned once."""
         if self.layers.shares(first, last):
             return inf
-        key = (self.layers.like(first, last), part, left)
+        key = (self.layers.like(first, last), part, min(left, self.microbatches))
         if key not in self._known:
             try:
                 self._known[key] = self.plan(first, last, part, left)[0].seconds
-            except NothingFits:
-                self._known[key] = inf
+            except NothingFits as nothing:
+                self._known[key], self.proven = inf, self.proven and nothing.proven
         return self._known[key] + self._receives(first, part)
 
     def _receives(self, first: int, part: Part) -> float:
         """Seconds in which a stage gets what is before it, and gives the gradients back: each device its share."""
         size = self.layers.boundary(first) * self.itemsize / TRACED / (part[0] * part[1])
         apart = self.cluster.per_node if self.cluster.nodes > 1 else 1
-        return 2 * ring_of(self.cluster, 2, apart).send(size) if size and self.cluster.size > 1 else 0.0
+        return 2 * ring_of(attained(self.cluster), 2, apart).send(size) if size and self.cluster.size > 1 else 0.0
 
     def plan(self, first: int, last: int, part: Part, left: int) -> tuple[Plan, tuple[str, ...]]:
         """The best sharding of some layers on a part, and the operators of its outputs.
 
         Args:
-            left: stages from this one on: the micro-batches that it keeps at once in 1F1B.
+            left: stages from this one on: the micro-batches that it keeps at once in 1F1B, if a step has so many.
 
         Raises:
             NothingFits: on no grid.
         """
-        graph, best = self.layers.graph(first, last), None
+        graph, best, proven = self.layers.graph(first, last), None, True
+        alive = min(left, self.microbatches) * (1 + self.besides)
         for mesh in grids(*part):
             prices = Prices.on(self.cluster, mesh, self.kind, self.itemsize)
             builder = Builder(graph, prices, self.bytes, self.microbatches)
             problem = builder.problem()
             try:
                 found = solve(problem)
-                if problem.memory(found.chosen, left) > self.capacity:
-                    found = solve(problem, self.capacity, left)
-            except NothingFits:
+                if problem.memory(found.chosen, alive) > self.capacity:
+                    found = solve(problem, self.capacity, alive)
+            except NothingFits as nothing:
+                proven = proven and nothing.proven
                 continue
             if best is None or found.cost < best.seconds:
                 best = plan_of(builder, problem, found)
         if best is None:
-            raise NothingFits
+            raise NothingFits(proven)
         return best, graph.outputs
 
     def planned(self, stages: tuple[Stage, ...]) -> list[StagePlan]:
@@ -178,10 +185,10 @@ def compare_stages(
             tensors[name] = tensors[name] + gradient if name in tensors else gradient
     assert step is not None
     errors = {}
-    largest = max(x.abs().max().item() for x in outputs.values())
+    largest = max(x.abs().max().item() for x in outputs.values()) or 1.0
     for name, expect in outputs.items():
         errors[name] = (tensors[f"input {name}"] - expect).abs().max().item() / largest
-    largest = max(x.abs().max().item() for x in expected.values())
+    largest = max((x.abs().max().item() for x in expected.values()), default=1.0) or 1.0
     for op in mine.plan.graph.parameters:
         if (name := UPDATE + op.name) in mine.plan.splits:
             part = step.block(op.name, expected[name], mine.plan.lies(name))

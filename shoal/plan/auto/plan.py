@@ -67,16 +67,17 @@ class Plan:
         """How a tensor lies where it is made."""
         return self.splits[name].out if name in self.splits else whole(len(self.graph.ops[name].shape))
 
-    def weights(self) -> dict[str, tuple[Sharding, Sharding, Sharding]]:
-        """Of each trained parameter: how it is kept, how it is first multiplied, how its optimizer's state is kept."""
-        return {op.name: (self.lies(op.name), self._used(op.name), self.lies(UPDATE + op.name))
-                for op in self.graph.parameters if UPDATE + op.name in self.splits}  # fmt: skip
-
-    def _used(self, name: str) -> Sharding:
-        """How the first operator that reads it takes it."""
-        users = (op for op in self.graph.ops.values() if name in op.operands)
-        first = next(users)
-        return self.splits[first.name].operands[first.operands.index(name)]
+    def weights(self) -> dict[str, tuple[Sharding, Sharding, Sharding | None]]:
+        """Of each parameter that is read: how it is kept, how it is first multiplied, how its optimizer's state is kept
+        (None of one that is frozen)."""
+        found = {}
+        for op in self.graph.parameters:
+            first = next((user for user in self.graph.ops.values() if op.name in user.operands), None)
+            if first is not None:
+                used = self.splits[first.name].operands[first.operands.index(op.name)]
+                state = self.lies(UPDATE + op.name) if UPDATE + op.name in self.splits else None
+                found[op.name] = (self.lies(op.name), used, state)
+        return found
 
 
 def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
@@ -119,7 +120,7 @@ def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
     )  # fmt: skip
 
 
-def shard(builder: Builder, capacity: float | None = None, in_flight: int = 1) -> Plan:
+def shard(builder: Builder, capacity: float | None = None, in_flight: float = 1) -> Plan:
     """The cheapest plan of a graph on a mesh.
 
     Raises:

@@ -12,6 +12,7 @@ from shoal.comm.algorithms.description import Collective
 from shoal.comm.sharding.notation import NamedMesh, Sharding
 from shoal.comm.sharding.route import Transfer
 from shoal.cost.communication import ring_of
+from shoal.cost.own import attained, memory_rate, product_rate
 from shoal.cost.roofline import Work
 from shoal.cost.sharded.network import Network
 from shoal.cost.sharded.routes import STEP, Planner
@@ -22,7 +23,8 @@ from shoal.plan.auto.spaces import RESHAPES
 
 @dataclass(frozen=True)
 class OfCluster:
-    """The network of a cluster that a mesh fills in order, or of a part of it that begins where a node does.
+    """The network of a cluster, as it is attained, that a mesh fills in order; or of a part of it that begins where a
+    node does.
 
     Collectives along an axis go over rings, as `shoal estimate` prices them.
     """
@@ -46,8 +48,8 @@ class Prices:
 
     Attributes:
         network: what prices a collective.
-        peak: FLOP/s of a device, in products of matrices.
-        bandwidth: of its memory, bytes/s.
+        peak: FLOP/s that a device attains in products of large matrices.
+        bandwidth: bytes/s that it attains of its memory.
         itemsize: bytes of a floating-point number.
     """
 
@@ -61,9 +63,8 @@ class Prices:
     @staticmethod
     def on(cluster: Cluster, mesh: NamedMesh, kind: str, itemsize: int) -> Prices:
         """On a mesh of a cluster; ``kind`` is the number format of its products, as the catalog has it."""
-        device = cluster.accelerator
-        peak = device.dense_flops(kind) * device.matmul_efficiency / cluster.turns
-        return Prices(mesh, OfCluster(mesh, cluster), peak, device.memory_bandwidth, itemsize)
+        peak = product_rate(cluster, kind) / cluster.turns
+        return Prices(mesh, OfCluster(mesh, attained(cluster)), peak, memory_rate(cluster), itemsize)
 
     def bytes_of(self, op: Op) -> int:
         """Of one element of what an operator makes."""

@@ -85,7 +85,7 @@ class Problem:
         total += sum(matrix[chosen[i], chosen[j]] for (i, j), matrix in self.pairs.items())
         return float(total + sum(group.cost(chosen) for group in self.shared))
 
-    def memory(self, chosen: list[int], in_flight: int = 1) -> float:
+    def memory(self, chosen: list[int], in_flight: float = 1) -> float:
         """Bytes of one choice for each decision, with so many micro-batches kept for the backward pass."""
         return float(sum(
             d.memory[c] + in_flight * d.saved[c] for d, c in zip(self.decisions, chosen, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.comm.sharding.notation import Sharding
+from shoal.layout import Layout
 from shoal.parallel.tensor import (
     TENSOR_PARALLEL,
     Column,
@@ -41,30 +42,47 @@ class Pin:
     gradient: bool = True
 
 
-def rivals(builder: Builder, problem: Problem) -> dict[str, Problem]:
+@dataclass(frozen=True)
+class Rival:
+    """A split by hand.
+
+    Attributes:
+        problem: with only the choices that keep to it.
+        layout: of shoal's own models, of which `shoal train` does the same; None if it has tensor-parallel ranks
+            elsewhere in the mesh.
+    """
+
+    problem: Problem
+    layout: Layout | None
+
+
+def rivals(builder: Builder, problem: Problem) -> dict[str, Rival]:
     """The problem under each split by hand that this graph and mesh allow."""
-    mesh, weights = builder.mesh, [op for op in builder.graph.parameters if UPDATE + op.name in builder.ops]
+    mesh, weights = builder.mesh, builder.graph.parameters
     found: dict[str, dict[str, Pin]] = {
         "data parallel": {op.name: _replicated(op) for op in weights},
         "data parallel, ZeRO-1": {op.name: _zero1(op, builder) for op in weights},
         "FSDP (ZeRO-3)": {op.name: _sharded(op, builder) for op in weights},
     }
+    layouts = {name: Layout(dp=mesh.ranks, zero=zero) for name, zero in zip(found, (0, 1, 3), strict=True)}
     columns = {op.name: _megatron(op.name) for op in weights}
     if any(at is not None for at in columns.values()):
         for axis in [*mesh.axes, *([mesh.axes] if len(mesh.axes) > 1 else [])]:
             rest = "".join(other for other in mesh.axes if other not in axis)
             over = f"Megatron over {axis}"
-            found[over + (f", data parallel over {rest}" if rest else "")] = {
-                op.name: _split(op, builder, columns[op.name], axis) for op in weights
-            }
+            name = over + (f", data parallel over {rest}" if rest else "")
+            found[name] = {op.name: _split(op, builder, columns[op.name], axis) for op in weights}
+            if mesh.axes.endswith(axis):  # neighbours in rank are neighbours in tp
+                layouts[name] = Layout(tp=mesh.size(axis), dp=mesh.size(rest))
             if rest:
-                found[f"{over}, FSDP over {rest}"] = {
-                    op.name: _split(op, builder, columns[op.name], axis, rest) for op in weights
-                }
+                sharded = f"{over}, FSDP over {rest}"
+                found[sharded] = {op.name: _split(op, builder, columns[op.name], axis, rest) for op in weights}
+                if name in layouts:
+                    layouts[sharded] = layouts[name].model_copy(update={"zero": 3})
     restricted = {}
     for name, pins in found.items():
         try:
-            restricted[name] = problem.restricted(_allowed(builder, pins))
+            restricted[name] = Rival(problem.restricted(_allowed(builder, pins)), layouts.get(name))
         except ValueError:
             continue  # a weight that does not come out even, so that split cannot be
     return restricted

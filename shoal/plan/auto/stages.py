@@ -9,7 +9,8 @@ For each t_max that the largest may be, a dynamic program finds the least sum ov
     F(s, k, d) = min over j, (n, m) of  t(k, j, (n, m), s) + F(s - 1, j + 1, d - n m)                 (equation 3)
 
 with s the stages that are left and so, in 1F1B, the micro-batches that the next one keeps. Parts of the cluster are
-1, 2, 4, ... devices of a node, or whole nodes, so that all of them together can always be laid out.
+1, 2, 4, ... devices of a node, each a divisor of the next, or whole nodes: laid out from the largest on, all of them
+together always fit.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def parts(nodes: int, per_node: int) -> list[Part]:
 
     >>> parts(3, 8)
     [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (3, 8)]
+    >>> parts(2, 6)
+    [(1, 1), (1, 2), (1, 6), (2, 6)]
     """
-    inside = [(1, 2**k) for k in range(per_node.bit_length()) if 2**k < per_node]
+    inside = [(1, 2**k) for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
     return [*inside, *((n, per_node) for n in range(1, nodes + 1))]
 
 

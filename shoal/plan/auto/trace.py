@@ -8,6 +8,7 @@ needs no rules of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,7 +37,7 @@ def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
     """The forward pass of a module in training, on example inputs; no numbers are computed.
 
     Raises:
-        UsageError: it has no graph (its path depends on numbers), changes buffers, or draws random numbers.
+        UsageError: it has no graph (its path depends on numbers), or changes buffers.
     """
     try:
         program = torch.export.export(module, inputs)
@@ -61,7 +62,7 @@ class Forward:
 
     Attributes:
         sources: from a placeholder's name to (kind, name in the module).
-        values: of parameters and buffers, by these names.
+        values: of parameters and buffers, by these names; parameters that take no gradient are not trained.
     """
 
     module: fx.GraphModule
@@ -76,7 +77,11 @@ class Forward:
 
 
 def forward_of(module: nn.Module, inputs: tuple) -> Forward:
-    """Export a module; parameters that are one tensor under several names get the first of these."""
+    """Export a module; parameters that are one tensor under several names get the first of these.
+
+    Raises:
+        UsageError: it has no graph, or nothing in it is trained.
+    """
     program = export(module, inputs)
     signature, first = program.graph_signature, {}
     names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -95,6 +100,10 @@ def forward_of(module: nn.Module, inputs: tuple) -> Forward:
             values[name] = program.constants[name]
         else:
             sources[node.name] = ("input", node.name)
+    if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
+        raise UsageError(
+            f"{type(module).__name__}: nothing in it is trained: it reads no parameter that takes a gradient"
+        )
     return Forward(program.graph_module, sources, values)
 
 
@@ -114,10 +123,11 @@ def differentiated(forward: Forward, wanted=()) -> Graph:
     """A forward pass with its gradients.
 
     Args:
-        wanted: placeholders, besides parameters, whose gradients are made where they are floating-point numbers.
+        wanted: placeholders, besides trained parameters, whose gradients are made where they are floating-point
+            numbers.
 
     Raises:
-        UsageError: it draws random numbers, or nothing in it is trained.
+        UsageError: it draws random numbers.
     """
     graph, places, learned = forward.module.graph, [], []
     for node in graph.nodes:
@@ -125,58 +135,46 @@ def differentiated(forward: Forward, wanted=()) -> Graph:
             kind, name = forward.sources[node.name]
             value = node.meta.get("val")
             tensor = value if isinstance(value, Tensor) else None
-            asked = kind == "parameter" or (kind == "input" and node.name in wanted)
+            trained = kind == "parameter" and forward.values[name].requires_grad
+            asked = trained or (kind == "input" and node.name in wanted)
             learns = asked and tensor is not None and tensor.is_floating_point()
             places.append((node, kind, name, tensor))
             if learns and (kind, name) not in [(k, n) for _, k, n, _ in learned]:
                 learned.append((node, kind, name, tensor))
-    if not learned:
-        raise UsageError("nothing in this module is trained: it has no parameters of floating-point numbers")
-    fakes = next(tensor for *_, tensor in learned).fake_mode
+    fakes = next(tensor for *_, tensor in places if tensor is not None).fake_mode
     once: dict[tuple[str, str], Tensor] = {}
     with fakes:
         for _, kind, name, tensor in places:
             if tensor is not None and (kind, name) not in once:
                 once[kind, name] = torch.empty_like(tensor)
-        gradients = [torch.empty_like(out.meta["val"]) for out in forward.outputs if _trains(out)]
     keys = list(once)
 
-    def step(tensors: list[Tensor], gradients: list[Tensor]):
+    def outputs(tensors: Sequence[Tensor]) -> tuple[dict, list[Tensor]]:
         given = dict(zip(keys, tensors, strict=True))
         for _, kind, name, _ in learned:
             given[kind, name] = given[kind, name].detach().requires_grad_()
         flat = [given.get((kind, name)) for _, kind, name, _ in places]
-        outs = [out for out in fx.Interpreter(forward.module).run(*flat) if isinstance(out, Tensor)]
+        return given, [out for out in fx.Interpreter(forward.module).run(*flat) if isinstance(out, Tensor)]
+
+    def step(tensors: list[Tensor], gradients: list[Tensor]):
+        given, outs = outputs(tensors)
         trained = [out for out in outs if out.requires_grad]
-        found = torch.autograd.grad(
-            trained, [given[kind, name] for _, kind, name, _ in learned], grad_outputs=gradients, allow_unused=True
-        )
-        return outs, list(found)
+        if not trained:
+            return outs, []
+        leaves = [given[kind, name] for _, kind, name, _ in learned]
+        return outs, list(torch.autograd.grad(trained, leaves, grad_outputs=gradients, allow_unused=True))
 
     with sdpa_kernel(SDPBackend.MATH), fakes:
+        # Autograd knows best which outputs have a gradient: not those that depend on inputs or buffers alone.
+        _, outs = outputs(list(once.values()))
+        learning = [node for node, out in zip(forward.outputs, outs, strict=True) if out.requires_grad]
+        gradients = [torch.empty_like(node.meta["val"]) for node in learning]
         traced = make_fx(step, decomposition_table=_decompositions(), tracing_mode="fake")
         joint = traced(list(once.values()), gradients)
     kinds = [(kind, name) for kind, name in keys]
-    kinds += [("gradient", out.name) for out in forward.outputs if _trains(out)]
-    names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned]
+    kinds += [("gradient", node.name) for node in learning]
+    names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned] if learning else []
     return unfolded(_read(joint, kinds, names))
-
-
-def _trains(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return value.is_floating_point() and (node.op != "placeholder") and _learned(node)
-
-
-@cache
-def _learned(node: fx.Node) -> bool:
-    """Whether a gradient of it goes anywhere: it depends on a tensor from outside of floating-point numbers."""
-    if node.op == "placeholder":
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.is_floating_point()
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and not value.is_floating_point():
-        return False
-    return any(_learned(argument) for argument in node.all_input_nodes)
 
 
 @cache
@@ -254,8 +252,8 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             ops[called] = Op(called, kind, name, tuple(value.shape), value.dtype)
             new[node] = Ref(called)
         elif node.op == "output":
-            found = node.args[0][-len(learned) :]
-            outputs = tuple(of(out).name for out in node.args[0][: -len(learned)])
+            first = len(node.args[0]) - len(learned)
+            found, outputs = node.args[0][first:], tuple(of(out).name for out in node.args[0][:first])
             gradients = {
                 name: of(gradient).name for name, gradient in zip(learned, found, strict=True) if gradient is not None
             }

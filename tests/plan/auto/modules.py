@@ -45,6 +45,18 @@ class Attention(nn.Module):
         return self.mix((scores @ v).transpose(1, 2).reshape(b, s, h))
 
 
+class LoRA(nn.Module):
+    """A frozen layer with a trained one of rank 2 beside it (Hu et al. 2021), and an output that is of inputs alone."""
+
+    def __init__(self, hidden: int, ffn: int):
+        super().__init__()
+        self.frozen = nn.Linear(hidden, ffn).requires_grad_(False)
+        self.down, self.up = nn.Linear(hidden, 2, bias=False), nn.Linear(2, ffn, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.frozen(x) + self.up(self.down(x))), x.mean(0)
+
+
 class Odd(nn.Module):
     """What no transformer has: shapes that few meshes divide, a sort, a slice, sums, several outputs, a buffer."""
 

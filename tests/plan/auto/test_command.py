@@ -50,6 +50,7 @@ def test_a_users_own_module_is_planned_and_run(mine, capsys, pool, monkeypatch):
     (["--cluster", "2x8xA100", "--check"], "at most 8 are started"),
     (["--model", "mixtral-8x7b"], "plan dense models"),
     (["--stages", "2", "--mesh", "x=8"], "Leave one of them out"),
+    (["--module", "{mine}:make", "--seq", "128"], "--seq 128: --module makes its own"),
 ])  # fmt: skip
 def test_bad_input_is_refused(mine, capsys, args, words):
     assert main(["plan", "auto", *(arg.format(mine=mine) for arg in args)]) == 2

@@ -94,7 +94,7 @@ def test_on_an_uneven_grid_something_better_than_every_split_by_hand():
         build = builder(graph_of(FeedForwards(), (torch.empty(8, 256, 2048),)), "2x4xA100-ETH100", grid)
     problem = build.problem()
     found = solve(problem)
-    by_hand = {split: solve(restricted).cost for split, restricted in rivals(build, problem).items()}
+    by_hand = {split: solve(rival.problem).cost for split, rival in rivals(build, problem).items()}
     assert {"data parallel", "FSDP (ZeRO-3)", "Megatron over xy", "Megatron over y, FSDP over x"} <= set(by_hand)
     assert found.cost < 0.8 * min(by_hand.values()), by_hand
     weights = plan_of(build, problem, found).weights()

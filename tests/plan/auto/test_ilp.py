@@ -82,8 +82,29 @@ def test_choices_that_go_are_not_missed(problem):
 def test_choices_that_a_bound_excludes_are_not_missed(problem, share, in_flight):
     most = problem.memory([int(np.argmax(d.memory + in_flight * d.saved)) for d in problem.decisions], in_flight)
     capacity = None if share is None else share * most
-    left = problem.only(within_bound(problem, capacity, in_flight))
-    assert best(left, capacity, in_flight) == pytest.approx(best(problem, capacity, in_flight), rel=1e-9, abs=1e-12)
+    kept, met = within_bound(problem, capacity, in_flight)
+    least = best(problem, capacity, in_flight)
+    assert best(problem.only(kept), capacity, in_flight) == pytest.approx(least, rel=1e-9, abs=1e-12)
+    if met is not None:
+        assert problem.cost(met) >= least * (1 - 1e-9)
+        assert capacity is None or problem.memory(met, in_flight) <= capacity
+
+
+def test_when_time_is_up_the_best_that_was_met_is_taken(monkeypatch):
+    """Found by the bound, where the program has no time at all; without one it is not said that nothing fits."""
+    rng = np.random.default_rng(3)
+    decisions = [Decision(str(i), [{}] * 4, rng.random(4), rng.random(4), rng.random(4)) for i in range(8)]
+    problem = Problem(decisions, {(i, j): rng.random((4, 4)) for j in range(8) for i in range(j)})
+    capacity = sum(float(np.median(d.memory + d.saved)) for d in decisions)
+    exact, hurried = solve(problem, capacity), solve(problem, capacity, seconds=0.0)
+    assert exact.proven and not hurried.proven
+    assert exact.cost <= hurried.cost < np.inf and problem.memory(hurried.chosen) <= capacity
+    monkeypatch.setattr("shoal.plan.auto.ilp.within_bound", lambda problem, *_: (
+        [list(range(len(d.choices))) for d in problem.decisions], None
+    ))  # fmt: skip
+    with pytest.raises(NothingFits) as raised:
+        solve(problem, capacity, seconds=0.0)
+    assert not raised.value.proven
 
 
 @pytest.mark.parametrize("rows, name", [(64, "4xA100"), (8192, "4xA100")])
