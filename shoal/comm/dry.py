@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
@@ -113,3 +114,7 @@ class DryMesh(Mesh):
         if key not in self._named:
             self._named[key] = DryGroup(ranks, self.rank, by_gloo=self.by_gloo)
         return self._named[key]
+
+    def numbers(self) -> AbstractContextManager[object]:
+        """In it are made real tensors, not fake ones."""
+        return unset_fake_temporarily()

@@ -11,14 +11,14 @@ The papers' closed forms, for the layers of GPT with 16-bit activations and drop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.cost.context import kv_heads, tokens_here
+from shoal.cost.eight import EightBits
 from shoal.cost.experts import routed_rows
 from shoal.layout import Layout, Recompute
-from shoal.precision.formats import MX_BLOCK, Products
 
 Kernel = Literal["sdpa", "explicit"]
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.models.attention`)
@@ -50,8 +50,7 @@ class Pass(NamedTuple):
         masked: whether attention stays inside documents.
         fused_norm: RMSNorm as one operation, which torch has on CUDA, and on the CPU from fp32 on; else it keeps two
             copies in fp32.
-        products: of the layers: in 8 bits backward keeps codes of what they multiply, with scales of whole tensors or
-            rows, which are next to nothing, or MXFP8's.
+        eight: which of the layers' products are made in 8 bits, if any, and how.
     """
 
     shape: ModelShape
@@ -61,7 +60,7 @@ class Pass(NamedTuple):
     kernel: Kernel = "sdpa"
     masked: bool = False
     fused_norm: bool = True
-    products: Products = "compute"
+    eight: EightBits | None = None
 
     @property
     def tokens(self) -> int:
@@ -84,15 +83,14 @@ class Pass(NamedTuple):
         return self.shape.hidden // self.layout.tp_x
 
     @property
+    def told_apart(self) -> bool:
+        """Whether patterns say which layers' products are in 8 bits."""
+        return self.eight is not None and bool(self.eight.keep)
+
+    @property
     def exact(self) -> int:
         """Bytes of what is computed in fp32 at least."""
         return max(4, self.itemsize)
-
-    def multiplied(self, elements: int) -> int:
-        """Bytes of what a layer's product multiplies, as backward needs it."""
-        if self.products == "compute":
-            return self.itemsize * elements
-        return elements + (self.exact * elements // MX_BLOCK if self.products == "mxfp8" else 0)
 
 
 def total(saved: list[Saved]) -> int:
@@ -101,7 +99,7 @@ def total(saved: list[Saved]) -> int:
 
 
 def layer(
-    run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False
+    run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
 ) -> list[Saved]:
     """One layer.
 
@@ -109,6 +107,7 @@ def layer(
         recompute: instead of the layout's.
         sparse: whether it has experts.
         skips: whether only some tokens pass through it.
+        number: its own, where patterns say which layers' products are in 8 bits.
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
@@ -117,7 +116,8 @@ def layer(
         taken = run._replace(s=run.shape.depths.taken(run.s))
         inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
         return [*_router(run, taken), *inside]
-    return [*_norm(run), *_attention(run, mode), *_norm(run), *(_experts(run) if sparse else _mlp(run))]
+    block = _experts(run) if sparse else _mlp(run, number=number)
+    return [*_norm(run), *_attention(run, mode, number), *_norm(run), *block]
 
 
 def _router(run: Pass, taken: Pass) -> list[Saved]:
@@ -170,7 +170,7 @@ def _norm(run: Pass) -> list[Saved]:
     ]
 
 
-def _attention(run: Pass, mode: Recompute) -> list[Saved]:
+def _attention(run: Pass, mode: Recompute, number: int) -> list[Saved]:
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     heads, q = shape.heads // t, shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
@@ -179,8 +179,9 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
     s = run.s_here
     parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
+    projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     saved = [
-        Saved("attention input", "[b, s, h/x]", run.multiplied(n * run.hidden_here)),
+        *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_here, projections),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
@@ -190,12 +191,31 @@ def _attention(run: Pass, mode: Recompute) -> list[Saved]:
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
     elif mode == "none":
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
-    needed = mode == "none" and run.kernel == "sdpa"  # by its backward
-    if needed or (run.layout.tp_x == 1 and run.products == "compute"):
-        saved.append(Saved("attention output", "[b, s, a d/t]", e * n * q))
-    if run.products != "compute":
-        saved.append(Saved("attention output, codes", "[b, s, a d/t]", run.multiplied(n * q)))
+    needed = mode == "none" and run.kernel == "sdpa"  # by the kernel's own backward
+    if run.layout.tp_x == 1 or needed:
+        out = [f"layers.{number}.attention.out"]
+        saved += multiplied(run, "attention output", "[b, s, a d/t]", q, out, needed=needed)
     return [*saved, *_gathered(run, "attention output", "a d", q)]
+
+
+def multiplied(
+    run: Pass, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
+) -> list[Saved]:
+    """What products of one input with several matrices keep of it: itself, or where they are in 8 bits their codes.
+
+    Args:
+        width: numbers of a token.
+        products: the linear layers.
+        needed: by something else as well.
+    """
+    n, saved = run.tokens, []
+    coded = [run.eight is not None and run.eight.takes(name) for name in products]
+    if needed or not all(coded):
+        saved.append(Saved(what, letters, run.itemsize * n * width))
+    if any(coded):
+        saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
+        saved.append(Saved(f"{what}, scales", "", run.exact * run.eight.scales(n, width)))
+    return saved
 
 
 def _gathered(run: Pass, what: str, letters: str, width: int) -> list[Saved]:
@@ -235,13 +255,14 @@ def blocks(s: int) -> list[tuple[int, int]]:
     return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 
 
-def _mlp(run: Pass, width: int | None = None) -> list[Saved]:
-    e, n, f = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp
-    inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    entering = Saved("mlp input", "[b, s, h/x]", run.multiplied(n * run.hidden_here))
-    inner = [Saved(what, "[b, s, f/t]", e * n * f) for what in inside[:-1]]
-    last = Saved(inside[-1], "[b, s, f/t]", run.multiplied(n * f))
-    return [entering, *inner, *(_gathered(run, last.what, "f", f) or [last])]
+def _mlp(run: Pass, width: int | None = None, number: int = 0) -> list[Saved]:
+    e, n, f, gpt = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp, run.shape.family == "gpt"
+    *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
+    name = f"layers.{number}.mlp"
+    into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
+    entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_here, into)
+    leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
+    return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 
 
 def _experts(run: Pass) -> list[Saved]:
@@ -318,10 +339,7 @@ def stage(run: Pass, layers: Iterable[int], *, first: bool, last: bool) -> list[
     Args:
         layers: their numbers.
     """
-    saved = context(run) + (embedding(run) if first else [])
-    for (sparse, skips), count in Counter(_kind(run.shape, i) for i in layers).items():
-        saved += layer(run, sparse=sparse, skips=skips) * count
-    saved += head(run) if last else []
+    saved = context(run) + (embedding(run) if first else []) + several(run, layers) + (head(run) if last else [])
     hidden = run.itemsize * run.tokens_here * run.hidden_here
     if not first and not any(tensor.what in ("norm input", "layer input", "router input") for tensor in saved):
         saved.append(Saved("stage input", "[b, s, h/x]", hidden))
@@ -330,21 +348,35 @@ def stage(run: Pass, layers: Iterable[int], *, first: bool, last: bool) -> list[
     return saved
 
 
+def several(run: Pass, layers: Iterable[int]) -> list[Saved]:
+    """Some layers, without what all of a stage share.
+
+    Args:
+        layers: their numbers.
+    """
+    saved = []
+    for (sparse, skips, number), count in kinds(run, layers).items():
+        saved += layer(run, sparse=sparse, skips=skips, number=number) * count
+    return saved
+
+
 def recomputed(run: Pass) -> int:
     """Bytes that come back for one layer, the largest, while its backward runs."""
     if run.layout.recompute == "none":
         return 0
-    alike = run.shape.experts is None and run.shape.depths is None
-    kinds = {_kind(run.shape, i) for i in (range(1) if alike else range(run.shape.layers))}
-    return max(
-        total(layer(run, "none", sparse=sparse, skips=skips)) - total(layer(run, sparse=sparse, skips=skips))
-        for sparse, skips in kinds
-    )
+    alike = run.shape.experts is None and run.shape.depths is None and not run.told_apart
+
+    def kept(kind: tuple[bool, bool, int], mode: Recompute) -> int:
+        return total(layer(run, mode, sparse=kind[0], skips=kind[1], number=kind[2]))
+
+    every = kinds(run, range(1) if alike else range(run.shape.layers))
+    return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every)
 
 
-def _kind(shape: ModelShape, i: int) -> tuple[bool, bool]:
-    """Whether a layer has experts, and whether only some tokens pass through it."""
-    return shape.sparse(i), shape.skips(i)
+def kinds(run: Pass, layers: Iterable[int]) -> Counter[tuple[bool, bool, int]]:
+    """How many of some layers there are of each kind: whether it has experts, whether only some tokens pass through it,
+    and which it is, where that matters."""
+    return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.told_apart else 0) for i in layers)
 
 
 def korthikanti(

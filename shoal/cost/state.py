@@ -23,6 +23,8 @@ from shoal.cost.parameters import StagePart
 from shoal.layout import Layout
 from shoal.precision.formats import Formats
 
+TURNS = 2  # behind which as much is whole, and less else is alive
+
 
 class Whole(NamedTuple):
     """Bytes that a unit of a stage has for a while.
@@ -33,7 +35,7 @@ class Whole(NamedTuple):
         before: of buckets that units behind it have begun to fill, or whose reduction is on its way.
         second, third: besides, from the second and from the third micro-batch on. Their sums are added to what is
             there, and have memory of their own; in the first unit of a backward the last bucket of the one before is
-            on its way.
+            on its way, where reductions overlap.
     """
 
     parameters: int
@@ -49,12 +51,17 @@ class Passing(NamedTuple):
     Attributes:
         head: in its last unit.
         layer: in its last layer.
+        first: in its first layer.
         end: in its first unit.
+        turns: in the layers, below the last, where the gradients of the next buckets begin while the one before is on
+            its way: how many layers are done, and what is whole.
     """
 
     head: Whole
     layer: Whole
+    first: Whole
     end: Whole
+    turns: tuple[tuple[int, Whole], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,8 @@ def state_bytes(
             elements += count * size.elements
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
-        passing.append(_passing(layout, part, stage, [wholes[kind] for kind in stage.kind], compute, reduce))
+        each = ([sizes[kind] for kind in stage.kind] for sizes in (wholes, chunks))
+        passing.append(_passing(layout, part, stage, *each, compute, reduce))
     return StateBytes(
         parameters, gradients, moments.bytes, tuple(passing), elements, experts, moments.passing, moments.estimating,
         moments.orthogonal,
@@ -127,12 +135,14 @@ def state_bytes(
 
 
 def _passing(
-    layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], compute: int, reduce: int
+    layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], chunks: Sequence[int], compute: int,
+    reduce: int,
 ) -> Passing:
     """What is whole at each moment of a backward.
 
     Args:
         wholes: elements of each bucket, padding included.
+        chunks: of this rank's shard of each.
     """
     units = stage.used
     last = len(units) - 1
@@ -147,7 +157,7 @@ def _passing(
         second = third = 0
         if layout.zero >= 2:
             done = tied.union(*stage.of_unit[unit + 1 :]) if unit < last else set()
-            before = done & tied.union(stage.of_unit[unit])
+            before = done & tied.union(*stage.of_unit[: unit + 1])  # experts' wait for the next layer that has some
             made = tied.union(stage.of_unit[unit]) - before
             behind = done - before
             if layout.overlap and layout.shards > 1:
@@ -156,10 +166,22 @@ def _passing(
                     before = before | {min(behind)}
                 else:
                     second, third = wholes[0], wholes[0] // layout.shards
+            else:  # the sum of a bucket that is complete, where its last matrix had memory of its own before
+                complete = (before | made).difference(*stage.of_unit[:unit])
+                narrow = compute / reduce if compute < 4 else 0
+                second = max((max(0, int(chunks[b] - narrow * wholes[b])) for b in complete), default=0)
         gathered, reducing, going = (sum(wholes[b] for b in of) for of in (needed, made, before))
         return Whole(gathered * compute, reducing * reduce, going * reduce, second * reduce, third * reduce)
 
-    return Passing(at(last), at(max(0, last - part.last)), at(0))
+    top = max(0, last - part.last)  # the last layer
+    turns: list[tuple[int, Whole]] = []
+    if layout.zero >= 2:
+        begun = tied.union(*stage.of_unit[top:])
+        for unit in range(top - 1, int(part.first) - 1, -1):
+            if not begun.issuperset(stage.of_unit[unit]) and len(turns) < TURNS:
+                turns.append((top - unit, at(unit)))
+            begun.update(stage.of_unit[unit])
+    return Passing(at(last), at(top), at(min(int(part.first), last)), at(0), tuple(turns))
 
 
 def zero_bytes(

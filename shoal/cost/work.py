@@ -48,11 +48,14 @@ def seen_alone(run: Pass, slices: Sequence[int] = ()) -> Seen:
     return Seen(parts, tuple(tuple((rows, start + keys) for rows, keys in blocks_of(part)) for start, part in both))
 
 
-def stage_flops(run: Pass, part: StagePart, seen: Seen) -> int:
+def stage_flops(run: Pass, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
     """A stage's forward and backward of one micro-batch on one rank.
 
     A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
     out, before its last product.
+
+    Args:
+        chosen: as ``seen``, of the tokens that pass through layers which take some.
     """
     shape = run.shape
     n = run.layout.micro_batch * sum(seen.tokens)
@@ -64,8 +67,8 @@ def stage_flops(run: Pass, part: StagePart, seen: Seen) -> int:
             continue
         fewer = run._replace(s=shape.depths.taken(run.s))
         # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
-        up = 2 * run.tokens_here * shape.hidden * shape.depths.predictor
-        total += _layer(fewer, seen_alone(fewer), shape.sparse(layer)) + passes * up
+        up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.depths.predictor
+        total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up
     return total
 
 
@@ -102,12 +105,14 @@ def _experts(run: Pass) -> int:
     return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)
 
 
-def step_flops(run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen) -> int:
+def step_flops(
+    run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
+) -> int:
     """A rank's in a step.
 
     Args:
         parts: its stages.
         microbatches: that pass through each of them.
-        seen: of one micro-batch, on this rank.
+        seen, chosen: of one micro-batch, on this rank.
     """
-    return sum(count * stage_flops(run, part, seen) for part, count in zip(parts, microbatches, strict=True))
+    return sum(count * stage_flops(run, part, seen, chosen) for part, count in zip(parts, microbatches, strict=True))

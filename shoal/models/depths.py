@@ -94,6 +94,7 @@ class MixtureOfDepths(nn.Module):
         predictor_up, predictor_down: [p, h] and [p], foresee whether it is chosen.
         mask: of the chosen tokens, as those of a shorter sequence.
         places: which of them are here.
+        highest: the function of this name, which may be replaced where scores have no numbers.
         tally: [`COUNTS` + 1] float64, what backward has counted, and the predictor's loss; None where nobody asks.
         counts: whether its tally counts: of several ranks that have the same tokens one does.
     """
@@ -106,6 +107,7 @@ class MixtureOfDepths(nn.Module):
         self.predictor_up = nn.Parameter(torch.empty(shape.depths.predictor, shape.hidden))
         self.predictor_down = nn.Parameter(torch.empty(shape.depths.predictor))
         self.mask, self.places = Mask(), Places()
+        self.highest = highest
         self.tally: Tensor | None = None
         self.counts = True
 
@@ -122,7 +124,7 @@ class MixtureOfDepths(nn.Module):
         if context.part is not None:
             return self._foreseen(x, scores, foreseen, context, block)
         whole = self.places.whole(scores.detach())
-        taken = highest(whole, self.depths.taken(whole.shape[1]))  # [b, k]
+        taken = self.highest(whole, self.depths.taken(whole.shape[1]))  # [b, k]
         weights = self._learning(self._weights(scores), foreseen, taken, whole, context)
         route = self.places.route(taken, x.shape[1])
         y = block.change(route.there(x.flatten(0, 1).index_select(0, route.index)), self._among(taken, x, context))

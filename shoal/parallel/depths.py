@@ -122,8 +122,9 @@ def apply_mixture_of_depths(
         depth.counts = parts > 1 or mesh.index("tp") == 0
         if group is None:
             continue
-        tokens, of_chosen = (by_rank(each, parts, mesh.device) for each in (whole, chosen))
-        context = places_of(chosen.chunks(mesh.index("cp")), mesh.device)
+        with mesh.numbers():
+            tokens, of_chosen = (by_rank(each, parts, mesh.device) for each in (whole, chosen))
+            context = places_of(chosen.chunks(mesh.index("cp")), mesh.device)
         depth.places = SharedPlaces(group, mesh.index(axis), tokens, of_chosen, context)
 
 

@@ -103,7 +103,7 @@ def apply_expert_parallel(
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
         module.compute = partial(dispatch, module.experts, at)
         if at.parts is not None or at.context is not None:
-            _score_parts(module, at)
+            _score_parts(module, at, mesh)
     return splits
 
 
@@ -122,12 +122,17 @@ def _split_experts(experts: Experts, name: str, at: ExpertParallel) -> list[Spli
     return splits
 
 
-def _score_parts(module: MoE, at: ExpertParallel) -> None:
+def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
     """Have the ranks that share sequences each route their own tokens, by the scores of all."""
     router, routed = module.router, module.routed
     parts = at.parts.size() if at.parts else 1
     ranks = at.context.size() if at.context else 1
     router.share = 1 / (parts * ranks)
+    if at.context is not None:
+        with mesh.numbers():
+            places = [places_of(at.spread.chunks(rank), mesh.device) for rank in range(ranks)]
+            order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the sequence
+        sizes = [len(place) for place in places]
 
     def on_parts(x: Tensor, context: RoutingContext) -> Tensor:
         length = x.shape[SEQUENCE] * (parts if at.split_already else 1)  # of this rank of cp
@@ -138,10 +143,7 @@ def _score_parts(module: MoE, at: ExpertParallel) -> None:
             router.whole = lambda scores: whole_of(scores, at.parts, SEQUENCE, lengths)
             router.own = lambda made: made[:, before : before + here]
         else:
-            places = [places_of(at.spread.chunks(rank), x.device) for rank in range(ranks)]
             own = places[at.context.rank()][before : before + here]
-            order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the sequence
-            sizes = [len(place) for place in places]
 
             def whole(scores: Tensor) -> Tensor:
                 scores = whole_of(whole_of(scores, at.parts, SEQUENCE, lengths), at.context, SEQUENCE, sizes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from shoal.errors import UsageError
-from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, WEIGHTS, Op, Program
+from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, Op, Program
 
 Passes = Sequence[tuple[float, float, float]]
+KINDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 LONGEST = 10_000  # actions, from which on arrays are faster
 
 
@@ -96,20 +98,29 @@ def _table(program: Program, passes: Passes, finishing: Passes) -> dict[Op, list
     }  # fmt: skip
 
 
-def alive(program: Program, kept: Sequence[float]) -> list[float]:
-    """[ranks] the most that is kept at once of micro-batches between their forward and the end of their backward.
+def before_backwards(
+    program: Program, whole: Sequence[float], half: Sequence[float], passing: float
+) -> list[tuple[float, float, float]]:
+    """[stages] as `shoal.simulate.columns.before_backwards` has it: what is alive at most on a stage's rank when a
+    backward of that stage begins, the first half of one, and the second; -inf where it has none.
 
     Args:
-        kept: [stages] of one micro-batch.
+        whole: [stages] that a micro-batch's forward leaves.
+        half: [stages] that is there between the halves.
+        passing: what lies between two stages: those of a rank that follow each other have it once.
     """
-    found = []
+    holder, found = program.stage_rank, [[-inf] * len(KINDS) for _ in program.stage_rank]
+    whole = [
+        kept - passing * (s % program.depth > 0 and holder[s] == holder[s - 1]) for s, kept in enumerate(whole)
+    ]
     for actions in program.actions:
-        now = most = 0.0
-        for action in actions:
-            if action.op in FORWARDS:
-                now += kept[action.stage]
-                most = max(most, now)
-            elif action.op in WEIGHTS:
-                now -= kept[action.stage]
-        found.append(most)
-    return found
+        now = 0.0
+        for op, stage, *_ in actions:
+            if op in FORWARDS:
+                now += whole[stage]
+            elif op in KINDS:
+                kind = KINDS.index(op)
+                found[stage][kind] = max(found[stage][kind], now)
+                now -= (whole[stage], whole[stage] - half[stage], half[stage])[kind]
+    return [tuple(most) for most in found]
+

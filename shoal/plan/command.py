@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
-from shoal.config import OptimizerConfig, RunConfig, Section
+from shoal.config import Float8Config, OptimizerConfig, RunConfig, Section
 from shoal.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
@@ -133,6 +133,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     run = Run(
         shape, layout, machine, s, batch, precision, optimizer, "explicit" if explicit else "sdpa", masked,
         (config.optimizer if config else OptimizerConfig()).hessian_every,
+        config.float8 if config else Float8Config(),
     )
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":

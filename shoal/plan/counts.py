@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.cost.activations import Pass
 from shoal.cost.buckets import Bucket, Filled, buckets_of
 from shoal.cost.moments import in_order
-from shoal.cost.parameters import Held
-from shoal.cost.traffic import Sent, Share, all_reduced, context_parallel, expert_parallel, tensor_parallel
+from shoal.cost.parameters import Held, StagePart
+from shoal.cost.traffic import (
+    Sent,
+    Share,
+    all_reduced,
+    context_parallel,
+    depths,
+    evenly_taken,
+    expert_parallel,
+    tensor_parallel,
+)
 from shoal.cost.work import Seen, seen_alone, step_flops
-from shoal.parallel.context.order import spread
+from shoal.parallel.context.order import Spread, spread
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
 from shoal.plan.gathers import gathers_of
 from shoal.plan.parts import stage_parts
@@ -26,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh  # which needs torch
 
 ROUTED = 3  # numbers that a router counts besides the tokens of each expert (`shoal.models.experts.router`)
+FORESEEN = 4  # that a router of depths counts, with its predictor's loss (`shoal.models.depths`)
 NUMBER = 8  # bytes of what the step itself sums: losses, norms, numbers of tokens
 
 
@@ -47,6 +58,8 @@ class RankCounts:
         self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
         self.slices = slices
         self.spread = spread(run.layout, run.s, slices)
+        some = run.shape.depths  # of whose tokens only these pass through some layers
+        self.chosen = None if some is None else spread(run.layout, some.taken(run.s))
         self.parts = stage_parts(run.shape, program)
         self.held = program.stages_of(mesh.index("pp"))
         self.actions = program.actions[mesh.index("pp")]
@@ -56,25 +69,27 @@ class RankCounts:
     def flops(self) -> int:
         """Of matrix products and attention; experts all get as many tokens."""
         counts = [len(self.program.microbatches_of(stage)) for stage in self.held]
-        return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self.seen())
+        chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
+        return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
 
-    def seen(self) -> Seen:
-        """What this rank's attention computes; no document ends inside a sequence, where ranks share them."""
+    def _seen(self, spread: Spread) -> Seen:
+        """What this rank's attention computes of sequences that are spread so; no document ends inside one, where ranks
+        share them."""
         if self.run.layout.cp == 1:
             return seen_alone(self.run, self.slices)
         from shoal.parallel.context.sight import pieces  # which needs torch
 
-        place, ring, u = self.mesh.index("ring"), self.spread.ring, self.run.layout.ulysses
+        place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
         scores = []
-        for number in range(len(self.spread.held)):
-            queries = self.spread.place_chunks(place, range(number, number + 1))
+        for number in range(len(spread.held)):
+            queries = spread.place_chunks(place, range(number, number + 1))
             found = [
                 piece for other in range(ring)
-                for piece in pieces(queries, self.spread.place_chunks(other, range(number + 1)))
+                for piece in pieces(queries, spread.place_chunks(other, range(number + 1)))
             ]
             sides = [(piece.rows, piece.columns) for piece in found]
             scores.append(tuple((rows.stop - rows.start, keys.stop - keys.start) for rows, keys in sides))
-        return Seen(tuple(self.spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
+        return Seen(tuple(spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
 
     # ---- bytes sent ----------------------------------------------------------------------------------------------
 
@@ -85,20 +100,18 @@ class RankCounts:
             first: in the run's first step, in which replicas agree on an order of their reductions.
 
         Raises:
-            ValueError: replicas are not kept together by sums, tensor parallelism has two dimensions, or the data
-                decides which tokens a rank has.
+            ValueError: replicas are not kept together by sums.
         """
-        layout, shape = self.run.layout, self.run.shape
-        if layout.sync != "all-reduce" or layout.tp_x > 1 or shape.depths or (shape.experts and layout.cp > 1):
+        layout = self.run.layout
+        if layout.sync != "all-reduce":
             raise ValueError("there is no formula for what this run sends")
         sent = Sent()
         for action in self.actions:
             if action.op in FORWARDS or action.op in BACKWARDS:
                 sent.update(self._pass(action))
             elif action.op in SENDS:
-                tokens = self._share(action.part).tokens
-                hidden = self.run.itemsize * layout.micro_batch * tokens // layout.token_multiple * shape.hidden
-                sent["pp", "send"] += hidden
+                tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.token_multiple
+                sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_here
         for stage in self.held:
             sent.update(self._data_parallel(stage))
             buckets = len(self._filled(stage).buckets)
@@ -108,9 +121,9 @@ class RankCounts:
         sent.update(self._once())
         return Sent({key: size for key, size in sent.items() if size})
 
-    def _share(self, number: int) -> Share:
-        """The tokens of a slice (-1: the whole)."""
-        spread, cp, place = self.spread, self.mesh.index("cp"), self.mesh.index("ring")
+    def _share(self, spread: Spread, number: int) -> Share:
+        """The tokens of a slice (-1: the whole) of sequences that are spread so."""
+        cp, place = self.mesh.index("cp"), self.mesh.index("ring")
         slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
         until = range(slices.stop)
         lengths = spread.lengths(cp)
@@ -122,12 +135,42 @@ class RankCounts:
         )
 
     def _pass(self, action: Action) -> Sent:
-        part, share = self.parts[action.stage], self._share(action.part)
-        which = 0 if action.op in FORWARDS else 1
-        sent = Sent(tensor_parallel(self.run, part, share.tokens, by_parts=self.by_parts)[which])
-        sent.update(context_parallel(self.run, len(part.layers), share)[which])
-        sent.update(expert_parallel(self.run, part, share.tokens)[which])
+        part, shape, which = self.parts[action.stage], self.run.shape, 0 if action.op in FORWARDS else 1
+        some = [layer for layer in part.layers if shape.skips(layer)]
+        every = [layer for layer in part.layers if not shape.skips(layer)]
+        kinds = [(self.run, replace(part, layers=every), self._share(self.spread, action.part))]
+        sent = Sent()
+        if some:
+            fewer = self.run._replace(s=self.chosen.tokens)
+            kinds.append((fewer, StagePart(some, False, False), self._share(self.chosen, action.part)))
+            sent.update(self._moved(len(some))[which])
+        for run, layers, share in kinds:
+            sent.update(tensor_parallel(run, layers, share.tokens, by_parts=self.by_parts)[which])
+            sent.update(context_parallel(run, len(layers.layers), share)[which])
+            sent.update(expert_parallel(run, layers, share.tokens)[which])
         return sent
+
+    def _moved(self, layers: int) -> tuple[Sent, Sent]:
+        """What it takes that as many of each rank's own tokens pass through some layers as a dry run has, and as many
+        of the shorter sequences' as any rank computes."""
+        parts = self.run.layout.token_multiple
+        here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
+        if ranks == 1:
+            return Sent(), Sent()
+        of_token, of_chosen = self._holders(self.spread), self._holders(self.chosen)
+        taken = evenly_taken(self.chosen.tokens, self.spread.tokens)
+        moved = sum((of_token[place] == here) != (rank == here) for place, rank in zip(taken, of_chosen, strict=True))
+        return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
+
+    def _holders(self, spread: Spread) -> list[int]:
+        """By place in a sequence, which of the ranks that share it has the token, as `shoal.parallel.depths` counts
+        them."""
+        parts, holders = self.run.layout.token_multiple, [0] * spread.tokens
+        for cp in range(self.run.layout.cp):
+            places = [token for chunk in spread.chunks(cp) for token in chunk]
+            for i, place in enumerate(places):
+                holders[place] = cp * parts + i * parts // len(places)
+        return holders
 
     def _data_parallel(self, stage: int) -> Sent:
         """Gathers and reductions of a stage."""
@@ -195,6 +238,9 @@ class RankCounts:
         if self.run.shape.experts:  # what routers counted
             layers = len(self.run.shape.experts.layers(self.run.shape.layers))
             counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
+            sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
+        if self.run.shape.depths:  # and those that let some tokens by
+            counted = NUMBER * len(self.run.shape.depths.layers(self.run.shape.layers)) * FORESEEN
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
         if updates > 1:  # each stage learns whether its own gradients are finite
             for axis in ("tp", "replicas"):

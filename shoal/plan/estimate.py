@@ -14,7 +14,7 @@ from shoal.cost.flops import hardware_flops, model_flops
 from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
-from shoal.pipeline.short import Played, alive, is_short, play
+from shoal.pipeline.short import Played, before_backwards, is_short, play
 from shoal.plan.memory import Memory
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
@@ -180,13 +180,17 @@ class Estimate(Stages):
     @cached_property
     def memory(self) -> list[Memory]:
         """Of every pipeline rank; of its tensor-parallel and data-parallel ranks the first."""
-        kept = [float(self.kept_of(part)) for part in self.parts]
-        peaks, versions = alive(self.program, kept), [1] * self.program.ranks
+        whole, half = ([float(of(part)) for part in self.parts] for of in (self.kept_of, self.between_of))
+        before, versions = before_backwards(self.program, whole, half, self.message), [1] * self.program.ranks
         if not self._short:
-            peaks, versions = self.timeline.peak_bytes(kept), self.timeline.weight_versions
+            from shoal.simulate.columns import before_backwards as of_columns  # which needs numpy
+
+            before = of_columns(self.timeline.columns, whole, half, self.message).T.tolist()
+            versions = self.timeline.weight_versions
+        held = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
         return [
-            self.memory_of([self.parts[s] for s in self.program.stages_of(rank)], float(alive), int(copies))
-            for rank, (alive, copies) in enumerate(zip(peaks, versions, strict=True))
+            self.memory_of([self.parts[s] for s in stages], [before[s] for s in stages], int(copies))
+            for stages, copies in zip(held, versions, strict=True)
         ]
 
     @property

@@ -13,10 +13,12 @@ from shoal.catalog.software import software_table
 from shoal.cost import activations
 from shoal.cost.activations import Pass
 from shoal.cost.buckets import buckets_of
+from shoal.cost.eight import EightBits
+from shoal.cost.halves import between
 from shoal.cost.outside import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
-from shoal.cost.state import StateBytes, Whole, state_bytes
-from shoal.cost.working import Moment, in_block, moments
+from shoal.cost.state import Passing, StateBytes, Whole, state_bytes
+from shoal.cost.working import PASSES, Half, Moment, in_block, moments
 from shoal.plan.run import Run
 
 FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
@@ -67,7 +69,7 @@ class StageMemory:
         self.constants = self.known["constants"]
         self.forward = Pass(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask,
-            products=run.policy.products,
+            eight=EightBits.of(run.policy, run.float8),
         )
 
     def sparse(self, part: StagePart) -> int:
@@ -80,6 +82,10 @@ class StageMemory:
         if shape.experts is None and shape.depths is None:
             return (((False, False), len(part.layers)),)
         return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
+
+    def _layers(self, part: StagePart) -> Kinds | range:
+        """All of a stage's layers that changes what passes through it."""
+        return part.layers if self.forward.told_apart else self.kinds(part)
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -127,61 +133,115 @@ class StageMemory:
 
     def kept_of(self, part: StagePart) -> int:
         """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
-        key = ("kept", self.passing, self.kinds(part), part.first, part.last)
+        key = ("kept", self.passing, self._layers(part), part.first, part.last)
         if key not in self.known:
             saved = activations.stage(self.forward, part.layers, first=part.first, last=part.last)
             self.known[key] = activations.total(saved)
         return self.known[key]
 
-    def memory_of(
-        self, parts: Sequence[StagePart], alive: float, versions: int = 1, schedule: str | None = None
-    ) -> Memory:
-        """Of a rank that holds some stages, ``alive`` bytes of activations at its worst time, and some versions.
+    @property
+    def message(self) -> int:
+        """Bytes that one micro-batch has between two stages."""
+        return self.forward.itemsize * self.forward.tokens_here * self.forward.hidden_here
 
-        Args:
-            schedule: instead of the layout's.
-        """
-        run, state, work = self.run, self.state_of(parts), self.working(parts)
-        gathered, passing = max((
-            (whole.parameters, moment.bytes + moment.reducing * whole.gradients + whole.before + later)
-            for part, there in zip(parts, state.passing, strict=True)
-            for moment in self._moments(part) for whole in [getattr(there, moment.where)]
-            for later in self._later(part, whole, schedule or run.layout.schedule)
-        ), key=sum)  # fmt: skip
-        passing = max(passing + state.estimating, state.updating - alive - gathered)  # which an update comes after
-        held = (
-            state.parameters, state.gradients, state.optimizer, alive, gathered, passing,
-            (versions - 1) * state.elements * run.policy.compute.itemsize,
-        )
-        return Memory(*held, self.unused + self.fragmentation * (alive + work))
-
-    def working(self, parts: Sequence[StagePart]) -> int:
-        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then."""
-        return max(self._most(part) for part in parts)
-
-    def _most(self, part: StagePart) -> int:
-        """The same of one stage, found once for those that are alike."""
-        key = ("most", self.passing, self.run.layout.pp == 1, self.kinds(part), part.first, part.last)
+    def between_of(self, part: StagePart) -> int:
+        """Bytes of one micro-batch that are alive on a stage between the halves of its backward."""
+        key = ("between", self.passing, self._layers(part), part.first, part.last)
         if key not in self.known:
-            self.known[key] = max(moment.bytes for moment in self._moments(part))
+            self.known[key] = between(self.forward, part)
         return self.known[key]
 
-    def _later(self, part: StagePart, whole: Whole, schedule: str) -> list[float]:
+    def memory_of(
+        self, parts: Sequence[StagePart], alive: Sequence[Sequence[float]], versions: int = 1,
+        schedule: str | None = None,
+    ) -> Memory:
+        """Of a rank that holds some stages, at its worst time.
+
+        Args:
+            alive: [stages, passes] bytes of activations, at most, when each of `PASSES` of each stage begins; -inf
+                where it has no such.
+            versions: of the weights.
+            schedule: instead of the layout's.
+        """
+        run, state, found = self.run, self.state_of(parts), []
+        for i, (part, there) in enumerate(zip(parts, state.passing, strict=True)):
+            kept, going = self._of_others([*state.passing[:i], *state.passing[i + 1 :]])
+            for kind, most in zip(PASSES, alive[i], strict=True):
+                if most < 0:
+                    continue
+                gathered, passing = max((
+                    (
+                        0 if kind == "weight" else whole.parameters + kept,
+                        moment.bytes - gone + moment.reducing * whole.gradients + whole.before + later,
+                    )
+                    for moment in self._moments(part, kind) for gone, whole in self._at(part, there, moment, kind)
+                    for later in self._later(part, whole, going, kind, schedule or run.layout.schedule)
+                ), key=sum)  # fmt: skip
+                found.append((most, gathered, passing, self.fragmentation * (most + self._most(part, kind))))
+        most, gathered, passing, holes = max(found, key=sum)
+        passing = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
+        held = (
+            state.parameters, state.gradients, state.optimizer, most, gathered, passing,
+            (versions - 1) * state.elements * run.policy.compute.itemsize,
+        )
+        return Memory(*held, self.unused + holes)
+
+    def working(self, parts: Sequence[StagePart]) -> int:
+        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
+        is less, the first half of one; on the stage that needs least."""
+        return min(self._most(part, kind) for part in parts for kind in PASSES[:2])
+
+    def _most(self, part: StagePart, kind: Half) -> int:
+        """The same of one stage and kind, found once for those that are alike."""
+        key = ("most", kind, self.passing, self.run.layout.pp == 1, self._layers(part), part.first, part.last)
+        if key not in self.known:
+            self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
+        return self.known[key]
+
+    def _at(self, part: StagePart, there: Passing, moment: Moment, kind: Half) -> list[tuple[int, Whole]]:
+        """What is whole at a moment, also where it comes again in a layer below; and what those above have let go."""
+        found = [(0, getattr(there, moment.where))]
+        if moment.where != "layer" or kind == "input":
+            return found
+        return found + [(done * self._a_layer_keeps(part) * (kind == "whole"), whole) for done, whole in there.turns]
+
+    def _a_layer_keeps(self, part: StagePart) -> int:
+        """Of a micro-batch, on a stage's average."""
+        key = ("layers", self.passing, self._layers(part))
+        if key not in self.known:
+            self.known[key] = activations.total(activations.several(self.forward, part.layers)) // len(part.layers)
+        return self.known[key]
+
+    def _of_others(self, others: Sequence[Passing]) -> tuple[int, int]:
+        """Bytes that a rank's other stages have meanwhile: of gathered parameters, where these stay until their
+        backward, and of gradients whose reduction is on its way."""
+        layout = self.run.layout
+        stay = layout.zero == 3 and not layout.reshard_after_forward
+        going = sum(at.head.second + at.head.third for at in others) if layout.overlap else 0
+        return sum(at.head.parameters for at in others) * stay, going
+
+    def _later(self, part: StagePart, whole: Whole, going: int, kind: Half, schedule: str) -> list[float]:
         """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
-        are over by then, where all forwards come first."""
+        are over by then, where all forwards come first.
+
+        Args:
+            going: of other stages.
+        """
         over = self.kept_of(part) if schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
-        found = [0, whole.second - over, whole.second + whole.third - 2 * over]
+        # Where nothing overlaps, a sum has its memory when what the block had in a whole backward is gone.
+        second = whole.second if self.run.layout.overlap or kind == "weight" else 0
+        found = [0, second + going - over, second + whole.third + going - 2 * over]
         return found[: min(3, self.run.microbatches)]
 
-    def _moments(self, part: StagePart) -> list[Moment]:
-        """Of a backward, found once for stages that are alike."""
+    def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
+        """Of a backward or of a half of one, found once for stages that are alike."""
         alone = self.run.layout.pp == 1
-        key = ("moments", self.passing, alone, self.kinds(part), part.first, part.last)
+        key = ("moments", kind, self.passing, alone, self._layers(part), part.first, part.last)
         if key not in self.known:
-            block = ("block", self.passing)
+            block = ("block", kind, self.passing, *sorted({self.run.shape.sparse(layer) for layer in part.layers}))
             if block not in self.known:
-                self.known[block] = in_block(self.forward)
-            self.known[key] = moments(self.forward, part, alone=alone, block=self.known[block])
+                self.known[block] = in_block(self.forward, part, kind)
+            self.known[key] = moments(self.forward, part, kind, alone=alone, block=self.known[block])
         return self.known[key]
 
     @cached_property

@@ -26,14 +26,14 @@ class Outline:
         kinds: one stage of each kind.
         counts: [kinds, 5] of each kind what `Stages.linear` has the times of.
         kind: [stages] the kind of each.
-        ranks: of ranks that hold alike, (which ones, their stages).
+        ranks: of ranks that hold alike, (the numbers of each one's stages, and what these keep).
     """
 
     chain: Chain
     kinds: list[StagePart]
     counts: np.ndarray
     kind: np.ndarray
-    ranks: list[tuple[list[int], list[StagePart]]]
+    ranks: list[tuple[list[list[int]], list[StagePart]]]
 
     @staticmethod
     def of(shape: ModelShape, program: Program) -> Outline:
@@ -44,13 +44,13 @@ class Outline:
         alike = [(len(p.layers), experts, p.first, p.last) for p, experts in zip(parts, sparse, strict=True)]
         kind = np.array([kinds.setdefault(key, len(kinds)) for key in alike])
         counts = np.array([(layers - experts, experts, first, last, 1) for layers, experts, first, last in kinds])
-        ranks: dict[tuple, list[int]] = {}
+        ranks: dict[tuple, list[list[int]]] = {}
         held: dict[int, list[int]] = {}
         for stage, rank in enumerate(program.stage_rank):
             held.setdefault(rank, []).append(stage)
         for rank in range(program.ranks):
-            ranks.setdefault(tuple(kind[held[rank]]), []).append(rank)
-        alike_ranks = [(same, [parts[stage] for stage in held[same[0]]]) for same in ranks.values()]
+            ranks.setdefault(tuple(kind[held[rank]]), []).append(held[rank])
+        alike_ranks = [(same, [parts[stage] for stage in same[0]]) for same in ranks.values()]
         one_each = [parts[int(np.argmax(kind == k))] for k in kinds.values()]
         return Outline(Chain(program), one_each, counts.astype(float), kind, alike_ranks)
 
@@ -66,6 +66,10 @@ class Outline:
     def kept(self, stages: Stages) -> np.ndarray:
         """[stages] bytes that a micro-batch keeps alive."""
         return np.array([stages.kept_of(part) for part in self.kinds], float)[self.kind]
+
+    def between(self, stages: Stages) -> np.ndarray:
+        """[stages] bytes that are there between the halves of a micro-batch's backward."""
+        return np.array([stages.between_of(part) for part in self.kinds], float)[self.kind]
 
     def bounds(self, linear: np.ndarray, hops: np.ndarray, order: Order) -> np.ndarray:
         """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
@@ -117,6 +121,7 @@ class Outline:
         """The most seconds that the updates of a rank's stages take, of [stages]."""
         return float(self.chain.by_rank(updates).max())
 
-    def alike(self, alive: np.ndarray) -> Sequence[tuple[list[StagePart], float]]:
-        """Of ranks that hold alike, their stages and the most that is [ranks] alive on one of them."""
-        return [(held, float(alive[same].max())) for same, held in self.ranks]
+    def alike(self, alive: np.ndarray) -> Sequence[tuple[list[StagePart], list[list[float]]]]:
+        """Of ranks that hold alike, their stages and the most that is [times, stages] alive on one of them, as [its
+        stages, times]."""
+        return [(held, alive[:, np.array(same)].max(axis=1).T.tolist()) for same, held in self.ranks]

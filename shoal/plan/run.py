@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.catalog import ModelShape
 from shoal.catalog.clusters import Cluster
-from shoal.config import OptimizerConfig
+from shoal.config import Float8Config, OptimizerConfig
 from shoal.layout import Layout
 from shoal.optim.names import ESTIMATES
 from shoal.precision.formats import FORMATS, Formats
@@ -23,6 +23,7 @@ class Run:
         attention: sdpa, torch's kernel, on accelerators a flash one; explicit, written out.
         document_mask: attention stays inside documents: the kernel reads a mask, and skips no score.
         hessian_every: steps from one estimate of sophia's to the next.
+        float8: how products in 8 bits are made; it counts in what they keep, not in their time.
     """
 
     shape: ModelShape
@@ -35,6 +36,7 @@ class Run:
     attention: Literal["sdpa", "explicit"] = "sdpa"
     document_mask: bool = False
     hessian_every: int = OptimizerConfig().hessian_every
+    float8: Float8Config = field(default_factory=Float8Config)
 
     @property
     def policy(self) -> Formats:

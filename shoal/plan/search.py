@@ -31,7 +31,7 @@ from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.space import LEVELS, Fields, Space, layout_of, meshes, shardings, works
 from shoal.plan.stage import Stages
-from shoal.simulate.columns import BACKWARD, FORWARD, WEIGHT, Columns, of_schedule
+from shoal.simulate.columns import Columns, before_backwards, of_schedule
 from shoal.simulate.many import Replay
 
 TOLD_APART = (
@@ -321,7 +321,8 @@ class Search:
                 if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
                     continue
             if alive is None:
-                alive = _peaks(self._program(branch), closer.placed.kept)
+                columns, between = self._program(branch), outline.between(plain)
+                alive = before_backwards(columns, closer.placed.kept, between, plain.message)
             memory = _fullest(stages, outline, alive, branch.pipe["schedule"])
             if memory.reserved <= self.room:
                 levels = (degrees, way, branch.pipe, branch.split, ways[i])
@@ -379,15 +380,6 @@ def _not_dominated(found: list[Candidate]) -> list[Candidate]:
         if not any((times[k] <= times[i]).all() for k in kept):
             kept.append(i)
     return [order[i] for i in kept]
-
-
-def _peaks(columns: Columns, kept: np.ndarray) -> np.ndarray:
-    """[ranks] bytes of activations at the worst time, as `Timeline.peak_bytes` has them."""
-    change = np.zeros(columns.rows)
-    for code, sign in ((FORWARD, 1.0), (BACKWARD, -1.0), (WEIGHT, -1.0)):
-        rows = columns.op == code
-        change[rows] = sign * kept[columns.stage[rows]]
-    return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, columns.offset[1:-1])])
 
 
 def _fullest(stages: Stages, outline: Outline, alive: np.ndarray, schedule: str) -> Memory:

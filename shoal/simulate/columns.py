@@ -142,3 +142,29 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
             if (row := made.get((action.op is Op.SEND_FORWARD, *what))) is None:
                 raise UsageError(f"{action} sends what its rank has not computed yet: prove the program first")
             sent_after[row] = base + passed
+
+
+def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[float], passing: float) -> np.ndarray:
+    """[3, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
+    half, and of its second, where a schedule splits it; -inf where it has none.
+
+    Args:
+        whole: [stages] bytes that a micro-batch's forward leaves.
+        half: [stages] bytes that are there between the halves.
+        passing: bytes between two stages: those of a rank that follow each other have them once.
+    """
+    holder = np.array(columns.program.stage_rank)
+    next_to = np.append(False, holder[1:] == holder[:-1]) & (np.arange(len(holder)) % columns.program.depth > 0)
+    whole, half = np.array(whole) - passing * next_to, np.array(half)
+    kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half))
+    change = np.zeros(columns.rows)
+    for code, bytes_of in ((FORWARD, whole), *kinds):
+        rows = columns.op == code
+        change[rows] = bytes_of[columns.stage[rows]]
+    change[columns.part >= 0] /= columns.program.parts
+    before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])]) - change
+    found = np.full((len(kinds), columns.program.stages), -np.inf)
+    for i, (code, _) in enumerate(kinds):
+        rows = columns.op == code
+        np.maximum.at(found[i], columns.stage[rows], before[rows])
+    return found

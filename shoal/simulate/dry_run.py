@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,11 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.catalog import ModelShape
 from shoal.comm.dry import DryMesh
 from shoal.config import RunConfig
+from shoal.cost.traffic import evenly_taken
 from shoal.data.batches import Dataset, SyntheticDataset
 from shoal.errors import UsageError
+from shoal.models.depths import depths_of
 from shoal.models.experts.balance import routers_of
 from shoal.models.experts.gates import Choice
 from shoal.models.experts.router import Router, RoutingContext
+from shoal.parallel.context.order import Spread, spread
+from shoal.parallel.context.sight import places_of
+from shoal.parallel.depths import chosen_spread
 from shoal.pipeline.program import Action
 from shoal.simulate.tracker import Tracker, tensors_in
 from shoal.train.engine import Engine
@@ -91,14 +97,15 @@ class Counted:
 
 
 class Recorder:
-    """Hears of a runtime's actions, and notes what each did to memory."""
+    """Hears of a runtime's actions, and notes what each did to memory, and most of all that was alive between them."""
 
     def __init__(self, tracker: Tracker):
-        self.tracker, self.moments = tracker, []
+        self.tracker, self.moments, self.between = tracker, [], 0
+        tracker.rewind()
 
     def begin(self, action: Action) -> None:
         """An action begins."""
-        self.tracker.rewind()
+        self.between = max(self.between, self.tracker.rewind())
 
     def arrived(self, action: Action) -> None:
         """What it waited for is there."""
@@ -115,18 +122,32 @@ class DryEngine(Engine):
         self.parameters.gather()
         for stage in self.stages:
             for router in routers_of(stage.module):
-                router._choose = partial(_evenly, router, router._choose)
+                spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
+                router._choose = partial(_evenly, router, router._choose, spread or self.spread)
+            for depth in depths_of(stage.module):
+                depth.highest = _taken
 
 
-def _evenly(router: Router, choose: Callable, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:
-    """What a gate makes of scores, but for which experts a token gets: one after the other, the next ones each time."""
+def _evenly(
+    router: Router, choose: Callable, spread: Spread, logits: Tensor, context: RoutingContext
+) -> tuple[Choice, Tensor]:
+    """What a gate makes of scores, but for which experts a token gets: of each rank's tokens, one after the other, the
+    next ones each time."""
     choice, logits = choose(logits, context)
-    b, s, count = logits.shape
+    experts, (b, s, _) = router.experts, logits.shape
     with unset_fake_temporarily():
-        token = torch.arange(s).unsqueeze(1)
-        chosen = torch.zeros(b, s, router.experts.count, dtype=torch.bool)
-        chosen[:, token, (token * router.experts.per_token + torch.arange(router.experts.per_token)) % count] = True
+        ranks = range(spread.ring * spread.ulysses)
+        token = torch.cat([places_of(spread.chunks(rank), logits.device) for rank in ranks])
+        number = torch.arange(s).unsqueeze(1) * experts.per_token + torch.arange(experts.per_token)
+        chosen = torch.zeros(b, s, experts.count, dtype=torch.bool)
+        chosen[:, token.unsqueeze(1), number % experts.count] = True
     return choice._replace(chosen=chosen), logits
+
+
+def _taken(scores: Tensor, k: int) -> Tensor:
+    """`highest` of scores without numbers: k tokens at equal distances."""
+    with unset_fake_temporarily():
+        return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
 
 
 def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, as_here: bool = False) -> Counted:
@@ -140,27 +161,34 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
             this machine; else with NCCL, which needs none, and with norms and attention that are one operation each,
             as on CUDA.
 
-    Routers of experts, which have no numbers to choose by, give every expert as many tokens, and drop none.
+    Routers have no numbers to choose by. Those of experts give every expert as many tokens, and drop none; the tokens
+    that pass through layers which take some lie at equal distances.
 
     Raises:
-        UsageError: ranks share sequences, and the model has experts or layers that only some tokens pass through: what
-            each then computes or sends depends on numbers, which nothing has here.
+        UsageError: context-parallel ranks do not have as many tokens for every expert.
     """
     if shape.experts and config.parallel.cp > 1:
-        raise UsageError(
-            f"A dry run cannot tell which tokens go to which experts with parallel.cp = {config.parallel.cp}."
-            "\n  Count with cp = 1, or measure."
-        )
-    if shape.depths and (config.parallel.cp > 1 or config.parallel.sequence_parallel):
-        raise UsageError(
-            "A dry run has no numbers, so no router can choose which tokens pass through a layer (model.depths), and "
-            "with cp or sequence_parallel it depends on them what is sent.\n  Count the run without these, or measure."
-        )
+        _check_even(config, shape)
     fused = {} if as_here or config.train.attention != "auto" else {"attention": "sdpa"}
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
     with _faked(fused_norms=not as_here), Tracker() as tracker:
         return count(DryEngine(config, shape, mesh, samples_of(config, shape)), tracker, steps)
+
+
+def _check_even(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse experts that context-parallel ranks cannot give equally many tokens: then what one sends tells nothing of
+    what it is sent."""
+    layout, experts, s = config.parallel, shape.experts, config.data.sequence_length
+    for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
+        each = spread(layout, tokens)
+        lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})
+        if len(lengths) > 1 or lengths[0] % layout.tp or lengths[0] // layout.tp * experts.per_token % experts.count:
+            several = layout.cp * layout.tp * experts.count // gcd(experts.count, experts.per_token)
+            raise UsageError(
+                f"parallel.cp = {layout.cp}: of {tokens} tokens of a sequence a dry run cannot give every one of "
+                f"{experts.count} experts as many from each rank.\n  Count sequences of a multiple of {several}."
+            )
 
 
 def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
@@ -184,7 +212,8 @@ def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
     sent, calls = engine.mesh.sent(), engine.mesh.calls()
     engine.step(step)
     engine.runtime.recorders.remove(recorder)
-    peak = max(moment.peak for moment in recorder.moments)
+    # Sophia's estimates, with passes of their own, come before the first action.
+    peak = max(recorder.between, tracker.rewind(), *(moment.peak for moment in recorder.moments))
     return CountedStep(
         dict(tracker.flops), dict(engine.mesh.sent() - sent), dict(engine.mesh.calls() - calls), recorder.moments, peak
     )

@@ -21,6 +21,7 @@ from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
 from shoal.cost.activations import Pass
+from shoal.cost.eight import EightBits
 from shoal.cost.parameters import StagePart
 from shoal.cost.state import StateBytes, state_bytes
 from shoal.cost.units import show_bytes
@@ -70,8 +71,10 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
     program = program_of(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, policy.compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
-    forward = Pass(shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
-                   products=policy.products)
+    forward = Pass(
+        shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
+        eight=EightBits.of(policy, config.float8),
+    )
     every = []
     for rank in range(layout.pp):
         parts = parts_of(shape, program, rank)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
-from shoal.config import RunConfig, build, plain
+from shoal.config import Float8Config, RunConfig, build, plain
 from shoal.cost import activations
 from shoal.cost.activations import Pass, Saved, korthikanti
+from shoal.cost.eight import EightBits
 from shoal.layout import Layout
 from shoal.plan.parts import parts_of
 from shoal.train.engine import Engine
@@ -47,7 +48,7 @@ def both(config: RunConfig) -> tuple[int, int]:
         engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
         kernel=config.train.attention,
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
-        products=engine.policy.formats.products,
+        eight=EightBits.of(engine.policy.formats, config.float8),
     )
     part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
     said = activations.stage(run, part.layers, first=part.first, last=part.last)
@@ -127,6 +128,21 @@ def test_what_one_device_keeps(
 
 def test_attention_in_blocks_keeps_fewer_scores(pool: Pool) -> None:
     ((found, said),) = pool.run(both, 1, run_of("tiny", "none", "explicit", False, "fp32", s=600))
+    assert said == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "float8"), [
+    ("tiny", "fp8", "sdpa", "none", {}),
+    ("tiny-gpt", "fp8", "explicit", "none", {"scales": "row"}),
+    ("tiny", "fp8", "sdpa", "selective", {"keep": ["layers.0.*", "*.attention.k", "*.down"]}),
+    ("tiny", "mxfp8", "explicit", "none", {}),
+])  # fmt: skip
+def test_what_products_in_8_bits_keep(
+    pool: Pool, family: str, precision: str, kernel: str, recompute: str, float8: dict
+) -> None:
+    """Codes of their inputs, once where several share one; what attention itself needs as it is."""
+    config = run_of(family, recompute, kernel, False, precision)
+    ((found, said),) = pool.run(both, 1, config.model_copy(update={"float8": Float8Config(**float8)}))
     assert said == pytest.approx(found, rel=0.005)
 
 

@@ -21,7 +21,6 @@ from shoal.parallel.context.sight import places_of
 from shoal.parallel.depths import SharedPlaces, by_rank
 from shoal.plan.estimate import Estimate, Run
 from shoal.plan.search import search
-from shoal.simulate.dry_run import dry_run
 from shoal.train.check import check
 from shoal.train.metrics import StepMetrics
 from shoal.verify.case import prepare, run_case
@@ -148,13 +147,6 @@ def test_what_does_not_go_together_is_refused(changes: dict, what: str) -> None:
         config[section] |= values
     with pytest.raises(UsageError, match=what):
         check(RunConfig.model_validate(config))
-
-
-@pytest.mark.parametrize("parallel", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}])
-def test_a_dry_rank_does_not_guess_what_others_send(parallel: dict[str, Any]) -> None:
-    config = run_of(parallel)
-    with pytest.raises(UsageError, match=r"model\.depths"):
-        dry_run(config, check(config), 0)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["one", "sp", "cp"])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from shoal.errors import UsageError
 from shoal.pipeline.program import Action, Op, Program, build
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.short import alive, is_short, play
-from shoal.simulate import Links, Times, simulate
+from shoal.pipeline.short import before_backwards, is_short, play
+from shoal.simulate import Links, Times, columns, simulate
 
 SECONDS = st.floats(0.0, 3.0)
 
@@ -33,7 +33,9 @@ def test_a_short_program_is_played_as_in_arrays(data: st.DataObject) -> None:
     assert is_short(program) and (ranks == 1 or not is_short(written))
     assert found.seconds == pytest.approx(timeline.step_time, rel=1e-12)
     assert found.busy == pytest.approx(timeline.busy[0].tolist(), rel=1e-9)
-    assert alive(program, inputs) == pytest.approx(timeline.peak_bytes(inputs).tolist(), rel=1e-9)
+    alive = [list(of) for of in zip(*before_backwards(program, inputs, weights, time), strict=True)]
+    expected = columns.before_backwards(timeline.columns, inputs, weights, time)
+    assert np.array(alive) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_what_is_not_short_is_not_taken() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.catalog import ModelShape
@@ -64,31 +64,52 @@ def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dic
             assert moment.alive == pytest.approx(min(other.alive for other in others), rel=0.02)
 
 
+def counted_alike(config: RunConfig, data: st.DataObject) -> RunConfig:
+    """A drawn run as a dry run can count it: without documents under cp, where the data decides what a ring computes,
+    without offloading, which formulas do not describe, and of as many tokens as experts and ranks can share."""
+    layout, shape = config.parallel, config.model
+    precision = data.draw(st.sampled_from(("fp32", "bf16")))
+    changed = {
+        "train": config.train.model_copy(update={"precision": precision}),
+        "parallel": layout.model_copy(update={"offload": "none"}),
+        "data": config.data,
+    }
+    if shape.experts.count:
+        length = 2 * 2 * layout.cp * layout.tp * shape.experts.count
+        changed["data"] = config.data.model_copy(update={"sequence_length": length})
+        if shape.depths.capacity:
+            changed["model"] = shape.model_copy(update={"depths": shape.depths.model_copy(update={"capacity": 0.5})})
+    if layout.cp > 1:
+        changed["data"] = changed["data"].model_copy(update={"document_mask": False})
+    return config.model_copy(update=changed)
+
+
+def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
+    """Their passes come before the step's own, and hold more than these do."""
+    config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": "sophia-h"})})
+    here, there = dry(config, 0).steps[0], pool.run(real, 2, config, 1)[0].steps[0]
+    assert here.peak > max(moment.peak for moment in here.moments)
+    assert here.peak == pytest.approx(there.peak, rel=0.02)
+
+
 @settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
-    """FLOPs, bytes sent by axis and kind, and bytes held."""
-    config = config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"precision": data.draw(st.sampled_from(("fp32", "bf16")))}),
-            "parallel": config.parallel.model_copy(update={"offload": "none"}),  # which formulas do not describe
-        }
-    )
-    case = prepare(config, own_precision=True, accumulate=False)
-    assume(not case.shape.experts and not case.shape.depths)  # experts below; tests/parallel/test_depths.py
+    """FLOPs, bytes sent by axis and kind, and bytes held; with experts, and layers that some tokens pass through."""
+    case = prepare(counted_alike(config, data), own_precision=True, accumulate=False)
     config, shape, layout = case.config, case.shape, case.config.parallel
-    assume(layout.cp == 1 or not config.data.document_mask)  # where the data decides what a ring computes
     rank = data.draw(st.integers(0, layout.world_size - 1))
     counted, mesh = dry(config, rank, steps=1), DryMesh(layout, rank)
     formulas = formulas_of(config, shape, mesh)
     assert sum(counted.steps[0].flops.values()) == formulas.flops()
-    if layout.tp_x == 1:
-        sent = {key: size for key, size in counted.steps[0].sent.items() if size}
-        assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
+    sent = {key: size for key, size in counted.steps[0].sent.items() if size}
+    assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
     parts = parts_of(shape, formulas.program, mesh.index("pp"))
     said = state_bytes(
         shape, layout, POLICIES[config.train.precision], config.optimizer.name, parts,
         tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),
+        expert_index=(mesh.index("edp_shard"), mesh.index("ep"), mesh.index("etp")),
     )
     held = counted.held
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (
@@ -110,6 +131,7 @@ def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCoun
     ({}, {"dp": 4, "zero": 3, "zero_shard": 2, "prefetch": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
     ({"tied": True}, {"pp": 2, "tp": 4, "schedule": "dualpipe", "tp_overlap": True, "dp": 2, "zero": 2}),
     ({"name": "tiny-gpt", "tied": True}, {"cp": 4, "ulysses": 2, "recompute": "full", "zero": 3, "pp": 2}),
+    ({"name": "tiny-gpt"}, {"tp": 4, "tp_x": 2, "recompute": "full", "pp": 2}),
 ])
 def test_bytes_sent_of_a_later_step(model: dict, parallel: dict) -> None:
     """In which nothing is learned; with key/value heads that several ranks hold, and all that is shared."""
@@ -127,15 +149,21 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
 
 
 @pytest.mark.parametrize(("parallel", "experts", "family"), [
-    ({"dp": 4, "ep": 2, "zero": 1}, {"shared": 1}, "tiny"),
     ({"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}, {"every": 2, "gate": "noisy-top-k"}, "tiny-gpt"),
     ({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "zero": 3, "recompute": "full"}, {"shared": 1},
      "tiny"),
-    ({"dp": 2, "tp": 2, "pp": 2, "zero": 2}, {"shared": 1, "first": 1, "gate": "gshard"}, "tiny"),
+    ({"cp": 2, "tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4, "cp_order": "striped", "recompute": "full"},
+     {"shared": 1, "depths": 0.5}, "tiny"),
 ])  # fmt: skip
 def test_experts_that_all_get_as_many_tokens(parallel: dict, experts: dict, family: str) -> None:
-    """FLOPs and bytes sent, of a dry rank whose routers spread tokens evenly."""
-    config = small_run(parallel, {"name": family, "layers": 4, "experts": {**EXPERTS, **experts}}, precision="fp32")
+    """FLOPs and bytes sent, of a dry rank whose routers spread tokens evenly; also of those that pass through a layer
+    where ranks share their sequences."""
+    model = {"name": family, "layers": 4, "experts": {**EXPERTS, **experts}}
+    if capacity := model["experts"].pop("depths", 0):
+        model["depths"] = {"capacity": capacity, "predictor": 3}
+    config = small_run(parallel, model, precision="fp32")
+    length = 8 if parallel.get("cp", 1) == 1 else 64
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})
     case = prepare(config, own_precision=True, accumulate=False)
     rank = config.parallel.world_size - 1
     counted = dry(config, rank, steps=1)
@@ -200,7 +228,7 @@ def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("more", "said"), [
     (["--rank", "2"], "ranks are 0 to 1"),
     (["--cluster", "2x8xH100", "--measure"], "16 ranks; at most 8"),
-    (["--model", "olmoe-1b-7b", "--parallel.cp", "2"], "which tokens go to which experts with parallel.cp = 2"),
+    (["--model", "olmoe-1b-7b", "--parallel.cp", "2", "--sequence-length", "4100"], "as many from each rank"),
 ])
 def test_what_cannot_be_counted_is_refused(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--cluster", "2xH100", "--model", "tiny", "--dry-run", *more]) == 2
