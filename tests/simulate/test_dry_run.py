@@ -87,10 +87,11 @@ def counted_alike(config: RunConfig, data: st.DataObject) -> RunConfig:
 def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     """Their passes come before the step's own, and hold more than these do."""
     config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": "sophia-h"})})
-    here, there = dry(config, 0).steps[0], pool.run(real, 2, config, 1)[0].steps[0]
+    rule = {"name": "sophia-h", "hessian_every": 1}
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=rule)})
+    here, there = dry(config, 0).steps[-1], pool.run(real, 2, config, 4)[0].steps[1:]
     assert here.peak > max(moment.peak for moment in here.moments)
-    assert here.peak == pytest.approx(there.peak, rel=0.02)
+    assert here.peak == pytest.approx(min(step.peak for step in there), rel=0.02)  # as above
 
 
 @settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
