@@ -99,8 +99,11 @@ def test_what_is_frozen_has_no_gradient_and_no_state():
     whole = 2 * frozen + (2 + 4 + 12) * trained  # bytes in bf16, with gradients and AdamW's states of what is trained
     assert whole / 4 <= plan.memory <= whole
     sharded = rivals(build, problem)["FSDP (ZeRO-3)"].problem
-    kept, used, state = plan_of(build, sharded, solve(sharded)).weights()["frozen.weight"]
-    assert kept.used and not used.used and state is None, "frozen weights are gathered too"
+    fsdp = plan_of(build, sharded, solve(sharded))
+    kept, _, state = fsdp.weights()["frozen.weight"]
+    assert kept.used and state is None
+    moved = [(t.move.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.found for t in move.transfers]
+    assert ("all-gather", 12 * 20) in moved, "frozen weights are gathered too"
 
 
 def test_what_has_nothing_to_train_is_refused():
