@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.config import build as config_of
+from shoal.cost.moments import least
 from shoal.errors import UsageError
 from shoal.models.transformer import Transformer
 from shoal.optim.build import RULES, build
@@ -25,7 +26,9 @@ def test_a_checkpoint_takes_the_weights_and_all_that_a_rule_keeps(rule: str) -> 
     model = Transformer(shape)
     named = [(name, w.detach(), torch.zeros_like(w)) for name, w in model.named_parameters()]
     kept = build(config.optimizer, Shards.of(named, lambda name, tensor: 0.0)).bytes()
-    assert checkpoint_bytes(config, shape) == 4 * sum(w.numel() for w in model.parameters()) + kept
+    parameters = sum(w.numel() for w in model.parameters())
+    assert checkpoint_bytes(config, shape) == 4 * parameters + kept
+    assert least(rule, 4) * parameters <= kept, "a bound, which a search of layouts goes by"
 
 
 @pytest.mark.parametrize("rule", ["adafactor", "muon"])

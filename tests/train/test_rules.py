@@ -2,9 +2,10 @@
 
 import pytest
 
+from shoal.catalog import model_shape
 from shoal.config import build
 from shoal.errors import UsageError
-from shoal.train.rules import check_settings
+from shoal.train.rules import check_rules
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -20,5 +21,5 @@ from shoal.train.rules import check_settings
 ])  # fmt: skip
 def test_settings_that_nothing_reads_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        check_settings(build({"optimizer": settings}).optimizer)
+        check_rules(build({"optimizer": settings}), model_shape("tiny"))
     assert said in str(refused.value)
