@@ -59,3 +59,13 @@ def test_what_a_method_keeps_is_foretold(pool):
         for found, said in pool.run(has, 2, config):
             foretold = said.total - said.activations
             assert foretold - 1024 < found < 1.05 * foretold, (name, found, said)
+
+
+def compiled(config: RunConfig) -> bool:
+    """Whether the rule that updates the weights is."""
+    return all(rule._compiled is not None for rule in engine_of(config, 0.0).method.rules.values())
+
+
+def test_a_server_compiles_its_rule_where_an_engine_does(pool):
+    config = config_of("ps-async", ADAM | {"name": "sage"}, {}, {"train": {"compile": True}})
+    assert pool.run(compiled, 1, config) == [True]
