@@ -1,5 +1,6 @@
 """The search finds what pricing every layout finds, and no bound is above the estimate."""
 
+import math
 import time
 from dataclasses import replace
 from itertools import islice, product
@@ -213,7 +214,8 @@ def test_the_bounds_of_all_ways_to_shard_are_below_each(problem: tuple[Run, Spac
     whole = plain.stage_of(part).forward + plain.stage_of(part).backward_input
     for i, stages in enumerate(each):
         times = stages.stage_of(part)
-        assert reserved[i] <= stages.memory_of([part], alive).reserved * (1 + 1e-9)
+        for there in ((alive, -math.inf, -math.inf), (-math.inf, alive, alive)):  # whole backwards, and split ones
+            assert reserved[i] <= stages.memory_of([part], [there]).reserved * (1 + 1e-9)
         assert added[0, i] <= (times.forward + times.backward_input - whole) + 1e-9 * whole
         for least, exact in zip(added[1:, i], stages.finish_of(part), strict=True):
             assert least <= exact * (1 + 1e-9)

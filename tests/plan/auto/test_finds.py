@@ -56,7 +56,7 @@ def test_megatrons_mlp(nodes):
 def test_megatrons_attention(batch):
     with torch.device("meta"):
         module = Attention(4096, 32)
-    plan = among_others(builder(meta(module, batch, 128, 4096), "8xA100", LINE))
+    plan = among_others(builder(meta(module, batch, 512, 4096), "8xA100", LINE))
     for name in ("query", "key", "value"):
         assert str(plan.lies(f"{name}.weight")) == "[Ax, B]", "column: heads"
     assert str(plan.lies("mix.weight")) == "[A, Bx]", "row"
