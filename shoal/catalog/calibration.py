@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
@@ -43,11 +43,18 @@ class Constant(BaseModel):
     by: Literal["", "generation", "network", "software", "scale"] = ""
     """What there is one value for each of; of those that are not listed, `expected` counts."""
 
-    expected: NonNegativeFloat
-    """What one expects without any measurement; a fit is drawn to it as far as the data leave it open."""
+    expected: NonNegativeFloat | dict[str, NonNegativeFloat]
+    """What one expects without any measurement; a fit is drawn to it as far as the data leave it open. A table has one
+    for some of what it is known by, and `rest` for the others."""
+
+    source: str = ""
+    """Where that is published."""
 
     sure: PositiveFloat = 0.6
     """How far a fit may go from there: one standard deviation of its logarithm."""
+
+    least: PositiveFloat | None = None
+    """What it cannot be below."""
 
     most: PositiveFloat | None = None
     """What it cannot exceed."""
@@ -57,6 +64,17 @@ class Constant(BaseModel):
 
     value: float | dict[str, float] = {}
     """What the fit found."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Constant:
+        known = {"rest", *names_of(self.by)}
+        if isinstance(self.expected, dict) and not {"rest"} <= self.expected.keys() <= known:
+            raise ValueError(f"expected: a table has `rest` and some of {', '.join(names_of(self.by))}")
+        return self
+
+    def prior(self, name: str = "") -> float:
+        """What one expects, for one of what it is known by."""
+        return self.expected.get(name, self.expected["rest"]) if isinstance(self.expected, dict) else self.expected
 
 
 def names_of(by: str) -> tuple[str, ...]:
@@ -85,7 +103,7 @@ class Calibration:
     @staticmethod
     def _values(constant: Constant) -> float | tuple[float, ...]:
         given = constant.value if isinstance(constant.value, dict) else {"": constant.value}
-        values = tuple(float(given.get(name, constant.expected)) for name in names_of(constant.by))
+        values = tuple(float(given.get(name, constant.prior(name))) for name in names_of(constant.by))
         return values if constant.by else values[0]
 
     @cached_property
@@ -108,6 +126,11 @@ class Calibration:
                 raise UsageError(f"catalog: there is no constant '{name}'; {did_you_mean(name, self.values)}")
         of = {name: len(found) if isinstance(found, tuple) else 0 for name, found in self.values.items()}
         return self._with({name: (value,) * of[name] if of[name] else value for name, value in values.items()})
+
+    def expected(self) -> Calibration:
+        """The same as if nothing had been measured: all that a fit finds has what is expected of it."""
+        nothing = {name: of.model_copy(update={"value": {}}) for name, of in self.constants.items() if of.fitted}
+        return self._with({name: self._values(of) for name, of in nothing.items()})
 
     def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
         """The same with other values for some constants; what they mean is kept."""

@@ -92,6 +92,8 @@ class Cluster:
         nics: of a node.
         torus: the sizes of its dimensions, empty for switched nodes.
         wraps_at: of these, multiples of so many are rings, the others lines; 0 where all are.
+        thin: how much of the adapters' bandwidth collectives lose each time the nodes that they span double: the
+            exponent of a power.
         at_once: accelerators of a node that compute at one time, and share its memory; None for all.
         watts: of one accelerator, with its share of its node; None where nobody says.
         constants: of the calibrated cost model, measured here.
@@ -106,6 +108,7 @@ class Cluster:
     nics: int = 1
     torus: tuple[int, ...] = ()
     wraps_at: int = 1
+    thin: float = 0.0
     at_once: int | None = None
     watts: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)

@@ -99,7 +99,7 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
     near = inside.bandwidth if here > 1 else float("inf")
     exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
-    bandwidth, hop = min(here * share, near), min(share, near)
+    bandwidth, hop = min(here * share * (nodes / 2) ** -cluster.thin, near), min(share, near)
     return Ring(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
 
 

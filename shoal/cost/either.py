@@ -52,6 +52,11 @@ def ceil(value: Value) -> Value:
     return float(math.ceil(value)) if plain(value) else _numpy().ceil(value)
 
 
+def log2(value: Value) -> Value:
+    """Doublings."""
+    return math.log2(value) if plain(value) else _numpy().log2(value)
+
+
 def _numpy():
     import numpy as np
 

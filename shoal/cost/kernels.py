@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shoal.cost.either import ceil, choose, clip, maximum, minimum, where
+from shoal.cost.either import ceil, choose, clip, log2, maximum, minimum, where
 from shoal.cost.runs import Runs
 
 if TYPE_CHECKING:
@@ -90,11 +90,14 @@ class Kernels:
         here = clip(r.per_node // maximum(stride, 1), 1, ranks)
         nodes = ceil(ranks / here)
         inside = r.inside * self.of("inside", "generation")
-        out = minimum(here * r.nic * self.of("outside", "network"), where(here > 1, inside, float("inf")))
+        thinner = (nodes / 2) ** -self.of("thin", "network")
+        out = here * r.nic * self.of("outside", "network") * thinner
+        out = minimum(out, where(here > 1, inside, float("inf")))
         steps = (here - 1) * self.of("latency_inside", "generation") + (nodes - 1) * self.of(
             "latency_outside", "network"
         )
-        return Group(ranks, here, nodes, where(nodes > 1, out, inside), c["collective_launch"] + steps)
+        meeting = c["collective_launch"] + c["wait"] * log2(maximum(ranks, 1))
+        return Group(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class Kernels:
         r, c, (q, _) = self.runs, self.constants, self.widths
         flops = 4 * r.tokens * r.s * q * where(self.scores_in_memory, 1.0, 0.5)
         part = where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
-        part = part * r.head_dim / (r.head_dim + c["narrow_head"])
+        part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
         core = flops / (r.peak * where(self.scores_in_memory, self.of("batched_product", "generation"), part))
         matrices = r.b * r.heads / r.tp
         core = core * where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
@@ -174,6 +177,18 @@ class Kernels:
         return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
+    def routed(self) -> Value:
+        """A token's rows on their way to the ranks of its experts, or back; each rank has as many for each other.
+
+        What leaves a node does so over each accelerator's own share of the adapters.
+        """
+        r, group = self.runs, self.group(self.runs.ep, 1)
+        rows = E * r.tokens / r.tp * r.active * r.hidden
+        near = rows * (group.here - 1) / group.ranks / (r.inside * self.of("inside", "generation"))
+        far = rows * (group.ranks - group.here) / group.ranks / (r.nic * self.of("outside", "network"))
+        return where(group.ranks > 1, group.latency + maximum(near, far), 0.0)
+
+    @cached_property
     def launches(self) -> Value:
         """What the host needs to launch a layer's forward: a floor under all of it."""
         r, c = self.runs, self.constants
@@ -185,7 +200,7 @@ class Kernels:
     @cached_property
     def forward(self) -> Value:
         """The accelerator's time of a layer's forward."""
-        return self.products + self.attention[0] + self.elements + 2 * self.exchange
+        return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
 
     @cached_property
     def again(self) -> Value:
@@ -199,7 +214,8 @@ class Kernels:
         sums = self.exchange * where(again, 3, 2)  # the inputs of both blocks are gathered once more
         hidden = minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - where(r.overlap_tensor > 0, hidden, 0.0)
-        return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.again
+        computing = 2 * self.products + self.attention[1] + 2 * self.elements
+        return computing + exposed + 2 * self.routed + self.again
 
     @cached_property
     def launches_of_both(self) -> Value:

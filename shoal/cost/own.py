@@ -58,7 +58,7 @@ def attained(cluster: Cluster) -> Cluster:
     if nic:
         part, latency = c["outside"][network], c["latency_outside"][network]
         nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
-    return replace(cluster, inside=inside, nic=nic)
+    return replace(cluster, inside=inside, nic=nic, thin=c["thin"][network])
 
 
 def memory_rate(cluster: Cluster) -> float:

@@ -115,7 +115,8 @@ def step(runs: Runs, constants: Calibration) -> Step:
     forward, backward = k.layer
     sharding = _sharding(k, weights, stages.most * forward + k.head / 3, stages.most * backward + k.head * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
-    accumulate = np.where(r.zero < 3, c["accumulate"] * weights * r.microbatches / k.hbm, 0.0)
+    added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: read, and its sum read and written
+    accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = weights / r.shard * c["update"] / k.hbm
     return Step(
         busy=(r.microbatches * slowest + accumulate) * slower,

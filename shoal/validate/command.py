@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tomli_w
 from rich.console import Console
 
@@ -14,10 +15,12 @@ from shoal.catalog.calibration import Calibration, read_calibration
 from shoal.config import Section
 from shoal.errors import UsageError
 from shoal.options import POSITIONAL
-from shoal.validate.fit import as_toml, fitted, held_out, spreads
+from shoal.validate.by_estimate import Played, played
+from shoal.validate.fit import as_toml, at_bounds, fitted
 from shoal.validate.page import write_page
 from shoal.validate.rows import Left, Point, read_folder
 from shoal.validate.score import Errors, Scored, by, score, totals
+from shoal.validate.unseen import folds_of, held_out, held_out_intervals, spreads
 
 HEAD = (
     "# The constants of the calibrated cost model (shoal/cost/kernels.py, step.py, footprint.py): what each means,\n"
@@ -65,6 +68,7 @@ def validate(options: ValidateOptions) -> int:
         constants = _fit(options.fit, points, constants, console)
     scored = score(points, constants)
     print_score(scored, left, console)
+    print_played(played(points, constants), console)
     if options.worst:
         _print_worst(scored, options.worst, console)
     if options.out:
@@ -74,13 +78,15 @@ def validate(options: ValidateOptions) -> int:
 
 
 def _fit(path: Path, points: list[Point], constants: Calibration, console: Console) -> Calibration:
-    constants = fitted(points, constants)
-    seconds, size, part = held_out(points, constants)
-    constants = spreads(points, constants, seconds, size)
+    folds = folds_of(points)
+    found = held_out(points, constants, folds)
+    unseen = Scored(points, *found, *held_out_intervals(points, constants, found, folds))
+    constants = spreads(points, fitted(points, constants), found)
     path.write_text(HEAD + tomli_w.dumps(as_toml(constants, points)), encoding="utf-8")
-    console.print(f"{path}: {len(constants.constants)} constants\n\nModels that a fit had not seen:\n", soft_wrap=True)
-    seen = score(points, constants)
-    unseen = Scored(points, seconds, size, part, seen.time_spread, seen.memory_spread)
+    console.print(f"{path}: {len(constants.constants)} constants", soft_wrap=True)
+    for line in at_bounds(constants, points):
+        console.print(f"  {line}", soft_wrap=True, markup=False)
+    console.print("\nModels that a fit had not seen:\n")
     _print(console, table(totals(unseen) | by(unseen, lambda p: p.file)))
     console.print("\nAll of them, by constants from all:\n")
     return constants
@@ -106,6 +112,19 @@ def print_score(scored: Scored, left: Left, console: Console) -> None:
         )
     for (file, reason), count in sorted(left.items()):
         console.print(f"  {file}: {count:,} not scored, {reason}", soft_wrap=True)
+
+
+def print_played(steps: Played, console: Console) -> None:
+    """How far `shoal estimate` is from the same measurements, and from the closed forms."""
+    if steps.points:
+        errors = Errors.of(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))
+        console.print(
+            f"By `shoal estimate`, {errors.rows:,} rows of quality A that it can express: median "
+            f"{100 * errors.median:.1f} %, 90 % within {100 * errors.ninetieth:.1f} %, bias "
+            f"{100 * errors.bias:+.1f} %; from these closed forms, told what shoal's engine does, it differs by "
+            f"{100 * steps.apart:.1f} %.",
+            soft_wrap=True,
+        )
 
 
 def _print(console: Console, lines: list[str]) -> None:

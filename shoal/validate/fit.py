@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from shoal.catalog.calibration import SPREADS, Calibration, names_of
-from shoal.catalog.software import software_table
+from shoal.catalog.calibration import Calibration, names_of
 from shoal.cost.footprint import footprint
 from shoal.cost.runs import Runs
 from shoal.cost.step import step
@@ -22,8 +22,8 @@ from shoal.validate.rows import Point
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
 SCALES = {"time": 0.06, "memory": 0.05}  # of a residual: from where on it counts less
+ITERATIONS = 60  # at most: few fits need as many
 FURTHEST = 0.7  # that a logarithm may move in an iteration
-FOLDS = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,20 @@ class Parameter:
 
     name: str
     index: int | None
+
+
+class Prior(NamedTuple):
+    """What is known of logarithms before a fit.
+
+    Attributes:
+        expected, sure: what they are drawn to, and one standard deviation of that.
+        least, most: what they cannot leave.
+    """
+
+    expected: np.ndarray
+    sure: np.ndarray
+    least: np.ndarray
+    most: np.ndarray
 
 
 def estimated(runs: Runs, points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -77,11 +91,15 @@ class Problem:
         return np.log(np.array([float(v) for v in values]))
 
     @property
-    def expected(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the logarithms are drawn to, how strongly, and what they cannot exceed."""
+    def prior(self) -> Prior:
+        """What is known of the logarithms before."""
         of = [self.constants.constants[p.name] for p in self.parameters]
-        most = [np.log(c.most) if c.most else np.inf for c in of]
-        return np.log([c.expected for c in of]), np.array([c.sure for c in of]), np.array(most)
+        names = [names_of(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
+        return Prior(
+            np.log([c.prior(name) for c, name in zip(of, names, strict=True)]), np.array([c.sure for c in of]),
+            np.array([np.log(c.least) if c.least else -np.inf for c in of]),
+            np.array([np.log(c.most) if c.most else np.inf for c in of]),
+        )  # fmt: skip
 
     def constants_at(self, logs: np.ndarray) -> Calibration:
         """The constants with these logarithms."""
@@ -129,11 +147,10 @@ class Problem:
             found[at, j] = (self.residuals(moved, rows) - everywhere[at]) / small
         return found
 
-    def fit(self, iterations: int = 12) -> Calibration:
+    def fit(self, iterations: int) -> Calibration:
         """Levenberg-Marquardt with iteratively reweighted residuals."""
-        expected, sure, most = self.expected
         return self.constants_at(
-            minimise(self.residuals, self.jacobian, self.start(), expected, sure, most, SCALES[self.what], iterations)
+            minimise(self.residuals, self.jacobian, self.start(), self.prior, SCALES[self.what], iterations)
         )
 
 
@@ -141,41 +158,45 @@ def minimise(
     residuals: Callable[[np.ndarray], np.ndarray],
     jacobian: Callable[[np.ndarray], np.ndarray],
     x: np.ndarray,
-    expected: np.ndarray,
-    sure: np.ndarray,
-    most: np.ndarray,
+    prior: Prior,
     scale: float,
     iterations: int,
 ) -> np.ndarray:
     """The x of the least sum of 2 log(1 + r^2 / 2 scale^2), and of ((x - expected) / sure)^2."""
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
-        return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - expected) / sure) ** 2).sum())
+        return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - prior.expected) / prior.sure) ** 2).sum())
 
-    x = np.minimum(x, most)
-    r, damping = residuals(x), 1e-2
+    x = np.clip(x, prior.least, prior.most)
+    r, damping, still = residuals(x), 1e-2, 0
     best = cost(r, x)
     for _ in range(iterations):
         slopes = jacobian(x)
         weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
-        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / sure**2)
-        slope = slopes.T @ (weight * r) + (x - expected) / sure**2
-        before = best
-        for _ in range(8):
-            change = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope)
-            tried = np.minimum(x + np.clip(change, -FURTHEST, FURTHEST), most)
+        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
+        slope = slopes.T @ (weight * r) + (x - prior.expected) / prior.sure**2
+        free = ~((x <= prior.least) & (slope > 0) | (x >= prior.most) & (slope < 0))  # the others rest at their bounds
+        curvature, slope = curvature[np.ix_(free, free)], slope[free]
+        change, before = np.zeros(len(x)), best
+        for _ in range(16):
+            change[free] = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope)
+            tried = np.clip(x + np.clip(change, -FURTHEST, FURTHEST), prior.least, prior.most)
             found = residuals(tried)
             if (value := cost(found, tried)) < best:
-                x, r, best, damping = tried, found, value, max(damping / 3, 1e-6)
+                x, r, best, damping = tried, found, value, max(damping / 3, 1e-5)
                 break
             damping *= 4
-        if before - best < 1e-4 * before:
+        still = still + 1 if before - best < 1e-5 * before else 0
+        if still:
+            damping = 1e-2  # the last steps may have been short because of it
+        if still == 2:
             break
     return x
 
 
-def fitted(points: Sequence[Point], constants: Calibration, iterations: int = 12) -> Calibration:
-    """Constants of time, then of memory, from all points."""
+def fitted(points: Sequence[Point], constants: Calibration, iterations: int = ITERATIONS) -> Calibration:
+    """Constants of time, then of memory, from these points and from what is expected of each, and from nothing else."""
+    constants = constants.expected()
     for what in ("time", "memory"):
         problem = Problem(points, what, constants)
         if problem.points:
@@ -183,61 +204,19 @@ def fitted(points: Sequence[Point], constants: Calibration, iterations: int = 12
     return constants
 
 
-def held_out(points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `estimated` says of every point, by constants from a fit that has seen no point of its model."""
-    models = sorted({(p.file, p.model) for p in points})
-    fold = {model: i * 7919 % len(models) % FOLDS for i, model in enumerate(models)}
-    of = np.array([fold[p.file, p.model] for p in points])
-    found = np.zeros((3, len(points)))
-    for part in sorted(set(of)):
-        seen = fitted([p for p, f in zip(points, of, strict=True) if f != part], constants, iterations=3)
-        left = [p for p, f in zip(points, of, strict=True) if f == part]
-        found[:, of == part] = estimated(Runs.of([p.run for p in left]), left, seen)
-    return found[0], found[1], found[2]
-
-
-def scale_of(runs: Runs) -> np.ndarray:
-    """Index into `SPREADS`."""
-    return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
-
-
-def spreads(points: Sequence[Point], constants: Calibration, seconds: np.ndarray, size: np.ndarray) -> Calibration:
-    """Widths of the 80 % intervals: quantiles of the errors by software, drawn to those of all where there are few.
-
-    Of software that was not measured the widest is taken.
-
-    Args:
-        seconds, size: as `held_out` estimates them.
-    """
-    runs = Runs.of([p.run for p in points])
-    graded = np.array([p.quality in "AM" for p in points])
-    time = np.abs(np.log(seconds / np.array([p.seconds or np.nan for p in points])))
-    memory = np.abs(np.log(size / np.array([p.bytes or np.nan for p in points])))
-    values = {}
-    for name, error in (("spread_time", time), ("spread_memory", memory)):
-        usable = ~np.isnan(error) & graded
-        everywhere = float(np.quantile(error[usable], 0.8)) if usable.any() else constants[name].max()
-        widths, reached = np.full(len(software_table()), everywhere), []
-        for code in set(runs.code("software")):
-            mine = error[usable & (runs.code("software") == code)]
-            if len(mine) >= 5:
-                trust = len(mine) / (len(mine) + 5)
-                widths[code] = np.exp(trust * np.log(np.quantile(mine, 0.8)) + (1 - trust) * np.log(everywhere))
-                reached.append(code)
-        widest = widths[reached].max() if reached else everywhere
-        widths[[code for code in range(len(widths)) if code not in reached]] = widest
-        values[name] = widths
-    scale, usable = scale_of(runs), ~np.isnan(time) & graded
-    relative = time / values["spread_time"][runs.code("software")]
-    values["spread_scale"] = np.array(
-        [
-            max(0.5, float(np.quantile(relative[usable & (scale == i)], 0.8)))
-            if (usable & (scale == i)).sum() >= 20
-            else 1.0
-            for i in range(len(SPREADS))
-        ]
-    )
-    return constants.with_values(values)
+def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
+    """A line for each constant that the points reach and a bound holds: what they would have it be is not physics."""
+    lines = []
+    for what in SCALES:
+        problem = Problem(points, what, constants)
+        logs, prior = problem.start(), problem.prior
+        for parameter, at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
+            if min(abs(at - least), abs(at - most)) < 1e-3:
+                by = constants.constants[parameter.name].by
+                name = f"{parameter.name}, {names_of(by)[parameter.index]}" if by else parameter.name
+                bound = "the least" if abs(at - least) < 1e-3 else "the most"
+                lines.append(f"{name} is at {np.exp(at):.4g}, {bound} that it can be")
+    return lines
 
 
 def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:

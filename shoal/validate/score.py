@@ -11,8 +11,9 @@ import numpy as np
 
 from shoal.catalog.calibration import Calibration
 from shoal.cost.runs import Runs
-from shoal.validate.fit import estimated, scale_of
+from shoal.validate.fit import estimated
 from shoal.validate.rows import Point
+from shoal.validate.unseen import intervals
 
 GRADED = "AM"  # qualities that the totals count; M has memory alone
 SMALL = 128  # accelerators, up to which published times are taken apart from those above
@@ -123,9 +124,7 @@ def score(points: Sequence[Point], constants: Calibration) -> Scored:
     """Estimate every point."""
     runs = Runs.of([p.run for p in points])
     seconds, size, part = estimated(runs, points, constants)
-    software = runs.code("software")
-    time = constants["spread_time"][software] * constants["spread_scale"][scale_of(runs)]
-    return Scored(points, seconds, size, part, time, constants["spread_memory"][software])
+    return Scored(points, seconds, size, part, *intervals(runs, constants))
 
 
 def by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:

@@ -90,10 +90,12 @@ def leaving(row: Row, node: Node, per_node: float) -> float:
 def attention(row: Row, default: str) -> str:
     """The kernel, by `shoal.cost.runs.ATTENTION`."""
     text = (row.get("attn_kernel") or "").lower()
-    for word, kind in (("torch", "unfused"), ("v1", "flash-1"), ("flash", "flash-2"), ("fused", "fused-softmax")):
-        if word in text:
-            return "flash-3" if kind == "flash-2" and "3" in text else kind
-    return default
+    if "torch" in text or "v1" in text:
+        return "unfused" if "torch" in text else "flash-1"
+    if "flash" in text:  # of some version, or that which the software has
+        said = [name for name in ("flash-3", "flash-2") if name[-1] in text]
+        return said[0] if said else default if default.startswith("flash") else "flash-2"
+    return "fused-softmax" if "fused" in text else default
 
 
 def recomputed(row: Row) -> str | None:

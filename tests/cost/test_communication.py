@@ -1,5 +1,7 @@
 """The closed forms are what pricing the same algorithm message by message finds."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +46,9 @@ def test_a_ring_over_nodes_leaves_each_by_all_its_adapters() -> None:
     assert ring_of(cluster("4x8xH100"), 32).bandwidth == 400e9
     assert ring_of(cluster("4x8xH100"), 16, stride=2).bandwidth == 200e9
     assert ring_of(cluster("4x8xH100-IB800"), 32).bandwidth == 450e9
+    thin = [ring_of(replace(cluster("8x8xH100"), thin=0.5), ranks) for ranks in (16, 64)]
+    assert [ring.bandwidth for ring in thin] == pytest.approx([400e9, 200e9]), "a half where the nodes are four times"
+    assert thin[0].hop == thin[1].hop == 50e9, "but not of a message to the next"
 
 
 @pytest.mark.parametrize(("nodes", "here"), [(1, 8), (2, 1), (4, 1), (2, 4), (2, 8), (4, 8), (8, 8), (5, 8)])

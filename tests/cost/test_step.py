@@ -57,6 +57,21 @@ def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: 
     assert sizes[1] >= sizes[0] and (sizes[2:] > sizes[0]).all()
 
 
+def test_rows_of_experts_travel() -> None:
+    """There and back, forward and backward; what leaves a node by one adapter each takes longer."""
+    sparse = LLAMA | {"experts": 16, "active": 2}
+    runs = Runs.of([sparse | {"ep": ep} for ep in (1, 8)] + [sparse | {"ep": 16, "dp": 16, "shard": 16}])
+    k = Kernels(runs, calibration())
+    assert k.routed[0] == 0
+    each = 2 * 8192 * 2 * 4096
+    reached = runs.inside[1] * float(calibration()["inside"][2])
+    assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).latency[1]))
+    assert k.routed[2] > each / 2 / 50e9
+    alone = Kernels(Runs.of([sparse]), calibration())
+    assert k.forward[1] - alone.forward[0] == pytest.approx(2 * k.routed[1])
+    assert k.backward[1] - alone.backward[0] == pytest.approx(2 * k.routed[1])
+
+
 def test_recomputation_trades_time_for_memory() -> None:
     runs = Runs.of([LLAMA | {"recompute": mode, "attention": 0} for mode in (0, 1, 2)])
     times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
@@ -68,8 +83,8 @@ def test_the_bubble_is_the_papers() -> None:
     """(p - 1)/m of the work, over the stages of a rank (Narayanan et al. 2021, section 2.2), without messages."""
     plain = LLAMA | {"pp": 8, "dp": 1, "shard": 1, "zero": 0, "vocab": 1, "overlap_pipeline": 1}
     runs = Runs.of([plain, plain | {"virtual": 2}, plain | {"warmup": 1 / 3}, plain | {"warmup": 0}])
-    messages = calibration().with_values({"hop": np.float64(0), "hide_pipeline": np.float64(1)})
-    found = step(runs, messages)
+    nothing = {"hop": np.float64(0), "hide_pipeline": np.float64(1), "accumulate": np.float64(0)}
+    found = step(runs, calibration().with_values(nothing))
     hops = found.bubble[3]
     assert (found.bubble - hops) / found.busy == pytest.approx(7 / 8 * np.array([1, 1 / 2, 1 / 3, 0]), rel=0.01)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.catalog.calibration import GENERATIONS, NETWORKS, calibration
 from shoal.catalog.clusters import nodes
+from shoal.cost.runs import ATTENTION
 from shoal.errors import UsageError
 from shoal.validate import words
 from shoal.validate.rows import Inexpressible, read_folder, read_row
@@ -46,6 +47,25 @@ def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
 def test_what_is_not_stated_is_assumed_and_said() -> None:
     point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "kind"),
+    [
+        ("flash_attention2 + RMS kernel", "AA-Scaling", "flash-2"),
+        ("flash_attentionv1.0.8", "AA-Scaling", "flash-1"),
+        ("flash-attn3", "Megatron-Core", "flash-3"),
+        ("flash-attn", "Megatron-Core", "flash-2"),
+        ("flash-attn", "llm-foundry/Composer FSDP1", "flash-1"),
+        ("flash-attn", "Megatron-LM 2020", "flash-2"),
+        ("torch", "AA-Scaling", "unfused"),
+        ("fused", "AA-Scaling", "fused-softmax"),
+        ("", "Megatron-LM 2020", "fused-softmax"),
+    ],
+)
+def test_which_kernel_attention_is(text: str, framework: str, kind: str) -> None:
+    run = read_row(row(attn_kernel=text, framework=framework, year=2023, step_time_s=1), "file").run
+    assert ATTENTION[run["attention"]] == kind
 
 
 @pytest.mark.parametrize(

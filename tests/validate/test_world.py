@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.catalog.calibration import calibration
+from shoal.validate.by_estimate import played
 from shoal.validate.rows import read_folder
 from shoal.validate.score import Scored, score, totals
 
@@ -30,3 +31,10 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
         assert 0.75 <= part.inside <= 0.95, "of the 80 % interval"
     good, families = scored().where(lambda p: p.quality == "A").best
     assert good / families > 0.7, "of families whose predicted best is as good as their best"
+
+
+def test_what_is_scored_is_what_an_estimate_says() -> None:
+    """The closed forms and the program that is played agree, where both are told the same."""
+    steps = played(scored().points, calibration(), most=60)
+    assert len(steps.points) >= 50
+    assert steps.apart < 0.05
