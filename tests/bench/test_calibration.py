@@ -35,6 +35,7 @@ from shoal.plan.space import Space
 PEAK, BANDWIDTH = 1e11, 2e10
 TRUE = {
     "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "sharp": 1.0, "hbm": 1.0,
+    "short_sequence": 0.0,
     "launch": 1e-4, "passes_loss": 9.0, **{name: 2 * value for name, value in PASSES.items()},
 }  # fmt: skip
 
