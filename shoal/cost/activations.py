@@ -11,8 +11,10 @@ The papers' closed forms, for the layers of GPT with 16-bit activations and drop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from shoal.catalog import ModelShape
 from shoal.cost.context import kv_heads, tokens_here
@@ -21,6 +23,7 @@ from shoal.cost.experts import routed_rows
 from shoal.layout import Layout, Recompute
 
 Kernel = Literal["sdpa", "explicit"]
+P, T = ParamSpec("P"), TypeVar("T")
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.models.attention`)
 
 
@@ -38,7 +41,8 @@ class Saved(NamedTuple):
     bytes: int
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pass:
     """What decides the activations of one micro-batch on one rank.
 
     Attributes:
@@ -62,27 +66,32 @@ class Pass(NamedTuple):
     fused_norm: bool = True
     eight: EightBits | None = None
 
-    @property
+    @cached_property
+    def counted(self) -> dict[tuple, object]:
+        """What was counted of it (`once`)."""
+        return {}
+
+    @cached_property
     def tokens(self) -> int:
         """b s."""
         return self.layout.micro_batch * self.s_here
 
-    @property
+    @cached_property
     def s_here(self) -> int:
         """s, or the fullest context-parallel rank's part of it."""
         return tokens_here(self.layout, self.s)
 
-    @property
+    @cached_property
     def tokens_here(self) -> int:
         """b s, or b s/y between the tensor-parallel regions where the sequence is split."""
         return self.tokens // self.layout.token_multiple
 
-    @property
+    @cached_property
     def hidden_here(self) -> int:
         """h, or h/x of a grid's rank."""
         return self.shape.hidden // self.layout.tp_x
 
-    @property
+    @cached_property
     def told_apart(self) -> bool:
         """Whether patterns say which layers' products are in 8 bits."""
         return self.eight is not None and bool(self.eight.keep)
@@ -93,11 +102,25 @@ class Pass(NamedTuple):
         return max(4, self.itemsize)
 
 
-def total(saved: list[Saved]) -> int:
+def once(count: Callable[Concatenate[Pass, P], T]) -> Callable[Concatenate[Pass, P], T]:
+    """A count of a pass that is made once for the same arguments: a search asks for it thousands of times."""
+
+    @wraps(count)
+    def of(run: Pass, *args: P.args, **named: P.kwargs) -> T:
+        key = (count, *args, *named.items())
+        if key not in run.counted:
+            run.counted[key] = count(run, *args, **named)
+        return run.counted[key]  # type: ignore[return-value]
+
+    return of
+
+
+def total(saved: Iterable[Saved]) -> int:
     """Bytes of all of them."""
-    return sum(tensor.bytes for tensor in saved)
+    return sum([tensor.bytes for tensor in saved])
 
 
+@once
 def layer(
     run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
 ) -> list[Saved]:
@@ -113,7 +136,7 @@ def layer(
     if mode == "full":
         return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
     if skips:
-        taken = run._replace(s=run.shape.depths.taken(run.s))
+        taken = replace(run, s=run.shape.depths.taken(run.s))
         inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
         return [*_router(run, taken), *inside]
     block = _experts(run) if sparse else _mlp(run, number=number)
@@ -297,6 +320,7 @@ def _experts(run: Pass) -> list[Saved]:
     return saved
 
 
+@once
 def context(run: Pass) -> list[Saved]:
     """What all layers of a stage share: rotary tables, and the mask where each core is computed again from it."""
     shape, saved = run.shape, []
@@ -307,6 +331,7 @@ def context(run: Pass) -> list[Saved]:
     return saved
 
 
+@once
 def embedding(run: Pass) -> list[Saved]:
     """The look-up."""
     saved = [Saved("ids", "[b, s]", 8 * run.tokens)]
@@ -317,6 +342,7 @@ def embedding(run: Pass) -> list[Saved]:
     return saved
 
 
+@once
 def head(run: Pass) -> list[Saved]:
     """The final norm, the output matrix and the loss."""
     n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
@@ -331,7 +357,7 @@ def head(run: Pass) -> list[Saved]:
     return saved
 
 
-def stage(run: Pass, layers: Iterable[int], *, first: bool, last: bool) -> list[Saved]:
+def stage(run: Pass, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:
     """All that one micro-batch keeps alive on a stage between its forward and its backward.
 
     Besides what autograd keeps these are the stage's input and output, where they are other tensors.
@@ -348,18 +374,28 @@ def stage(run: Pass, layers: Iterable[int], *, first: bool, last: bool) -> list[
     return saved
 
 
-def several(run: Pass, layers: Iterable[int]) -> list[Saved]:
-    """Some layers, without what all of a stage share.
+def of_layers(run: Pass, layers: Sequence[int]) -> int:
+    """Bytes of `several`."""
+    return sum([
+        count * total(layer(run, sparse=sparse, skips=skips, number=number))
+        for (sparse, skips, number), count in kinds(run, layers).items()
+    ])
+
+
+def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
+    """Some layers, without what all of a stage share: tensors of layers that are alike are one entry.
 
     Args:
         layers: their numbers.
     """
-    saved = []
-    for (sparse, skips, number), count in kinds(run, layers).items():
-        saved += layer(run, sparse=sparse, skips=skips, number=number) * count
-    return saved
+    return [
+        tensor._replace(bytes=count * tensor.bytes)
+        for (sparse, skips, number), count in kinds(run, layers).items()
+        for tensor in layer(run, sparse=sparse, skips=skips, number=number)
+    ]
 
 
+@once
 def recomputed(run: Pass) -> int:
     """Bytes that come back for one layer, the largest, while its backward runs."""
     if run.layout.recompute == "none":
@@ -373,9 +409,12 @@ def recomputed(run: Pass) -> int:
     return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every)
 
 
-def kinds(run: Pass, layers: Iterable[int]) -> Counter[tuple[bool, bool, int]]:
+def kinds(run: Pass, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
     """How many of some layers there are of each kind: whether it has experts, whether only some tokens pass through it,
     and which it is, where that matters."""
+    shape = run.shape
+    if shape.experts is None and shape.depths is None and not run.told_apart:
+        return Counter({(False, False, 0): len(layers)} if layers else ())
     return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.told_apart else 0) for i in layers)
 
 

@@ -7,6 +7,8 @@ what came between them, and with recomputation they are more than the forward ha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.cost import activations
 from shoal.cost.activations import Pass, Saved
 from shoal.cost.experts import routed_rows
@@ -17,11 +19,12 @@ def between(run: Pass, part: StagePart) -> int:
     """Of one micro-batch on a stage."""
     shape, total = run.shape, 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
-        through = run._replace(s=shape.depths.taken(run.s)) if skips else run
+        through = replace(run, s=shape.depths.taken(run.s)) if skips else run
         total += count * activations.total(_layer(through, sparse, number))
     return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
 
 
+@activations.once
 def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_here
     width = shape.heads * shape.head_dim // y
@@ -77,6 +80,7 @@ def _embedding(run: Pass) -> int:
     return ids + run.itemsize * run.tokens * run.shape.hidden
 
 
+@activations.once
 def head(run: Pass) -> int:
     """The input of the output matrix, and the gradient of the logits."""
     rows = -(-run.shape.vocab // run.layout.tp)

@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def stage_flops(run: Pass, part: StagePart, seen: Seen, chosen: Seen | None = No
         if not shape.skips(layer):
             total += _layer(run, seen, shape.sparse(layer))
             continue
-        fewer = run._replace(s=shape.depths.taken(run.s))
+        fewer = replace(run, s=shape.depths.taken(run.s))
         # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
         up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.depths.predictor
         total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up

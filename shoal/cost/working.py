@@ -65,7 +65,7 @@ def moments(
         found += [Moment("layer", gradient + waiting, reducing=False), Moment("layer", gradient + making, whole)]
         if not whole:  # each layer may leave more than it had kept, so that the first has most behind it
             every = StagePart(part.layers, first=False, last=False)
-            left = halves.between(run, every) - activations.total(activations.several(run, part.layers))
+            left = halves.between(run, every) - activations.of_layers(run, part.layers)
             above = left * (len(part.layers) - 1) // len(part.layers)
             found.append(Moment("first", gradient + waiting + above, reducing=False))
     if part.first:

@@ -87,9 +87,16 @@ class Chain:
         return np.repeat(np.diff(ends).astype(float), self.program.depth)
 
     @cached_property
+    def beside(self) -> np.ndarray:
+        """[stages] whether the stage before is on the same rank: what passes between them is there once."""
+        same = np.append(False, self.holder[1:] == self.holder[:-1])
+        same[:: self.program.depth] = False
+        return same
+
+    @cached_property
     def hops(self) -> np.ndarray:
         """[stages] messages from the first stage of each one's copy."""
-        far = np.append(0, self.holder[1:] != self.holder[:-1]).astype(float)
+        far = 1.0 - self.beside
         far[:: self.program.depth] = 0
         return np.cumsum(far.reshape(self.program.copies, -1), axis=1).ravel()
 

@@ -191,7 +191,7 @@ def facts(estimate: Estimate, options: EstimateOptions) -> list[tuple[str, str]]
     least, most = map(show_bytes, estimate.memory_interval)
     found = [
         ("step", f"{show_seconds(step)}; in four of five cases between {low} and {high}"),
-        ("tokens per second", f"{run.tokens / step:,.0f}, {run.tokens / step / run.cluster.size:,.0f} a device"),
+        ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
          f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; in four of five cases "

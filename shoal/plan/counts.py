@@ -141,7 +141,7 @@ class RankCounts:
         kinds = [(self.run, replace(part, layers=every), self._share(self.spread, action.part))]
         sent = Sent()
         if some:
-            fewer = self.run._replace(s=self.chosen.tokens)
+            fewer = replace(self.run, s=self.chosen.tokens)
             kinds.append((fewer, StagePart(some, False, False), self._share(self.chosen, action.part)))
             sent.update(self._moved(len(some))[which])
         for run, layers, share in kinds:

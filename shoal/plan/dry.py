@@ -6,6 +6,7 @@ With ``--measure`` the run's ranks are started here, on real tensors, and counte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,7 +54,7 @@ def formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: bool
     s = run.sequence_length
     slices = slices_of(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
     program = program_of(run.layout, run.microbatches, len(slices))
-    one = estimate.forward._replace(kernel=kernel)
+    one = replace(estimate.forward, kernel=kernel)
     return RankCounts(
         one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
     )

@@ -67,10 +67,12 @@ class StageMemory:
         if "constants" not in self.known:
             self.known["constants"] = calibration_of(run.cluster).values
         self.constants = self.known["constants"]
-        self.forward = Pass(
-            run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention, run.document_mask,
-            eight=EightBits.of(run.policy, run.float8),
-        )
+        if (key := ("pass", self.passing)) not in self.known:  # which counts for all of the same passes
+            self.known[key] = Pass(
+                run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
+                run.document_mask, eight=EightBits.of(run.policy, run.float8),
+            )  # fmt: skip
+        self.forward: Pass = self.known[key]
 
     def sparse(self, part: StagePart) -> int:
         """Layers of a stage that have experts."""
@@ -177,7 +179,7 @@ class StageMemory:
                     for moment in self._moments(part, kind) for gone, whole in self._at(part, there, moment, kind)
                     for later in self._later(part, whole, going, kind, schedule or run.layout.schedule)
                 ), key=sum)  # fmt: skip
-                found.append((most, gathered, passing, self.fragmentation * (most + self._most(part, kind))))
+                found.append((most, gathered, passing, self.fragmentation * (most + self.most(part, kind))))
         most, gathered, passing, holes = max(found, key=sum)
         passing = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
         held = (
@@ -189,10 +191,10 @@ class StageMemory:
     def working(self, parts: Sequence[StagePart]) -> int:
         """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
         is less, the first half of one; on the stage that needs least."""
-        return min(self._most(part, kind) for part in parts for kind in PASSES[:2])
+        return min([self.most(part, kind) for part in parts for kind in PASSES[:2]])
 
-    def _most(self, part: StagePart, kind: Half) -> int:
-        """The same of one stage and kind, found once for those that are alike."""
+    def most(self, part: StagePart, kind: Half) -> int:
+        """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
         key = ("most", kind, self.passing, self.run.layout.pp == 1, self._layers(part), part.first, part.last)
         if key not in self.known:
             self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
@@ -209,7 +211,7 @@ class StageMemory:
         """Of a micro-batch, on a stage's average."""
         key = ("layers", self.passing, self._layers(part))
         if key not in self.known:
-            self.known[key] = activations.total(activations.several(self.forward, part.layers)) // len(part.layers)
+            self.known[key] = activations.of_layers(self.forward, part.layers) // len(part.layers)
         return self.known[key]
 
     def _of_others(self, others: Sequence[Passing]) -> tuple[int, int]:

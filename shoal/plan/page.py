@@ -122,7 +122,8 @@ def roofline(estimate: Estimate) -> str:
         x, y = at(work.intensity, min(wide if name == "head" else peak, work.intensity * bandwidth))
         canvas.add("circle", cx=x, cy=y, r=4, fill=COLOURS[5])
         row = 0 if name == "residual" else i  # which is far from the others
-        canvas.text(x + 6, y + 14 + 13 * row, f"{name} {work.intensity:.3g}", size=11)
+        digits = 0 if work.intensity >= 100 else 1
+        canvas.text(x + 6, y + 14 + 13 * row, f"{name} {work.intensity:,.{digits}f}", size=11)
     canvas.text(LEFT, height, "FLOPs per byte of memory", size=11, fill=FAINT)
     return canvas.document(WIDTH, height + 6, "Roofline of one layer's operations")
 
@@ -130,7 +131,7 @@ def roofline(estimate: Estimate) -> str:
 def legend(canvas: Canvas, names: Sequence[str]) -> float:
     """Colours and their names, in rows of three; where what follows begins."""
     for i, name in enumerate(names):
-        x, y = LEFT + i % 3 * 220, 8 + i // 3 * 18
+        x, y = 10 + i % 3 * 250, 8 + i // 3 * 18
         canvas.add("rect", x=x, y=y, width=11, height=11, fill=COLOURS[i])
         canvas.text(x + 16, y + 10, name)
     return 8 + -(-len(names) // 3) * 18 + 8

@@ -15,6 +15,7 @@ import numpy as np
 from shoal.cost.communication import Ring
 from shoal.cost.moments import least
 from shoal.cost.parameters import StagePart
+from shoal.cost.working import PASSES
 from shoal.plan.space import Fields
 from shoal.plan.stage import Stages
 
@@ -92,6 +93,19 @@ class Replicas:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
         work = plain.working(parts)
         return self._resting(plain, parts) + alive + work + plain.unused + plain.fragmentation * (alive + work)
+
+    def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Sequence[float]]) -> np.ndarray:
+        """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.
+
+        Args:
+            alive: as `Stages.memory_of` has it.
+        """
+        worst = max(
+            most + plain.most(part, kind)
+            for part, there in zip(parts, alive, strict=True) for kind, most in zip(PASSES, there, strict=True)
+            if most >= 0
+        )  # fmt: skip
+        return self._resting(plain, parts) + plain.unused + (1 + plain.fragmentation) * worst
 
     def _resting(self, plain: Stages, parts: Sequence[StagePart]) -> np.ndarray:
         """[ways] bytes that a rank holds between steps at least."""

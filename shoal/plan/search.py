@@ -9,10 +9,11 @@ layout.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from shoal.layout import Layout
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.plan.bounds import first_rank
 from shoal.plan.branches import SLACK, Branch, Work, branches
+from shoal.plan.closer import Candidate, Closer, Placed
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory import Memory, StageMemory
 from shoal.plan.outline import Outline
@@ -105,79 +107,22 @@ def search(
         )
     begin = time.perf_counter()
     searching = Search(run, space or Space(), count, within)
-    searching.all(progress)
+    with uncollected():
+        searching.all(progress)
     searching.plan.seconds = time.perf_counter() - begin
     return searching.plan
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A work on the stages of an outline, whatever the schedule.
-
-    Attributes:
-        plain: the work's stages, without ZeRO.
-        replicas: the ways to shard.
-    """
-
-    plain: Stages
-    outline: Outline
-    replicas: Replicas
-
-    @cached_property
-    def kept(self) -> np.ndarray:
-        """[stages] bytes that a micro-batch keeps alive."""
-        return self.outline.kept(self.plain)
-
-    @cached_property
-    def reserved(self) -> np.ndarray:
-        """[ways] bytes that the first rank needs at least, with nothing alive."""
-        return self.replicas.reserved(self.plain, self.outline.ranks[0][1], 0.0)
-
-    @cached_property
-    def times(self) -> np.ndarray:
-        """[3, stages] seconds, without what ZeRO adds."""
-        return self.outline.times(self.plain)
-
-    @cached_property
-    def added(self) -> tuple[np.ndarray, np.ndarray]:
-        """What each way to shard adds at least, as `Outline.added` has it."""
-        each = [self.replicas.adding(self.plain, part) for part in self.outline.kinds]
-        return self.outline.added(np.stack(each, axis=2))
-
-
-class Closer(NamedTuple):
-    """A branch, looked at more closely.
-
-    Attributes:
-        least: seconds that a step of any of its layouts takes at least.
-        branch: which.
-        of_way: [ways] the same of each way to shard; infinite where it does not fit.
-        placed: its work.
-    """
-
-    least: float
-    branch: Branch
-    of_way: np.ndarray
-    placed: Placed
-
-
-class Candidate(NamedTuple):
-    """A layout that no bound excludes.
-
-    Attributes:
-        levels: its fields.
-        stages: of its layout, priced.
-        times, finishing: [3, stages] as the outline has them.
-        outline: its pipeline's.
-        memory: of the fullest rank.
-    """
-
-    levels: tuple[Fields, ...]
-    stages: Stages
-    times: np.ndarray
-    finishing: np.ndarray
-    outline: Outline
-    memory: Memory
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector of cycles, which would go through all that is known again and again, for none."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Search:
@@ -276,7 +221,8 @@ class Search:
         (degrees, _, microbatches, plain), outline = branch.work, branch.outline
         placed = self._placed(branch)
         begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.kind) // degrees["pp"])
-        first = float((begun @ placed.kept[outline.chain.holder == 0]).max())
+        kept = placed.kept - plain.message * outline.chain.beside
+        first = float((begun @ kept[outline.chain.holder == 0]).max())
         fits = placed.reserved + (1 + plain.fragmentation) * first <= self.room * (1 + SLACK)
         if not fits.any():
             return None
@@ -293,25 +239,50 @@ class Search:
 
     def _look(self, together: Sequence[Closer]) -> None:
         """Play the layouts of some branches of one program, and keep the best."""
-        found = [candidate for closer in together for candidate in self._candidates(closer)]
+        found = [pair for closer in together for pair in self._fitting(closer)]
         if not found:
             return
         replay = self._replay(together[0].branch)
-        times = np.stack([_table(candidate) for candidate in found], axis=2)
-        seconds = replay.step_times(times, [candidate.stages.link for candidate in found])
+        times = np.stack([_table(candidate) for candidate, _ in found], axis=2)
+        seconds = replay.step_times(times, [candidate.stages.link for candidate, _ in found])
         self.plan.played += len(found)
-        for played, candidate in zip(seconds, found, strict=True):
+        for played, (candidate, memory) in zip(seconds, found, strict=True):
             layout, step = layout_of(self.space, *candidate.levels), float(played)
             if self.run.cluster.at_once and step <= self.limit:
                 step = Estimate(replace(self.run, layout=layout), known=self.known).step_seconds
-            self._keep(Found(step, layout, candidate.memory))
+            self._keep(Found(step, layout, memory))
 
-    def _candidates(self, closer: Closer) -> list[Candidate]:
-        """Layouts of a branch that fit, and that no bound of time excludes."""
+    def _fitting(self, closer: Closer) -> list[tuple[Candidate, Memory]]:
+        """Layouts of a branch that fit, and that no bound of time excludes, without those of which another takes no
+        longer in anything: nor does then its step, whatever the program."""
+        branch, outline = closer.branch, closer.branch.outline
+        ways = np.flatnonzero(closer.of_way <= self.limit)
+        if not len(ways):
+            return []
+        plain, between = branch.work.plain, outline.between(branch.work.plain)
+        alive = before_backwards(self._program(branch), closer.placed.kept, between, plain.message)
+        fits = np.array([closer.placed.replicas.at_worst(plain, *of) for of in outline.alike(alive)]).max(axis=0)
+        found = self._candidates(closer, ways[fits[ways] <= self.room * (1 + SLACK)])
+        if not found:
+            return []
+        times = np.array([[*candidate.times, *candidate.finishing] for candidate in found])  # [n, 6, stages]
+        kept: dict[int, Memory] = {}
+        for i in np.argsort(times.sum(axis=(1, 2)), kind="stable"):
+            better = [k for k in kept if (times[k] <= times[i]).all()]
+            same = [k for k in better if (times[k] == times[i]).all()]
+            if len(better) > len(same):
+                continue
+            memory = _fullest(found[i].stages, outline, alive, branch.pipe["schedule"])
+            if memory.reserved <= min((kept[k].reserved for k in same), default=self.room):
+                kept = {k: of for k, of in kept.items() if k not in same} | {i: memory}
+        return [(found[i], memory) for i, memory in kept.items()]
+
+    def _candidates(self, closer: Closer, which: np.ndarray) -> list[Candidate]:
+        """Layouts of a branch that no bound of time excludes, among some ways to shard."""
         branch, outline = closer.branch, closer.branch.outline
         degrees, way, microbatches, plain = branch.work
-        ways, found, alive = self._replicas(degrees, way).ways, [], None
-        for i in np.flatnonzero(closer.of_way <= self.limit):
+        ways, found = self._replicas(degrees, way).ways, []
+        for i in which:
             stages, own = self._priced(degrees, way, ways[i]), closer.placed.times
             finishing = outline.finishing(stages)
             if ways[i]["zero"] >= 2:
@@ -320,14 +291,9 @@ class Search:
                 ends = outline.ends(own, plain.hop, branch.order)
                 if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
                     continue
-            if alive is None:
-                columns, between = self._program(branch), outline.between(plain)
-                alive = before_backwards(columns, closer.placed.kept, between, plain.message)
-            memory = _fullest(stages, outline, alive, branch.pipe["schedule"])
-            if memory.reserved <= self.room:
-                levels = (degrees, way, branch.pipe, branch.split, ways[i])
-                found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline, memory))
-        return _not_dominated(found)
+            levels = (degrees, way, branch.pipe, branch.split, ways[i])
+            found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline))
+        return found
 
     def _program(self, branch: Branch) -> Columns:
         programs = self.plan.programs
@@ -367,19 +333,6 @@ def _table(candidate: Candidate) -> np.ndarray:
     reduce, step, gather = candidate.finishing
     longest = candidate.outline.longest(step)
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
-
-
-def _not_dominated(found: list[Candidate]) -> list[Candidate]:
-    """Without those of which another takes no longer in anything: nor does then its step, whatever the program."""
-    if len(found) < 2:
-        return found
-    order = sorted(found, key=lambda candidate: candidate.memory.reserved)
-    times = np.array([[*candidate.times, *candidate.finishing] for candidate in order])  # [n, 6, stages]
-    kept: list[int] = []
-    for i in np.argsort(times.sum(axis=(1, 2)), kind="stable"):
-        if not any((times[k] <= times[i]).all() for k in kept):
-            kept.append(i)
-    return [order[i] for i in kept]
 
 
 def _fullest(stages: Stages, outline: Outline, alive: np.ndarray, schedule: str) -> Memory:

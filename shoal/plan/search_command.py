@@ -200,7 +200,9 @@ def _typed(text: str) -> int | bool | str | list[int]:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     parts = text.split("/")
-    if len(parts) > 1 and all(part.isdecimal() for part in parts):
+    if len(parts) > 1:
+        if not all(part.isdecimal() for part in parts):
+            raise UsageError(f"--fix {text}: write the layers of all stages, as stage_layers=7/9")
         return [int(part) for part in parts]
     return int(text) if text.isdecimal() else text
 

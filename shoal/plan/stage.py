@@ -9,7 +9,7 @@ of the weight is made. Sophia's estimates are passes like the step's own, a part
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 from typing import TYPE_CHECKING
@@ -195,7 +195,7 @@ class Stages(StageMemory):
         group = self.group(axis)
         if group.ranks == 1:
             return 0.0
-        taken = self.forward._replace(s=run.shape.depths.taken(run.sequence_length))
+        taken = replace(self.forward, s=run.shape.depths.taken(run.sequence_length))
         rows = taken.tokens_here * (group.ranks - 1) / group.ranks
         return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice, product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shoal.catalog import ModelShape, model_shape
@@ -94,8 +94,18 @@ def problems(draw: st.DrawFn) -> tuple[Run, Space]:
     return with_memory(run, space, draw(st.sampled_from((0.0, 0.3, 0.6, 1.0)))), space
 
 
+def two_stages_of_one_rank() -> tuple[Run, Space]:
+    """Which fit in what is there because what passes between them is there once."""
+    shape = ModelShape(family="gpt", layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, vocab=1003,
+                       max_sequence=512, tied=True)  # fmt: skip
+    room = cluster("2x4xA100").accelerator.model_copy(update={"memory_bytes": 230635469.7})
+    machine = replace(cluster("2x4xA100"), accelerator=room)
+    return Run(shape, Layout(), machine, 64, 16, "fp32", "adam8bit"), Space(("looped-bfs", "gpipe"), most_virtual=3)
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems())
+@example(two_stages_of_one_rank())
 def test_the_search_finds_what_brute_force_finds(problem: tuple[Run, Space]) -> None:
     run, space = problem
     exact, too_large = brute_force(run, space, 5)
@@ -192,7 +202,7 @@ def test_a_large_cluster_in_seconds() -> None:
     run = Run(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
     begin = time.process_time()
     plan = search(run)
-    assert time.process_time() - begin < 4  # 3.1 on a crowded machine
+    assert time.process_time() - begin < 5  # 1.7 on a machine with nothing else to do
     assert len(plan.best) == 10 and plan.played < 500
     assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
     for found in plan.best[:3]:

@@ -90,6 +90,7 @@ def test_more_of_anything_never_makes_it_slower() -> None:
         ("--fix schedule=zb", "there is no such schedule"),
         ("--fix schedule=zb-auto", "it is not searched; allowed: 1f1b,"),
         ("--fix pp=4,dp=4", "no layout of 8 devices with --fix pp=4,dp=4"),
+        ("--fix stage_layers=2/x", "write the layers of all stages, as stage_layers=7/9"),
         ("--fix stage_layers=2/2", "no layout of 8 devices with --fix stage_layers=2/2 can split"),
         ("--precision bf61", "did you mean 'bf16'"),
         ("--out plan.svg", "ends in .html"),

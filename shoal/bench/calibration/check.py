@@ -21,6 +21,7 @@ from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
 from shoal.plan.space import Space, layouts
+from shoal.report.chart import ticks
 from shoal.report.svg import FAINT, INK, Canvas
 
 REFERENCES = 3  # measurements of how fast the machine is, between layouts
@@ -157,14 +158,14 @@ def spearman(found: list[Compared]) -> float:
 
 def write_scatter(path: Path, found: list[Compared]) -> None:
     """Estimates over measurements, with the line on which they agree and those that are 10 % off."""
-    size, left = 420, 60
-    most = 1.1 * max(max(one.measured, one.estimated) for one in found)
+    size, left, top = 440, 60, 30
+    most = 1.05 * max(max(one.measured, one.estimated) for one in found)
 
     def x(seconds: float) -> float:
-        return left + (size - left - 10) * seconds / most
+        return left + (size - left - 20) * seconds / most
 
     def y(seconds: float) -> float:
-        return size - 40 - (size - 50) * seconds / most
+        return size - 40 - (size - 40 - top) * seconds / most
 
     canvas = Canvas()
     for factor, dash in ((1.0, ""), (1.1, "4 3"), (0.9, "4 3")):
@@ -172,15 +173,15 @@ def write_scatter(path: Path, found: list[Compared]) -> None:
         canvas.add("line", x1=x(0), y1=y(0), x2=x(end), y2=y(factor * end), stroke=FAINT, stroke_dasharray=dash)
     canvas.add("line", x1=x(0), y1=y(0), x2=x(most), y2=y(0), stroke=INK)
     canvas.add("line", x1=x(0), y1=y(0), x2=x(0), y2=y(most), stroke=INK)
-    for part in (0.25, 0.5, 0.75, 1.0):
-        canvas.text(x(part * most), y(0) + 16, f"{1000 * part * most:.0f}", anchor="middle", fill=FAINT)
-        canvas.text(x(0) - 6, y(part * most) + 4, f"{1000 * part * most:.0f}", anchor="end", fill=FAINT)
+    for milliseconds in ticks(0.0, 1000 * most, 6)[1:]:
+        canvas.text(x(milliseconds / 1000), y(0) + 16, f"{milliseconds:g}", anchor="middle", fill=FAINT)
+        canvas.text(x(0) - 6, y(milliseconds / 1000) + 4, f"{milliseconds:g}", anchor="end", fill=FAINT)
     canvas.text(x(most / 2), size - 6, "measured [ms]", anchor="middle")
-    canvas.text(left + 8, 14, "estimated [ms]")
+    canvas.text(left, 18, "estimated [ms]; dashed: 10 % off", anchor="start")
     colours = {1: "#6f7c91", 2: "#4a7fc1", 3: "#2f9488", 4: "#e79245"}
     for one in found:
         canvas.add("circle", cx=x(one.measured), cy=y(one.estimated), r=4, fill=colours[one.layout.world_size])
-    for i, (ranks, colour) in enumerate(colours.items()):
-        canvas.add("circle", cx=left + 20, cy=34 + 16 * i, r=4, fill=colour)
-        canvas.text(left + 30, 38 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
+    for i, ranks in enumerate(sorted({one.layout.world_size for one in found})):
+        canvas.add("circle", cx=left + 20, cy=top + 12 + 16 * i, r=4, fill=colours[ranks])
+        canvas.text(left + 30, top + 16 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
     path.write_text(canvas.document(size, size, "Steps as they are estimated, over measured ones"), encoding="utf-8")

@@ -1,0 +1,84 @@
+"""What a search finds out about a branch, step by step: its work on a pipeline's stages, bounds of time and memory, and
+the layouts that are left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.plan.branches import Branch
+from shoal.plan.outline import Outline
+from shoal.plan.replicas import Replicas
+from shoal.plan.space import Fields
+from shoal.plan.stage import Stages
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A work on the stages of an outline, whatever the schedule.
+
+    Attributes:
+        plain: the work's stages, without ZeRO.
+        replicas: the ways to shard.
+    """
+
+    plain: Stages
+    outline: Outline
+    replicas: Replicas
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """[stages] bytes that a micro-batch keeps alive."""
+        return self.outline.kept(self.plain)
+
+    @cached_property
+    def reserved(self) -> np.ndarray:
+        """[ways] bytes that the first rank needs at least, with nothing alive."""
+        return self.replicas.reserved(self.plain, self.outline.ranks[0][1], 0.0)
+
+    @cached_property
+    def times(self) -> np.ndarray:
+        """[3, stages] seconds, without what ZeRO adds."""
+        return self.outline.times(self.plain)
+
+    @cached_property
+    def added(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each way to shard adds at least, as `Outline.added` has it."""
+        each = [self.replicas.adding(self.plain, part) for part in self.outline.kinds]
+        return self.outline.added(np.stack(each, axis=2))
+
+
+class Closer(NamedTuple):
+    """A branch, looked at more closely.
+
+    Attributes:
+        least: seconds that a step of any of its layouts takes at least.
+        branch: which.
+        of_way: [ways] the same of each way to shard; infinite where it does not fit.
+        placed: its work.
+    """
+
+    least: float
+    branch: Branch
+    of_way: np.ndarray
+    placed: Placed
+
+
+class Candidate(NamedTuple):
+    """A layout that no bound excludes.
+
+    Attributes:
+        levels: its fields.
+        stages: of its layout, priced.
+        times, finishing: [3, stages] as the outline has them.
+        outline: its pipeline's.
+    """
+
+    levels: tuple[Fields, ...]
+    stages: Stages
+    times: np.ndarray
+    finishing: np.ndarray
+    outline: Outline
