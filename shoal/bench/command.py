@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,7 @@ from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.allocator import allocator_environment, tune_allocator
 
+WIDTH = 140  # of tables that no terminal shows
 SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
 """Races whose ranks, or micro-batches, share the sequences of a step evenly."""
 
@@ -150,13 +152,14 @@ def main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("shoal bench WHAT [--help]\n")
         for name, (options, _) in COMMANDS.items():
-            print(f"  {name:<11}{options.__doc__}")
+            print(f"  {name:<14}{' '.join((options.__doc__ or '').split())}")
         return 0
     name, *rest = args
     if name not in COMMANDS:
         raise UsageError(f"bench: there is no '{name}'; {did_you_mean(name, COMMANDS)}")
     options, command = COMMANDS[name]
-    return command(parse(f"shoal bench {name}", options, rest), Console())
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    return command(parse(f"shoal bench {name}", options, rest), console)
 
 
 # ---- step --------------------------------------------------------------------------------------------------------
