@@ -22,9 +22,7 @@ from .conftest import STEPS, config_of
 def chaos(corpus, nursery, tmp_path_factory) -> Chaos:
     """Of ten steps on two replicas, what is said in a file."""
     folder = tmp_path_factory.mktemp("chaos")
-    config = config_of(
-        corpus, data={"source": "text", "paths": [str(corpus)], "sequence_length": 32}, failover={"stragglers_every": 2}
-    )
+    config = config_of(corpus, failover={"stragglers_every": 2})
     log = folder / "said.log"
     log.touch()
     return Chaos(config, folder, nursery, log)

@@ -58,15 +58,11 @@ def test_lost_workers_are_restarted_and_nothing_is_lost(file, tmp_path, undistur
 
 
 def test_bad_input_is_not_tried_again(file, tmp_path, monkeypatch):
-    """It is found in the fifth step, after a save: tried again, the run would have been resumed.
-
-    Here with interpreters of their own, as torchrun starts and restarts them.
-    """
+    """It is found in the fifth step, after a save: tried again, the run would have been resumed."""
     monkeypatch.setenv("FAULT", "usage@5:1:B")
     monkeypatch.setenv("FAULT_ALWAYS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    launcher = ("torch.distributed.run", *AGENT[:-1], "1")
-    code, said = shoal("train", file, "--run-folder", tmp_path / "run", launcher=launcher, module=FAULTY)
+    code, said = shoal("train", file, "--run-folder", tmp_path / "run", agent=(*AGENT[:-1], "1"), module=FAULTY)
     assert code == 1 and said.count("shoal: error: the planted fault") >= 2, said
     assert read_events(tmp_path / "run") == []
 

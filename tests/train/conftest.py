@@ -1,5 +1,6 @@
 """One corpus for all trainings here, and one training on 4 ranks that nothing interrupts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from .runs import FOUR_RANKS, ROOT, shoal, small_config
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """shoal's own sources as text files: about 300 kB."""
+    """What shoal's models are written in, piece by piece: some hundred documents of JSON lines in one file, since every
+    rank of every training looks at all files and reads all tokens."""
     folder = tmp_path_factory.mktemp("corpus") / "text"
-    for file in sorted((ROOT / "shoal").rglob("*.py")):
-        copy = folder / file.relative_to(ROOT).with_suffix(".txt")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(file.read_text())
+    folder.mkdir()
+    files = [file for room in ("models", "parallel", "optim") for file in sorted((ROOT / "shoal" / room).rglob("*.py"))]
+    pieces = [piece for file in files for piece in file.read_text().split("\n\n\n")]
+    (folder / "shoal.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
     return folder
 
 

@@ -42,8 +42,8 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", "layers": 2, "hidden": 32, "heads": 2, "ffn": 64},
         "parallel": {"micro_batch": 2} if parallel is None else parallel,
-        "data": {"source": "text", "paths": [str(corpus)], "cache": str(corpus.parent / "cache"),
-                 "sequence_length": 32},
+        "data": {"source": "jsonl", "paths": [str(corpus)], "cache": str(corpus.parent / "cache"),
+                 "sequence_length": 32, "validation_fraction": 0.1},
         "train": {"steps": 40, "global_batch": 8, "validation_sequences": 8, "validate_every": 20, "threads": 1},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
         "checkpoint": {"every": 4, "keep": 100},

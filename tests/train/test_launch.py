@@ -28,6 +28,8 @@ from shoal.train.launch import Crew, launch, rank_environment, start_nursery
 from shoal.train.membership import Membership, _expand_counts, _first_host, joined
 from shoal.train.stop import StopRequests
 
+from .forked import ORDER, Command
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -79,18 +81,23 @@ destroy_world()
 """
 
 PARENT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+from shoal.failover import nursery
 from shoal.train.launch import launch
-sys.exit(launch("program", json.loads(sys.argv[1]), 2, Path(sys.argv[2]), device="cpu"))
+from tests.train.forked import fork_nursery
+nursery.Popen = fork_nursery
+payload = json.loads(os.environ["PAYLOAD"])
+sys.exit(launch("program", payload, 2, Path(payload["folder"], "logs"), device="cpu"))
 """
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Where the program is, and shoal."""
+    """Where the programs are, and shoal."""
     folder = tmp_path_factory.mktemp("program")
     (folder / "program.py").write_text(PROGRAM)
+    (folder / "parent.py").write_text(PARENT)
     return f"{folder}{os.pathsep}{ROOT}"
 
 
@@ -114,10 +121,12 @@ def one_nursery(nursery, monkeypatch) -> None:
     monkeypatch.setattr("shoal.train.launch.start_nursery", lambda *_: nullcontext(nursery))
 
 
-def start_parent(folder: Path, act: str) -> subprocess.Popen:
+def forked(nursery: Nursery, module: str, folder: Path, act: str, **environment: object) -> Command:
+    """``python -m MODULE`` as a process of its own, and for the parent of ranks also its nursery, without imports."""
     payload = json.dumps({"folder": str(folder), "act": act})
-    return subprocess.Popen([sys.executable, "-c", PARENT, payload, str(folder / "logs")],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    given = {name: str(value) for name, value in environment.items()}
+    log = Path(tempfile.mkstemp(dir=folder, suffix=".log")[1])
+    return Command(nursery.fork(module, {**os.environ, "PAYLOAD": payload, **given}, log, heard=False), log)
 
 
 def reports(folder: Path, ranks: int = 2, seconds: float = 60) -> list[dict]:
@@ -191,54 +200,52 @@ def test_a_usage_error_passes_through_without_traceback(folder, one_nursery, cap
     assert capfd.readouterr().err == "shoal: error: steps = -1; allowed: 1 or more\n"
 
 
-def test_a_killed_parent_leaves_no_orphan(folder):
-    with start_parent(folder, "sleep") as parent:
-        pids = [report["pid"] for report in reports(folder)]
-        parent.kill()
+def test_a_killed_parent_leaves_no_orphan(folder, nursery):
+    parent = forked(nursery, "parent", folder, "sleep")
+    pids = [report["pid"] for report in reports(folder)]
+    parent.kill()
+    parent.wait(10)
     assert all_gone(pids)
 
 
-def test_a_request_to_stop_reaches_each_rank_once(folder):
-    with start_parent(folder, "stop") as parent:
-        reports(folder)
-        os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-        assert parent.wait(30) == 0
-        assert parent.stderr.read() == ""
+def test_a_request_to_stop_reaches_each_rank_once(folder, nursery):
+    parent = forked(nursery, "parent", folder, "stop")
+    reports(folder)
+    os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    assert parent.wait(30) == 0
+    assert parent.communicate()[0] == "rank 0 is heard\n"
     for rank in range(2):
         assert json.loads((folder / f"signals-{rank}.json").read_text()) == ["SIGTERM"]
 
 
-def test_the_second_request_kills(folder):
-    with start_parent(folder, "stop") as parent:
-        pids = [report["pid"] for report in reports(folder)]
-        parent.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-        parent.send_signal(signal.SIGINT)
-        assert parent.wait(10) == 128 + signal.SIGKILL
+def test_the_second_request_kills(folder, nursery):
+    parent = forked(nursery, "parent", folder, "stop")
+    pids = [report["pid"] for report in reports(folder)]
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(10) == 128 + signal.SIGKILL
     assert all_gone(pids, seconds=0)
 
 
-def test_torchrun_joins(folder):
-    payload = json.dumps({"folder": str(folder), "act": "finish"})
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "program"],
-        env={**os.environ, "PAYLOAD": payload}, capture_output=True, text=True, timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def test_torchrun_joins(folder, nursery):
+    """Its agent and workers are forks; in `test_train_command` they are interpreters of their own."""
+    agent = ("--standalone", "--nproc-per-node", "2")
+    order = json.dumps({"words": ["-m", "program"], "cwd": str(folder), "agent": agent})
+    run = forked(nursery, "tests.train.forked", folder, "finish", **{ORDER: order})
+    assert run.wait(60) == 0, run.communicate()[0]
     assert [(r["rank"], r["local_world_size"], r["how"], r["total"]) for r in reports(folder)] == [
         (0, 2, "torchrun", 2.0), (1, 2, "torchrun", 2.0)]
 
 
-def test_slurm_joins(folder):
-    def task(rank: int) -> subprocess.Popen:
+def test_slurm_joins(folder, nursery):
+    def task(rank: int) -> Command:
         variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
-                     "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567,
-                     "PAYLOAD": json.dumps({"folder": str(folder), "act": "finish"})}
-        return subprocess.Popen([sys.executable, "-m", "program"],
-                                env={**os.environ, **{name: str(value) for name, value in variables.items()}})
+                     "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567}
+        return forked(nursery, "program", folder, "finish", **variables)
 
     for process in [task(0), task(1)]:
-        assert process.wait(60) == 0
+        assert process.wait(60) == 0, process.communicate()[0]
     assert [(r["rank"], r["local_rank"], r["how"], r["total"]) for r in reports(folder)] == [
         (0, 0, "slurm", 2.0), (1, 1, "slurm", 2.0)]
 
@@ -300,27 +307,36 @@ def test_half_a_torchrun_is_refused(monkeypatch):
 
 
 FAULTS = """
-import resource, sys, torch
+import os, resource, sys, torch
 from shoal.train.allocator import tune_allocator
-if sys.argv[1] == "tuned":
-    assert tune_allocator()
-for i in range(40):
-    if i == 30:  # posix_memalign leaves splinters, so that the heap grows a few times before it serves the same size
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(10 << 20)  # 40 MiB, above any threshold that glibc would grow to
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+for how in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    if how == "tuned":
+        assert tune_allocator()
+    for i in range(40):
+        if i == 30:  # posix_memalign leaves splinters: the heap grows a few times before it serves the same size
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(10 << 20)  # 40 MiB, above any threshold that glibc would grow to
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+    os._exit(0)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
                     reason="another C library than glibc")
 def test_the_allocator_reuses_pages():
-    def faults(how: str, environment: dict[str, str]) -> int:
-        return int(subprocess.check_output([sys.executable, "-c", FAULTS, how], env={**os.environ, **environment}))
+    def faults(environment: dict[str, str], *hows: str) -> list[int]:
+        """Of a process each, forked from one that has imported torch with these variables."""
+        python = [sys.executable, "-c", FAULTS, *hows]
+        return [int(count) for count in subprocess.check_output(python, env={**os.environ, **environment}).split()]
 
-    assert faults("plain", {}) > 2000
-    assert faults("tuned", {}) < 500
-    assert faults("plain", allocator_environment()) < 500
+    plain, tuned = faults({}, "plain", "tuned")
+    by_variables, = faults(allocator_environment(), "plain")
+    assert plain > 2000
+    assert tuned < 500 and by_variables < 500
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -164,7 +164,7 @@ def contents(folder) -> dict[str, bytes]:
     ("train.global_batch", "16", "8"),
     ("train.seed", "1", "0"),
     ("data.sequence_length", "16", "32"),
-    ("data.validation_fraction", "0.1", "0.02"),
+    ("data.validation_fraction", "0.02", "0.1"),
     ("optimizer.name", "sgd", "adamw"),
 ])
 def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, was, capfd):
