@@ -12,12 +12,14 @@ from shoal.verify.draw import draw_run_of
 
 
 def drawn(name: str) -> RunConfig:
-    """The first small draw on four ranks that has ZeRO and tensor parallelism; and experts, for rules of matrices."""
+    """The first draw on four ranks that has ZeRO and tensor parallelism, in two layers and two micro-batches; and
+    experts, for rules of matrices."""
     choose = random.Random(name).choice
     while True:
         run = draw_run_of(name, choose, max_ranks=4)
         both = run.parallel.zero and run.parallel.shards > 1 and run.parallel.tp > 1
-        if both and run.train.global_batch <= 8 and (name not in ("muon", "adafactor") or run.model.experts.count):
+        small = run.model.layers == 2 and run.parallel.microbatches(run.train.global_batch) == 2
+        if both and small and (name not in ("muon", "adafactor") or run.model.experts.count):
             return run
 
 

@@ -14,7 +14,7 @@ REDUCED = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64
 )
 MOVED = (*REDUCED, torch.bool, torch.complex64)
-FEW = 3  # ranks, up to which every dtype is tried: who sends what to whom does not depend on it
+FEW = 3  # ranks, up to which every dtype and operation is tried: who sends what to whom does not depend on it
 
 
 def algorithms(collective, ranks):
@@ -80,13 +80,13 @@ def blocks(collective, dtype, sizes):
 def everything(collective):
     ranks = dist.get_world_size()
     reduces = collective in REDUCING
-    dtypes = (torch.bfloat16, torch.int64) if ranks > FEW else REDUCED if reduces else MOVED
+    dtypes = (torch.bfloat16,) if ranks > FEW else REDUCED if reduces else MOVED
     if collective in VECTORS:
         for dtype in dtypes:
             vector(collective, dtype, 13)
         for numel in (0, 1, ranks - 1, 1000):
             vector(collective, torch.float32, numel)
-        if reduces:
+        if reduces and ranks <= FEW:
             for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
                 vector(collective, torch.int32, 13, op)
         return
