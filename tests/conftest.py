@@ -8,8 +8,9 @@ from hypothesis import settings
 
 from shoal.comm.pool import Pool
 
-# How long one example takes says how busy the machine is.
-settings.register_profile("shoal", deadline=None)
+# How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
+# them at once says how many.
+settings.register_profile("shoal", deadline=None, max_examples=40)
 settings.load_profile("shoal")
 
 # The models of tests are so small that a second thread mostly waits, on a core that the ranks need.

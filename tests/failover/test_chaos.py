@@ -111,22 +111,29 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
     assert says in capfd.readouterr().err
 
 
-def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
+    """`shoal chaos` of five faults, or of three where no disk can be mounted: its code, what it says and its page."""
+    folder = tmp_path_factory.mktemp("command")
+    save(config_of(corpus, train={"steps": 8}, failover={"stragglers_every": 2}), folder / "run.toml")
+    faults = ",".join(["kill-backward", "exit-0", "slow", *sorted(NEED_MOUNTS)])
+    words = ["--trials", "5", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
+    code, said = shoal("chaos", folder / "run.toml", *words)
+    return code, said, (folder / "page.html").read_text()
+
+
+def test_the_command(commanded):
+    """Five trials, the table and the page."""
+    code, said, page = commanded
+    assert code == 0, said
+    assert said.count("passed") == 5 and "kill-backward" in said
+    assert "5 of 5 faults survived" in page
+
+
+def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):
     """Real ones, while it trains: it ends and says so, and goes on when there is room."""
-    save(config_of(corpus), tmp_path / "run.toml")
-    words = ["--trials", "2", "--faults", "disk-full,read-only", "--folder", str(tmp_path / "all")]
-    code, said = shoal("chaos", tmp_path / "run.toml", *words, "--train.steps", "8")
+    code, said, _ = commanded
     if "no file system can be mounted here" in said:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
-    assert code == 0 and said.count("passed") == 2, said
-
-
-def test_the_command(corpus, tmp_path):
-    """Three trials, the table and the page."""
-    save(config_of(corpus, failover={"stragglers_every": 2}), tmp_path / "run.toml")
-    page = tmp_path / "page.html"
-    words = ["--trials", "3", "--faults", "kill-backward,exit-0,slow", "--folder", str(tmp_path / "all")]
-    code, said = shoal("chaos", tmp_path / "run.toml", *words, "--out", str(page))
     assert code == 0, said
-    assert said.count("passed") == 3 and "kill-backward" in said
-    assert "3 of 3 faults survived" in page.read_text()
+    assert all(re.search(rf"{name}.*passed", said) for name in NEED_MOUNTS), said
