@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 
 from shoal.catalog import model_shape
-from shoal.catalog.clusters import cluster
 from shoal.cli import main
-from shoal.config import load
+from shoal.config import RUN_FILE, load
 from shoal.errors import UsageError
-from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
-from shoal.plan.listing import run_toml
 from shoal.plan.questions import fewest, machines, what_if
-from shoal.plan.run import Run
 from shoal.plan.search import search
 from shoal.plan.search_command import PlanOptions, described, fixed
 from shoal.plan.space import Space
@@ -42,15 +38,19 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     assert html.count("<svg") == 2 and "<script src" not in html
 
 
-def test_a_plan_for_cpu_ranks_really_runs(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    machine = cluster("2x2xH100")
-    problem = Run(model_shape("tiny"), Layout(), machine, 64, 16, "fp32")
-    options = PlanOptions(model="tiny", cluster="2x2xH100", seq=64, global_batch="16", precision="fp32")
-    best = search(problem, Space(FEW.schedules, fixed={"pp": 2, "micro_batch": 2}), count=1).best[0]
-    path = tmp_path / "plan.toml"
-    path.write_text(run_toml(options.model, problem, best.layout))
-    words = "--train.steps 2 --data.source synthetic --train.validation-sequences 16 --metrics.no-tensorboard"
-    assert main(["train", str(path), *words.split(), "--run-folder", str(tmp_path / "run")]) == 0, capfd.readouterr()
+def test_the_toml_trains_as_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given besides but when to stop."""
+    monkeypatch.chdir(tmp_path)
+    words = "plan --model tiny --cluster 2xH100 --seq 64 --global-batch 8 --fix pp=2,stage_layers=1/3 --toml plan.toml"
+    assert main(words.split()) == 0
+    printed = capfd.readouterr().out
+    assert "stage_layers" in Path("plan.toml").read_text() and Path("plan.toml").read_text() in printed
+    assert main(["train", "plan.toml", "--train.steps", "1"]) == 0, capfd.readouterr()
+    (run,) = Path("runs").iterdir()
+    config = load(run / RUN_FILE)
+    assert (config.parallel.pp, config.parallel.stage_layers, config.train.steps) == (2, (1, 3), 1)
 
 
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
