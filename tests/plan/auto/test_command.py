@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from shoal.catalog import tables
 from shoal.cli import main
 
 MINE = """
@@ -23,6 +24,31 @@ def empty():
 """
 
 
+BLOCK = """
+import torch
+from tests.plan.auto.modules import MLP, Attention
+
+def make():
+    return torch.nn.Sequential(Attention(16, 4), MLP(16, 32)), (torch.randn(3, 5, 16),)
+"""
+
+SLOW = """
+[accelerators.slow]  # for which so small a module is worth splitting
+generation = "ampere"
+peak_flops = {bf16 = 1e9}
+memory_bytes = 80e9
+memory_bandwidth = 2e12
+source = "mine"
+[nodes.slow]
+accelerator = "slow"
+per_node = 2
+inside = "nvlink-3"
+nic = "ethernet-10g"
+nics = 2
+source = "mine"
+"""
+
+
 @pytest.fixture
 def mine(tmp_path):
     file = tmp_path / "mine.py"
@@ -37,6 +63,32 @@ def test_a_users_own_module_is_planned_and_run(mine, capsys, pool, monkeypatch):
     assert re.search(r"^0\.weight +\[A.*x.*\]", said, re.M), "14 kB do not hold all weights"
     assert re.search(r"^data parallel +does not fit", said, re.M)
     assert "run on 2 ranks in float64, as one device computes it: 4 outputs and gradients" in said
+
+
+def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys, pool, monkeypatch):
+    """Over a slow network a stage on each node; inside, where neither batch nor sequence can be halved, Megatron's
+    split of attention and of the feed-forward block."""
+    monkeypatch.setattr("shoal.comm.pool.Pool", lambda ranks: nullcontext(pool))
+    block, slow = tmp_path / "block.py", tmp_path / "slow.toml"
+    block.write_text(BLOCK)
+    slow.write_text(SLOW)
+    words = f"--module {block}:make --catalog {slow} --cluster 2x2xslow --stages 2 --microbatches 4 --check"
+    try:
+        assert main(["plan", "auto", *words.split()]) == 0
+    finally:
+        tables.forget()
+    said = capsys.readouterr().out
+    times = re.search(r"^2 stages, 4 micro-batches: (\d+) µs a step; without stages (\d+) µs", said, re.M)
+    assert times and int(times[1]) < int(times[2])
+    first, second = said.split("\nstage ")[1:]
+    assert "layers 0 to 1 on device 0 to 1, mesh x=2" in first and "layers 2 to 3 on device 2 to 3, mesh x=2" in second
+    for stage, columns, row in ((first, ("0.query", "0.key", "0.value"), "0.mix"), (second, ("1.up",), "1.down")):
+        for name in columns:
+            assert re.search(rf"^{name}.weight +\[Ax, B\] +\[Ax, B\]", stage, re.M), "split by output"
+        assert re.search(rf"^{row}.weight +\[A, Bx\] +\[A, Bx\]", stage, re.M), "split by input"
+    ran = re.search(r"run on 4 ranks in float64, as one device computes it: 1 outputs and 6 gradients; "
+                    r"largest difference (\S+)", said)  # fmt: skip
+    assert ran and float(ran[1]) < 1e-9
 
 
 @pytest.mark.parametrize("args, words", [
