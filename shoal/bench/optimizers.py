@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from shoal.config import OptimizerConfig
 from shoal.optim.adam8bit import WIDTH, dynamic_map
 from shoal.optim.build import build, compilable, weight_decay
-from shoal.optim.muon import orthogonal
 from shoal.optim.shards import Part, Shard, Shards
 from shoal.optim.sophia import Sophia
 from shoal.pieces import Box
@@ -222,7 +221,13 @@ def _muon(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, co
         _adam(w, *_moments(g, state, config), t, decay, config)
         return
     m = state.setdefault("m", torch.zeros_like(w)).mul_(config.momentum).add_(g)
-    w.mul_(1 - RATE * decay).sub_(orthogonal(g + config.momentum * m), alpha=RATE * 0.2 * max(w.shape) ** 0.5)
+    x = g + config.momentum * m
+    x = (x if w.size(0) <= w.size(1) else x.T) / (x.norm() + 1e-7)
+    for _ in range(5):  # Newton-Schulz, as Jordan et al. 2024 write it
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x if w.size(0) <= w.size(1) else x.T
+    w.mul_(1 - RATE * decay).sub_(x, alpha=RATE * 0.2 * max(w.shape) ** 0.5)
 
 
 def _adam8bit(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
