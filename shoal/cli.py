@@ -1,7 +1,8 @@
 """The command line: `shoal COMMAND`, one function each. What a command does lives in its own room, imported on use.
 
 Commands that take a run show every field of `RunConfig` as an option; the values of its TOML file are the defaults.
-The same validation as for the file refuses what cannot be, in the same words.
+The same validation as for the file refuses what cannot be, in the same words. Its sections are imported on use too:
+they take longer to make than an estimate.
 """
 
 from __future__ import annotations
@@ -9,96 +10,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
-
-from shoal.config import RUN_FILE, RunConfig, Section, load, validate
+from shoal.config import Section, validate
 from shoal.errors import UsageError, did_you_mean, of_system, redact
 from shoal.files import read_toml
-from shoal.options import POSITIONAL, defaults, read
+from shoal.options import defaults, read
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from shoal.config import RunConfig
 
 T = TypeVar("T", bound=Section)
 
 
-class TrainOptions(Section):
-    ranks: PositiveInt | None = None
-    """Processes to start here (default: as many as the layout has); must equal pp x dp x tp."""
-
-    run_folder: Path | None = None
-    """Where checkpoints and metrics go (default: a new folder under runs/)."""
-
-    resume: Path | None = None
-    """Go on from the newest checkpoint of this run folder, on any layout. Without a value: --run-folder, or the newest
-    run under runs/. The run's own config is the default for every option."""
-
-    keep_going: bool = False
-    """Begin the run of --run-folder, or go on with it if it has begun: for jobs that are started again (Kubernetes). So
-    do jobs that torchrun --max-restarts or SLURM's requeue start again."""
-
-    profile: bool = False
-    """The same as --metrics.profile: record some steps action by action, for `shoal report`."""
-
-
-class ReportOptions(Section):
-    run_folder: Annotated[Path, POSITIONAL]
-    """A run folder."""
-
-    out: Path | None = None
-    """The file to write: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz). Default: report.html in
-    the run folder."""
-
-
-class VerifyOptions(Section):
-    random: PositiveInt | None = None
-    """Verify this many randomly drawn layouts instead of the given one."""
-
-    rule: str | None = None
-    """With --random: an update rule (several with commas, or all), each on as many layouts drawn for it."""
-
-    steps: PositiveInt = 3
-    """Training steps to compare."""
-
-    precision: Literal["fp64", "own"] = "fp64"
-    """fp64 compares to 1e-9; own takes the run's precision and compares to its rounding."""
-
-    plant: str | None = None
-    """Plant this fault, to see it found; a wrong name lists them."""
-
-
-class SampleOptions(Section):
-    run_folder: Annotated[Path, POSITIONAL]
-    """A run folder that holds a checkpoint."""
-
-    prompt: Annotated[str, POSITIONAL]
-    """The text to go on from."""
-
-    tokens: PositiveInt = 200
-    """Tokens to write."""
-
-    temperature: NonNegativeFloat = 0.8
-    """Of the distribution that tokens are drawn from; 0 takes the likeliest."""
-
-    seed: NonNegativeInt = 0
-    """Of the draws."""
-
-
-class TokenizerOptions(Section):
-    vocab_size: PositiveInt = 8192
-    """Token ids, the 256 bytes and the special tokens included."""
-
-    out: Path = Path("tokenizer.json")
-    """The file to write; name it in data.tokenizer."""
-
-
-class CheckpointOptions(Section):
-    path: Annotated[str, POSITIONAL]
-    """A checkpoint's folder, or its address, as in s3://bucket/run/step-00000100."""
-
-
 def train(args: list[str]) -> int:
     """Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"""
-    options, config = parse("train", TrainOptions, _resume_value(args), sections=tuple(RunConfig.model_fields))
+    from shoal.cli_options import TrainOptions
+
+    options, config = parse("train", TrainOptions, _resume_value(args))
     from shoal.train.command import train
 
     if options.profile:
@@ -111,7 +42,9 @@ def train(args: list[str]) -> int:
 
 def verify(args: list[str]) -> int:
     """Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]"""
-    options, config = parse("verify", VerifyOptions, args, sections=tuple(RunConfig.model_fields))
+    from shoal.cli_options import VerifyOptions
+
+    options, config = parse("verify", VerifyOptions, args)
     from shoal.verify.command import verify
 
     own = options.precision == "own"
@@ -122,7 +55,9 @@ def verify(args: list[str]) -> int:
 
 def sample(args: list[str]) -> int:
     """Let a trained model write: shoal sample RUN_FOLDER "def main(" """
-    options, _ = parse("sample", SampleOptions, args)
+    from shoal.cli_options import SampleOptions
+
+    options = parse_own("sample", SampleOptions, args)
     from shoal.train.sample import sample_run
 
     return sample_run(
@@ -136,7 +71,9 @@ def sample(args: list[str]) -> int:
 
 def report(args: list[str]) -> int:
     """Show how a run went, measured and simulated: shoal report RUN"""
-    options, _ = parse("report", ReportOptions, args)
+    from shoal.cli_options import ReportOptions
+
+    options = parse_own("report", ReportOptions, args)
     from shoal.report.command import report
 
     report(options.run_folder, options.out)
@@ -145,6 +82,8 @@ def report(args: list[str]) -> int:
 
 def data_train_tokenizer(args: list[str]) -> int:
     """Train a byte-pair tokenizer on the run's text: shoal data train-tokenizer [RUN.toml] --vocab-size N"""
+    from shoal.cli_options import TokenizerOptions
+
     options, config = parse("data train-tokenizer", TokenizerOptions, args, sections=("data",))
     from shoal.data.commands import train_tokenizer
 
@@ -179,7 +118,7 @@ def simulate(args: list[str]) -> int:
     """Play a pipeline schedule before it is run: shoal simulate --schedule zb-v --pp 8 --compare 1f1b,zb-h1"""
     from shoal.simulate.command import SimulateOptions, run
 
-    options, _ = parse("simulate", SimulateOptions, args)
+    options = parse_own("simulate", SimulateOptions, args)
     return run(options)
 
 
@@ -187,9 +126,15 @@ def estimate(args: list[str]) -> int:
     """Say what a step needs, before it is run: shoal estimate --cluster 8xH100"""
     from shoal.plan.command import EstimateOptions, run
 
-    options, config = parse("estimate", EstimateOptions, args, sections=("parallel",))
     fill = not _gives("parallel", "dp", args)
-    return run(options, config if _run_file(args)[0] else None, config.parallel, fill=fill)
+    if _run_file(args)[0]:
+        options, config = parse("estimate", EstimateOptions, args, sections=("parallel",))
+        return run(options, config, config.parallel, fill=fill)
+    from shoal.layout import Layout
+
+    options, given = _read("estimate", EstimateOptions, args, {"parallel": Layout}, {"parallel": defaults(Layout)})
+    layout = validate(Layout, given["parallel"], where="command line", within="parallel")
+    return run(options, None, layout, fill=fill)
 
 
 def validate_estimates(args: list[str]) -> int:
@@ -197,7 +142,7 @@ def validate_estimates(args: list[str]) -> int:
     from shoal.validate.command import ValidateOptions
     from shoal.validate.command import validate as command
 
-    options, _ = parse("validate", ValidateOptions, args)
+    options = parse_own("validate", ValidateOptions, args)
     return command(options)
 
 
@@ -205,7 +150,7 @@ def plan(args: list[str]) -> int:
     """Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"""
     from shoal.plan.search_command import PlanOptions, run
 
-    options, _ = parse("plan", PlanOptions, args)
+    options = parse_own("plan", PlanOptions, args)
     return run(options)
 
 
@@ -213,7 +158,7 @@ def plan_auto(args: list[str]) -> int:
     """Find how to split any module, operator by operator: shoal plan auto --model tiny --cluster 4xhere --check"""
     from shoal.plan.auto.command import AutoOptions, run
 
-    options, _ = parse("plan auto", AutoOptions, args)
+    options = parse_own("plan auto", AutoOptions, args)
     return run(options)
 
 
@@ -221,7 +166,7 @@ def calibrate(args: list[str]) -> int:
     """Measure this machine for estimates and plans: shoal calibrate --out here.toml"""
     from shoal.bench.calibration.command import CalibrateOptions, run
 
-    options, _ = parse("calibrate", CalibrateOptions, args)
+    options = parse_own("calibrate", CalibrateOptions, args)
     return run(options)
 
 
@@ -229,7 +174,7 @@ def goodput(args: list[str]) -> int:
     """Say how much of a long training counts: shoal goodput --devices 16384"""
     from shoal.simulate.goodput_command import GoodputOptions, run
 
-    options, _ = parse("goodput", GoodputOptions, args)
+    options = parse_own("goodput", GoodputOptions, args)
     return run(options)
 
 
@@ -237,13 +182,15 @@ def chaos(args: list[str]) -> int:
     """Do to a run all that can happen, and see what is lost: shoal chaos [RUN.toml] --trials 50"""
     from shoal.failover.chaos_command import ChaosOptions, run
 
-    options, config = parse("chaos", ChaosOptions, args, sections=tuple(RunConfig.model_fields))
+    options, config = parse("chaos", ChaosOptions, args)
     return run(options, config)
 
 
 def checkpoint_verify(args: list[str]) -> int:
     """Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH"""
-    options, _ = parse("checkpoint verify", CheckpointOptions, args)
+    from shoal.cli_options import CheckpointOptions
+
+    options = parse_own("checkpoint verify", CheckpointOptions, args)
     from shoal.checkpoint import verify
     from shoal.checkpoint.storage import place
 
@@ -254,7 +201,9 @@ def checkpoint_verify(args: list[str]) -> int:
 
 def checkpoint_inspect(args: list[str]) -> int:
     """Show what tensors a checkpoint holds, and how cut: shoal checkpoint inspect PATH"""
-    options, _ = parse("checkpoint inspect", CheckpointOptions, args)
+    from shoal.cli_options import CheckpointOptions
+
+    options = parse_own("checkpoint inspect", CheckpointOptions, args)
     from shoal.checkpoint.storage import place
     from shoal.checkpoint.table import inspect
 
@@ -329,30 +278,45 @@ def _command(args: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def parse(command: str, options: type[T], args: list[str], sections: tuple[str, ...] = ()) -> tuple[T, RunConfig]:
+def parse(
+    command: str, options: type[T], args: list[str], sections: Sequence[str] | None = None
+) -> tuple[T, RunConfig]:
     """A command's own options and the run's config: defaults, then the TOML file, then the command line.
 
     Args:
         command: its name, for the help.
         options: what it takes besides the config.
         args: the command line behind the name. A run's TOML file is its first word, or the first that ends in .toml.
-        sections: those of the config that can be set.
+        sections: those of the config that can be set (default: all).
 
     Raises:
         UsageError: the file is missing or wrong, an option does not exist (the nearest is named), or a value cannot be
             read or is out of its range.
         SystemExit: 0, after ``--help``.
     """
-    file, args = _run_file(args) if sections else (None, args)
+    from shoal.config import RunConfig, load
+
+    file, args = _run_file(args)
     base = (load(file) if file else RunConfig()).model_dump()
+    kinds = {name: RunConfig.model_fields[name].annotation for name in sections or RunConfig.model_fields}
+    own, given = _read(command, options, args, kinds, {name: base[name] for name in kinds})
+    return own, validate(RunConfig, base | given, where="command line")
+
+
+def parse_own(command: str, options: type[T], args: list[str]) -> T:
+    """The options of a command that takes no run; arguments and errors as `parse` has them."""
+    return _read(command, options, args, {}, {})[0]
+
+
+def _read(
+    command: str, options: type[T], args: list[str], sections: dict[str, type[BaseModel]], default: dict[str, Any]
+) -> tuple[T, dict[str, dict[str, Any]]]:
+    """A command's own options, and unchecked values of sections."""
     given = read(
         f"shoal {command}", COMMANDS[command].__doc__ or "",
-        {"": options, **{name: RunConfig.model_fields[name].annotation for name in sections}},
-        {"": defaults(options), **{name: base[name] for name in sections}},
-        args,
+        {"": options, **sections}, {"": defaults(options), **default}, args,
     )
-    own = given.pop("")
-    return validate(options, own, where="command line"), validate(RunConfig, base | given, where="command line")
+    return validate(options, given.pop(""), where="command line"), given
 
 
 def _run_file(args: list[str]) -> tuple[Path | None, list[str]]:
@@ -377,6 +341,8 @@ def _resume_value(args: list[str]) -> list[str]:
     args = [part for word in args for part in (word.split("=", 1) if word.startswith("--resume=") else [word])]
     if "--resume" not in args:
         return args
+    from shoal.config import RUN_FILE
+
     i = args.index("--resume") + 1
     if i == len(args) or args[i].startswith("-") or args[i].endswith(".toml"):
         args.insert(i, str(_folder_to_resume(args)))
@@ -391,6 +357,7 @@ def _resume_value(args: list[str]) -> list[str]:
 def _folder_to_resume(args: list[str]) -> Path:
     if "--run-folder" in args[:-1]:
         return Path(args[args.index("--run-folder") + 1])
+    from shoal.config import RUN_FILE
     from shoal.train.run_folder import RUNS
 
     runs = sorted(RUNS.glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime)

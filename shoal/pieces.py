@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A block of a tensor: index ranges ``offset[d] : offset[d] + shape[d]`` in every dim."""
 
     offset: tuple[int, ...]

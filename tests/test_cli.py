@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import COMMANDS, TrainOptions, main, parse
+from shoal.cli import COMMANDS, main, parse
+from shoal.cli_options import TrainOptions
 from shoal.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, plain, save
 from shoal.options import docstrings
 
@@ -358,7 +359,7 @@ def test_every_commands_help_says_what_it_does(command, capsys):
 
 def test_starting_does_not_import_torch():
     code = (
-        "import sys; from shoal.cli import TrainOptions, main, parse; main(['--help']);"
+        "import sys; from shoal.cli import main, parse; from shoal.cli_options import TrainOptions; main(['--help']);"
         "parse('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -12,7 +12,7 @@ FLOORS = (
     ("cost", "comm"),
     ("parallel", "pipeline", "checkpoint"),
     ("train", "verify", "bench", "simulate", "report", "plan", "validate", "failover"),
-    ("cli", "__main__"),
+    ("cli", "cli_options", "__main__"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in SHOAL.rglob("*.py") if path.parent != SHOAL or path.stem != "__init__")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import options
-from shoal.cli import TokenizerOptions
+from shoal.cli_options import TokenizerOptions
 from shoal.config import OptimizerConfig
 from shoal.layout import Layout
 from shoal.options import defaults, docstrings, pairs, read

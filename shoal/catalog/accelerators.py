@@ -5,11 +5,12 @@ The cores of a CPU have no entry: their peak is no fact of a data sheet, it is m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from shoal.catalog.tables import entry, forgets, table
+from shoal.catalog.tables import entries, forgets
 from shoal.errors import UsageError, did_you_mean
 
 
@@ -83,8 +84,8 @@ class Accelerator(BaseModel):
 
 @forgets
 @cache
-def _catalog() -> dict[str, Accelerator]:
-    return {name: entry(Accelerator, name, values, "accelerators") for name, values in table("accelerators").items()}
+def _catalog() -> Mapping[str, Accelerator]:
+    return entries("accelerators", Accelerator)
 
 
 def accelerator_names() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from functools import cache, cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, Val
 
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
+from shoal.catalog.tables import FOLDER
 from shoal.errors import UsageError, did_you_mean
 from shoal.files import read_toml
 
@@ -148,8 +148,7 @@ def read_calibration(path: Path | None = None) -> Calibration:
     Raises:
         UsageError: no such file, not TOML, or a constant that is missing or unknown.
     """
-    shipped = files("shoal.catalog").joinpath("calibration.toml").read_text()
-    own = _entries(tomllib.loads(shipped), "calibration.toml")
+    own = _entries(tomllib.loads((FOLDER / "calibration.toml").read_text("utf-8")), "calibration.toml")
     if path is None:
         return Calibration(own)
     given = _entries(read_toml(path), str(path))

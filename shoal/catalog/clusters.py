@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, Pos
 
 from shoal.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from shoal.catalog.links import Link, link
-from shoal.catalog.tables import entry, forgets, table
+from shoal.catalog.tables import entries, forgets
 from shoal.errors import UsageError, did_you_mean
 
 NETWORKS = {
@@ -145,8 +145,9 @@ class Cluster:
 
 @forgets
 @cache
-def nodes() -> dict[str, Node]:
-    return {name: entry(Node, name, values, "nodes") for name, values in table("nodes").items()}
+def nodes() -> Mapping[str, Node]:
+    """Every node type, by name."""
+    return entries("nodes", Node)
 
 
 def node_names() -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 
-from shoal.catalog.tables import entry, forgets, table
+from shoal.catalog.tables import entries, forgets
 from shoal.errors import UsageError, did_you_mean
 
 
@@ -30,8 +31,8 @@ class Link(BaseModel):
 
 @forgets
 @cache
-def _catalog() -> dict[str, Link]:
-    return {name: entry(Link, name, values, "links") for name, values in table("links").items()}
+def _catalog() -> Mapping[str, Link]:
+    return entries("links", Link)
 
 
 def link_names() -> list[str]:

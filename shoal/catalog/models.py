@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
@@ -181,8 +181,7 @@ class ModelShape(BaseModel):
         return total + self.vocab * h * (1 if self.tied else 2)
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """What the authors say about the size of their model."""
 
     parameters: int | None
@@ -206,7 +205,7 @@ _ABOUT = {"published_parameters", "published_to", "published_active", "off_becau
 
 @forgets
 @cache
-def _catalog() -> dict[str, dict]:
+def _catalog() -> Mapping[str, dict]:
     return table("models")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
-from shoal.catalog.tables import entry, forgets, table
+from shoal.catalog.tables import entries, forgets
 
 Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 
@@ -85,9 +86,9 @@ class Software(BaseModel):
 
 @forgets
 @cache
-def software_table() -> dict[str, Software]:
+def software_table() -> Mapping[str, Software]:
     """Every entry, by name, in the order of the file."""
-    return {name: entry(Software, name, values, "software") for name, values in table("software").items()}
+    return entries("software", Software)
 
 
 def software_named(text: str, year: float = 2025) -> Software:

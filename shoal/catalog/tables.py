@@ -6,9 +6,9 @@ A user's file has the same tables under one more name: ``[accelerators.NAME]``, 
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Callable
-from importlib.resources import files
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,17 +17,65 @@ from pydantic import BaseModel, ValidationError
 from shoal.errors import UsageError, did_you_mean
 from shoal.files import read_toml
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+FOLDER = Path(__file__).parent
 KINDS = ("accelerators", "links", "nodes", "models", "software")
 _own: dict[str, dict[str, dict[str, Any]]] = {}
 _file = ""  # that a user's tables are from
 _caches: list[Callable[[], Any]] = []
 
 
-def table(kind: str) -> dict[str, dict[str, Any]]:
+class OnDemand(Mapping[str, T]):
+    """Values by name, each made when it is first asked for: to read the whole catalog takes longer than to estimate.
+
+    Args:
+        make: a value, from its name.
+    """
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], T]):
+        self._names, self._make, self._made = dict.fromkeys(names), make, {}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def table(kind: str) -> Mapping[str, dict[str, Any]]:
     """Every entry of one of `KINDS`, by name."""
-    shipped = tomllib.loads(files("shoal.catalog").joinpath(f"{kind}.toml").read_text())
-    return shipped | _own.get(kind, {})
+    texts, given = _shipped(kind), _own.get(kind, {})
+    return OnDemand([*texts, *given], lambda name: given[name] if name in given else tomllib.loads(texts[name])[name])
+
+
+def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
+    """The same, checked: a user's own all of them, shoal's where they are asked for.
+
+    Raises:
+        UsageError: see `entry`.
+    """
+    values = table(kind)
+    found = OnDemand(values, lambda name: entry(of, name, values[name], kind))
+    for name in _own.get(kind, {}):
+        found[name]
+    return found
+
+
+def _shipped(kind: str) -> dict[str, str]:
+    """The TOML of each of shoal's own entries, by name: from its head to the next."""
+    _, *found = re.split(r"^\[", (FOLDER / f"{kind}.toml").read_text("utf-8"), flags=re.MULTILINE)
+    return {text.partition("]")[0].strip('"'): f"[{text}" for text in found}
 
 
 def own(kind: str) -> frozenset[str]:
@@ -66,7 +114,7 @@ def forget() -> None:
         clear()
 
 
-def entry(of: type[T], name: str, values: dict[str, Any], kind: str) -> T:
+def entry(of: type[Model], name: str, values: dict[str, Any], kind: str) -> Model:
     """One entry, checked; with its name, if it has a place for that.
 
     Raises:

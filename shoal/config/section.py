@@ -26,20 +26,25 @@ LARGEST = 2**53  # what a float64 holds exactly
 SHOWN = 80  # letters of a wrong value
 
 
-def validate(section: type[T], values: dict[str, Any], *, where: str) -> T:
+def validate(section: type[T], values: dict[str, Any], *, where: str, within: str = "") -> T:
     """A section from plain values, each of the very type of its field: 1 is no boolean, and "1" no number.
+
+    Args:
+        where: the values are from, for messages.
+        within: the name under which a config has the section, if its keys are to be called by that.
 
     Raises:
         UsageError: one line for each key that does not exist (with the nearest that does) and each bad value.
     """
-    if wrong := list(_unfit(values)):
+    outer = (within,) if within else ()
+    if wrong := list(_unfit(values, outer)):
         raise UsageError("\n".join(f"{where}: {line}" for line in wrong))
     try:  # strict, and by the way of JSON, in which a list may stand for a tuple and a text for a path
         return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
     except ValidationError as error:
         found: dict[str, list[str]] = {}
         for each in error.errors():
-            start, what = _explain(section, each)
+            start, what = _explain(section, each, outer)
             found.setdefault(start, []).append(what)  # of a field with several types, one message for each
         lines = [f"{where}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
         raise UsageError("\n".join(lines)) from None
@@ -70,10 +75,10 @@ def _as_json(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
-def _explain(section: Any, error: Any) -> tuple[str, str]:
+def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
     """The beginning of a message, the same for all errors of one field, and what is wrong."""
     keys = _keys(section, error["loc"])
-    dotted = _shown(".".join(keys))
+    dotted = _shown(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
         elsewhere = [f"{name}.{keys[-1]}" for name, field in section.model_fields.items()
                      if keys[-1] in getattr(field.annotation, "model_fields", {})]

@@ -110,7 +110,10 @@ def _filled(
     units = _members(shape, splitting, part, *index)
     found = list(_buckets(units, limit, itemsize))
     buckets = [bucket for bucket, _ in found]
-    of_unit = [tuple(i for i, (_, numbers) in enumerate(found) if unit in numbers) for unit in range(len(units))]
+    of_unit: list[tuple[int, ...]] = [()] * len(units)
+    for i, (_, numbers) in enumerate(found):
+        for unit in numbers:
+            of_unit[unit] += (i,)
     used = list(of_unit)
     if shape.tied and part.first and part.last:
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
@@ -124,7 +127,9 @@ def _filled(
 
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
     """Of each unit, those that have a bucket by themselves, and the others."""
-    units = [_layer(shape, splitting, i, *index) for i in part.layers]
+    kinds = [(shape.sparse(i), shape.skips(i)) for i in part.layers]
+    alike = {kind: _layer(shape, splitting, kind, *index) for kind in set(kinds)}
+    units = [alike[kind] for kind in kinds]
     if part.first:
         units.insert(0, _grouped(shape, splitting, StagePart(range(0), True, False, part.shared), *index))
     if part.last:
@@ -132,19 +137,10 @@ def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
     return units
 
 
-@lru_cache(maxsize=16384)
-def _layer(shape: ModelShape, splitting: tuple, i: int, *index: int) -> Grouped:
-    """A layer's, which but for their names are those of the first one like it."""
-    kind = shape.sparse(i), shape.skips(i)
-    first = next(j for j in range(i + 1) if (shape.sparse(j), shape.skips(j)) == kind)
-    alone, together = _grouped(shape, splitting, StagePart(range(first, first + 1), False, False), *index)
-    if first == i:
-        return alone, together
-    old, new = f"layers.{first}.", f"layers.{i}."
-    return alone, [
-        members._replace(held=tuple(held._replace(name=new + held.name.removeprefix(old)) for held in members.held))
-        for members in together
-    ]
+def _layer(shape: ModelShape, splitting: tuple, kind: tuple[bool, bool], *index: int) -> Grouped:
+    """Of any layer with experts or without, through which some tokens pass or all: the first one's, names and all."""
+    first = next(i for i in range(shape.layers) if (shape.sparse(i), shape.skips(i)) == kind)
+    return _grouped(shape, splitting, StagePart(range(first, first + 1), False, False), *index)
 
 
 @lru_cache(maxsize=16384)

@@ -13,15 +13,14 @@ there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A messag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 from shoal.catalog.clusters import Cluster
 from shoal.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """A group of ranks that communicate.
 
     Attributes:

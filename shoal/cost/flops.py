@@ -7,7 +7,7 @@ mathematics needs, whatever is recomputed (`ModelShape.flops_per_token`, by whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.catalog import ModelShape
 from shoal.layout import Recompute
@@ -19,8 +19,7 @@ YEAR = 365 * 24 * 3600
 DAY = 24 * 3600
 
 
-@dataclass(frozen=True)
-class LayerFlops:
+class LayerFlops(NamedTuple):
     """Of one token's forward through one layer; where only some tokens pass through it, the mean over all.
 
     Attributes:

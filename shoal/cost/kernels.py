@@ -6,9 +6,8 @@ them (`shoal.cost.either`). Nothing here knows of pipelines or of data paralleli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cost.either import ceil, choose, clip, log2, maximum, minimum, where
 from shoal.cost.runs import Runs
@@ -27,8 +26,7 @@ def soft_max(a: Value, b: Value, sharp: float) -> Value:
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
 
     Attributes:
@@ -55,12 +53,11 @@ class Group:
         return 2 * self.gather(size, count)
 
 
-@dataclass(frozen=True)
 class Kernels:
     """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
 
-    runs: Runs
-    constants: Constants
+    def __init__(self, runs: Runs, constants: Constants):
+        self.runs, self.constants = runs, constants
 
     def of(self, name: str, by: str) -> Value:
         """A constant's value for each run."""

@@ -47,7 +47,7 @@ class Moments:
 
     def __init__(self, optimizer: str, itemsize: int):
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
-        self.factored: set[str] = set()  # parameters that were counted: two stages of a rank may have the same
+        self.factored: set[str] = set()  # counted of those that two stages of a rank may both have
         self._matrices: list[tuple[int, ...]] = []  # muon: whole shapes of what it makes orthogonal
 
     def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
@@ -119,7 +119,7 @@ class Moments:
         """Adafactor: row and column sums of matrices, whole on every holder; else a number for each element."""
         if len(held.whole) < 2:
             return elements
-        known = held.name in self.factored
+        known = held.alone and held.name in self.factored  # layers that are alike have one name here
         self.factored.add(held.name)
         *experts, n, m = held.whole
         return 0 if known else math.prod(experts) * (n + m)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
@@ -15,8 +14,7 @@ from shoal.layout import Layout
 from shoal.pieces import Box
 
 
-@dataclass(frozen=True)
-class StagePart:
+class StagePart(NamedTuple):
     """What a pipeline stage keeps of the model.
 
     Attributes:

@@ -7,8 +7,7 @@ priced in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +19,7 @@ ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Of kernels, in the order in which they came."""
 
 
-@dataclass
-class Runs:
+class Runs(NamedTuple):
     """One entry of each array is one run, or each field is a number; those with a default may be left out.
 
     Attributes:
@@ -114,16 +112,14 @@ class Runs:
         """From one mapping for each run; names that are no field are left out."""
         import numpy as np
 
-        defaults = {f.name: f.default for f in fields(cls)}
-        return cls(**{
-            name: np.array([float(row.get(name, default)) for row in rows])
-            for name, default in defaults.items()
-        })
+        rows = [cls._field_defaults | row for row in rows]
+        return cls(*(np.array([float(row[name]) for row in rows]) for name in cls._fields))
 
     @classmethod
     def one(cls, values: Mapping[str, Any]) -> Runs:
         """A single run, in numbers."""
-        return cls(**{f.name: float(values.get(f.name, f.default)) for f in fields(cls)})
+        values = cls._field_defaults | values
+        return cls(*(float(values[name]) for name in cls._fields))
 
     @property
     def size(self) -> int:
@@ -147,7 +143,7 @@ class Runs:
 
     def take(self, chosen: np.ndarray) -> Runs:
         """Some of them, by index or mask."""
-        return Runs(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+        return Runs(*(values[chosen] for values in self))
 
     def code(self, name: str) -> Value:
         """A field as integers."""

@@ -13,7 +13,6 @@ one in fp32, 16 P/N again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
@@ -64,8 +63,7 @@ class Passing(NamedTuple):
     turns: tuple[tuple[int, Whole], ...] = ()
 
 
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:

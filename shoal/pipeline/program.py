@@ -149,8 +149,7 @@ class Times(NamedTuple):
     communication: float = 0.0  # of one message
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """A published order of one step's computations.
 
     Attributes:

@@ -7,8 +7,8 @@ made, and messages of one rank to one other go one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from shoal.errors import UsageError
 from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, Op, Program
@@ -18,8 +18,7 @@ KINDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 LONGEST = 10_000  # actions, from which on arrays are faster
 
 
-@dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """A step that was played.
 
     Attributes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.catalog import model_shape, tables
 from shoal.catalog.clusters import cluster
-from shoal.config import Float8Config, OptimizerConfig, RunConfig, Section
+from shoal.config import OptimizerConfig, Section
 from shoal.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
@@ -20,6 +20,9 @@ from shoal.plan.run import Run
 from shoal.plan.trained import check_device, check_trained
 from shoal.plan.unused import check_unused
 from shoal.precision.formats import FORMATS
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
 
 TOKENS_PER_STEP = 4 * 2**20
 OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
@@ -129,12 +132,12 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
-    explicit, masked = (config.train.attention == "explicit", config.data.document_mask) if config else (False, False)
-    run = Run(
-        shape, layout, machine, s, batch, precision, optimizer, "explicit" if explicit else "sdpa", masked,
-        (config.optimizer if config else OptimizerConfig()).hessian_every,
-        config.float8 if config else Float8Config(),
-    )
+    of_file = {} if config is None else {
+        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
+        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
+        "float8": config.float8,
+    }  # fmt: skip
+    run = Run(shape, layout, machine, s, batch, precision, optimizer, **of_file)
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")

@@ -138,7 +138,7 @@ class RankCounts:
         part, shape, which = self.parts[action.stage], self.run.shape, 0 if action.op in FORWARDS else 1
         some = [layer for layer in part.layers if shape.skips(layer)]
         every = [layer for layer in part.layers if not shape.skips(layer)]
-        kinds = [(self.run, replace(part, layers=every), self._share(self.spread, action.part))]
+        kinds = [(self.run, part._replace(layers=every), self._share(self.spread, action.part))]
         sent = Sent()
         if some:
             fewer = replace(self.run, s=self.chosen.tokens)

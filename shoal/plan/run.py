@@ -35,7 +35,7 @@ class Run:
     optimizer: str = "adamw"
     attention: Literal["sdpa", "explicit"] = "sdpa"
     document_mask: bool = False
-    hessian_every: int = OptimizerConfig().hessian_every
+    hessian_every: int = OptimizerConfig.model_fields["hessian_every"].default
     float8: Float8Config = field(default_factory=Float8Config)
 
     @property

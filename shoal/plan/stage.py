@@ -9,10 +9,10 @@ of the weight is made. Sophia's estimates are passes like the step's own, a part
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.catalog.calibration import GENERATIONS
 from shoal.cost.communication import Ring, extent_of, ring_of
@@ -36,8 +36,7 @@ ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of 
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds of one micro-batch on one stage.
 
     Attributes:
@@ -257,7 +256,7 @@ class Stages(StageMemory):
             launches=layers * layer.launches + self.constants["micro_batch"],
             launches_backward=layers * layer.launches_backward,
         )
-        return StageTimes(**{name: self.slower * self.run.passes * seconds for name, seconds in vars(found).items()})
+        return StageTimes(*(self.slower * self.run.passes * seconds for seconds in found))
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from shoal.catalog import ModelShape, model_names, model_shape, tables
-from shoal.config import RunConfig, build
+from shoal.config import Float8Config, LossScaleConfig, OptimizerConfig, TrainConfig, validate
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
@@ -16,6 +17,16 @@ from shoal.train.rules import check_rules
 
 OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
 PARTS = ("experts", "depths")
+
+
+class Sections(NamedTuple):
+    """Those of a run's config that `check_rules` reads: to make a whole one takes longer than to estimate."""
+
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: Layout = Layout()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    float8: Float8Config = Float8Config()
 
 
 def check_trained(run: Run, layout: Layout) -> None:
@@ -30,7 +41,7 @@ def check_trained(run: Run, layout: Layout) -> None:
     sizes = {"global_batch": run.global_batch, "sequence_length": run.sequence_length}
     layout.check(run.shape, **sizes)
     check_schedule(layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
-    check_rules(_settings(run.precision, run.optimizer).model_copy(update={"parallel": layout}), run.shape)
+    check_rules(_sections(run.precision, run.optimizer)._replace(parallel=layout), run.shape)
 
 
 def check_device(run: Run) -> None:
@@ -51,8 +62,11 @@ def check_device(run: Run) -> None:
 
 
 @cache
-def _settings(precision: str, optimizer: str) -> RunConfig:
-    return build({"train": {"precision": precision}, "optimizer": {"name": optimizer}})
+def _sections(precision: str, optimizer: str) -> Sections:
+    return Sections(
+        validate(TrainConfig, {"precision": precision}, where="config", within="train"),
+        validate(OptimizerConfig, {"name": optimizer}, where="config", within="optimizer"),
+    )
 
 
 def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
@@ -67,6 +81,8 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
     if name not in tables.own("models"):
         given, known = shape.model_dump(), model_shape(name).model_dump()
         return {"name": name, "vocab": shape.vocab, **{f: given[f] for f in OVERRIDES if given[f] != known[f]}}
+    from shoal.config import ModelConfig
+
     values = shape.model_dump(exclude_none=True)
     given = {field: values[field] for field in (*OVERRIDES, *PARTS) if field in values}
     for base in model_names():
@@ -74,7 +90,8 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
             continue
         section = {"name": base, **given}
         try:
-            made = build({"model": section}).model.shape(vocab=shape.vocab, sequence_length=sequence_length)
+            made = validate(ModelConfig, section, where="config", within="model")
+            made = made.shape(vocab=shape.vocab, sequence_length=sequence_length)
         except UsageError:
             continue
         length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama's has it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 
@@ -42,8 +41,7 @@ MX_BLOCK = 32  # numbers that share a scale (OCP MX, section 5.2)
 Products = Literal["compute", "float8", "mxfp8"]
 
 
-@dataclass(frozen=True)
-class Formats:
+class Formats(NamedTuple):
     """The number formats of one precision.
 
     Attributes:
@@ -86,7 +84,7 @@ class Formats:
 
     def in_float64(self) -> Formats:
         """The same rules on float64: what remains is what no layout may change, to 1e-9."""
-        return replace(self, storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {self.what}; in float64")
+        return self._replace(storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {self.what}; in float64")
 
 
 FORMATS = {

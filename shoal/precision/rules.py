@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from shoal.catalog import ModelShape
-from shoal.config import Float8Config, RunConfig
+from shoal.config import Float8Config
 from shoal.errors import UsageError
 from shoal.optim.names import ELEMENTWISE
 from shoal.precision.formats import FORMATS, FP32, MX_BLOCK, Formats
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
 
 SEVERAL_UPDATES = ("pipedream", "pipedream-2bw")
 

@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shoal.catalog import ModelShape
-from shoal.config import OptimizerConfig, RunConfig
+from shoal.config import OptimizerConfig
 from shoal.errors import UsageError
 from shoal.optim.names import READ_BY, SCHEDULED_BY
 from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.precision.formats import FORMATS
 from shoal.precision.rules import check_precision
 
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
+
 PRECISIONS = {"sophia-g": ("fp32", "bf16", "bf16-sums", "fp64"), "sophia-h": ("fp32", "fp64")}
 """By rule, those in which its estimate means something."""
+
 
 def check_rules(config: RunConfig, shape: ModelShape) -> None:
     """All of them.
 
     Args:
+        config: or what has its sections parallel, train, optimizer, loss_scale and float8, which are all that is read.
         shape: the model of ``config``.
 
     Raises:
