@@ -67,11 +67,11 @@ class Moments:
     @property
     def passing(self) -> int:
         """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
-        of a turn (`shoal.optim.turns`), and four copies each of the largest and of its product with itself."""
+        of a turn (`shoal.optim.turns`), and two copies each of the largest and of its product with itself."""
         largest = max(((n * m, min(n, m) ** 2) for *_, n, m in self._matrices), default=(0, 0))
         every = sum(map(math.prod, self._matrices))
         turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest[0]), every)
-        return (turn + 4 * sum(largest)) * self.itemsize
+        return (turn + 2 * sum(largest)) * self.itemsize
 
     @property
     def orthogonal(self) -> Orthogonal:
