@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import tomli_w
 
@@ -61,7 +62,9 @@ def words(layout: Layout) -> str:
     if layout.recompute != "none":
         more.append(f"recompute {layout.recompute}")
     if layout.stage_layers:
-        more.append(f"stages of {layout.stage_layers[0]} .. {layout.stage_layers[-1]} layers")
+        runs = [(len(list(alike)), layers) for layers, alike in groupby(layout.stage_layers)]
+        each = (f"{count} x {layers}" if count > 1 else f"{layers}" for count, layers in runs)
+        more.append(f"stages of {' + '.join(each)} layers")
     if layout.zero == 3 and not layout.reshard_after_forward:
         more.append("parameters kept gathered")
     return ", ".join([layout.describe(), *more])

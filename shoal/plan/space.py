@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
+from math import ceil
 from typing import Any
 
 from shoal.catalog import ModelShape
@@ -38,7 +39,7 @@ class Space:
         schedules: of pipelines; a single stage accumulates gradients, by the first of them.
         most_virtual: stages on each rank, where a schedule leaves that open.
         least_tokens: of a sequence that a context-parallel rank has at least; more ranks than that are not tried.
-        uneven: whether stages may have other layers than the even ones: one fewer on the first, or on the last.
+        uneven: whether stages may have other layers than the even ones, as `splits` says.
         fixed: fields of the layout that are given.
     """
 
@@ -152,30 +153,44 @@ def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator
 
 
 def splits(shape: ModelShape, pp: int, depth: int, space: Space) -> tuple[Fields, ...]:
-    """Layers of each stage: even; and one fewer on the first or the last, for a stage in between.
+    """Layers of each stage: even; and shared out as if the last stage did the work of some layers besides, alone or
+    with the first: from none to what the matrix of the head, and of the embedding, is in layers, rounded up.
+
+    In time the head weighs that much, or less where layers have more to do than their products (what is computed again,
+    attention, what travels); and in memory, where the first stage also keeps most micro-batches alive, both do.
 
     Where a rank has several stages, these have few layers each, and are left even.
     """
     if given := space.fixed.get("stage_layers"):
         return ({"stage_layers": given},) if (len(given), sum(given)) == (depth, shape.layers) else ()
-    if "stage_layers" in space.fixed:
+    if "stage_layers" in space.fixed or not space.uneven or depth != pp or pp == 1:
         return ({"stage_layers": None},)
-    one_each = space.uneven and depth == pp
-    return _splits(shape.layers, tuple(len(part) for part in even_layers(shape, depth)) if one_each else ())
+    even = tuple(len(part) for part in even_layers(shape, depth))
+    return _splits(even, ceil(shape.vocab * shape.hidden / shape.mean_layer_matrices()))
 
 
 @cache
-def _splits(layers: int, even: Sequence[int]) -> tuple[Fields, ...]:
-    found: list[tuple[int, ...] | None] = [None]
-    if len(even) > 2:
-        for first, last in ((1, 0), (0, 1), (1, 1)):
-            if even[0] <= first or even[-1] <= last:
-                continue
-            inner = sorted(even[1:-1])
-            for _ in range(first + last):
-                inner = sorted([inner[0] + 1, *inner[1:]])
-            found.append((even[0] - first, *inner, even[-1] - last))
-    return tuple({"stage_layers": sizes} for sizes in dict.fromkeys(found))
+def _splits(even: tuple[int, ...], most: int) -> tuple[Fields, ...]:
+    besides = [(first, last) for last in range(most + 1) for first in sorted({0, last})]
+    found = dict.fromkeys(_balanced(sum(even), len(even), *both) for both in besides)
+    return tuple({"stage_layers": sizes} for sizes in (None, *(sizes for sizes in found if sizes != even)))
+
+
+def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Layers of each stage, where the first and the last do other work besides, as much as so many layers'.
+
+    Each does as much as any other, or a layer more: the later ones, which keep fewer micro-batches alive.
+
+    >>> _balanced(32, 4, 0, 3)
+    (8, 9, 9, 6)
+    >>> _balanced(32, 4, 3, 3)
+    (6, 9, 10, 7)
+    """
+    begin = min(max(1, (layers + first + last) // stages - first), layers - stages + 1)
+    rest = layers - begin
+    end = max(1, -(-(rest + last) // (stages - 1)) - last)
+    each, more = divmod(rest - end, stages - 2) if stages > 2 else (0, 0)
+    return (begin, *[each] * (stages - 2 - more), *[each + 1] * more, end)
 
 
 def shardings(degrees: Fields, space: Space) -> tuple[Fields, ...]:

@@ -16,13 +16,14 @@ from shoal.cost.parameters import StagePart
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
+from shoal.pipeline.split import even_layers
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory import StageMemory
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.search import Found, Search, family, order, search
 from shoal.plan.search_command import fixed
-from shoal.plan.space import LEVELS, Space, layout_of, layouts, meshes, shardings, works
+from shoal.plan.space import LEVELS, Space, layout_of, layouts, meshes, shardings, splits, works
 from shoal.plan.stage import Stages
 from shoal.plan.trained import check_trained
 
@@ -195,6 +196,24 @@ def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: 
     found = list(islice(layouts(run, Space(fixed=fixed(words))), 200))
     assert found and all(getattr(layout, field) == value for layout in found)
     check_trained(run, found[-1])
+
+
+@given(layers=st.integers(1, 24), vocab=st.integers(1, 100_000), data=st.data())
+def test_uneven_stages_hold_all_layers_and_none_is_tried_twice(layers: int, vocab: int, data: st.DataObject) -> None:
+    shape, pp = SMALL.model_copy(update={"layers": layers, "vocab": vocab}), data.draw(st.integers(1, layers))
+    even, *others = [split["stage_layers"] for split in splits(shape, pp, pp, Space())]
+    assert even is None and len({*others, tuple(map(len, even_layers(shape, pp)))}) == len(others) + 1
+    for sizes in others:
+        assert (len(sizes), sum(sizes)) == (pp, layers) and min(sizes) >= 1
+        assert max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1
+
+
+def test_a_large_output_matrix_gives_more_ways_to_split() -> None:
+    """Of 2.4 layers, so that the ends may have three fewer; of two thirds of one."""
+    made = {name: [split["stage_layers"] for split in splits(model_shape(name), pp, pp, Space())]
+            for name, pp in (("llama-3-8b", 4), ("llama-3-405b", 16))}  # fmt: skip
+    assert {(8, 8, 8, 8), (8, 8, 9, 7), (7, 9, 9, 7), (6, 9, 10, 7)} < set(made["llama-3-8b"])
+    assert made["llama-3-405b"] == [None, (7, 7, *[8] * 14)], "where even ones are Llama 3's own: 7, 8, ..., 8, 7"
 
 
 def test_a_large_cluster_in_seconds() -> None:
