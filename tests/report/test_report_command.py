@@ -18,8 +18,8 @@ from .test_page import Tags, data
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "text"
     folder.mkdir()
-    for file in range(200):
-        (folder / f"{file}.txt").write_text(" ".join(f"{n} and {n * file % 97}," for n in range(200)))
+    documents = [" ".join(f"{n} and {n * number % 97}," for n in range(200)) for number in range(200)]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return folder
 
 
