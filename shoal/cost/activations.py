@@ -139,7 +139,7 @@ def layer(
         taken = replace(run, s=run.shape.depths.taken(run.s))
         inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
         return [*_router(run, taken), *inside]
-    block = _experts(run) if sparse else _mlp(run, number=number)
+    block = experts(run) if sparse else _mlp(run, number=number)
     return [*_norm(run), *_attention(run, mode, number), *_norm(run), *block]
 
 
@@ -288,24 +288,39 @@ def _mlp(run: Pass, width: int | None = None, number: int = 0) -> list[Saved]:
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 
 
-def _experts(run: Pass) -> list[Saved]:
-    """With even routing and nothing dropped. Of the scores those of the gate top-k with softmax, the others keep a few
-    numbers of [b, s, E] more or less."""
-    experts, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
+def shared(run: Pass) -> list[Saved]:
+    """What the experts that all tokens pass keep; their input may be the router's."""
+    of = run.shape.experts
+    saved = _mlp(run, of.shared * of.ffn) if of.shared else []
+    return saved[1:] if _router_keeps_all(run) else saved
+
+
+def _router_keeps_all(run: Pass) -> bool:
+    """Whether a router's input, if it is no copy in fp32, is memory of all tokens of the rank: of one sequence, a part
+    is a view of the whole, where of several it is a copy."""
+    layout = run.layout
+    return run.exact == run.itemsize and (layout.tp == 1 or (not layout.sequence_parallel and layout.micro_batch == 1))
+
+
+@once
+def experts(run: Pass) -> list[Saved]:
+    """A block with experts, with even routing and nothing dropped. Of the scores those of the gate top-k with softmax,
+    the others keep a few numbers of [b, s, E] more or less."""
+    of, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
     rows = routed_rows(run.shape, layout, run.s)
-    scores = layout.micro_batch * run.s * experts.count  # of whole sequences, on every rank
-    h, f = run.shape.hidden, experts.ffn // layout.expert_tensor
+    scores = layout.micro_batch * run.s * of.count  # of whole sequences, on every rank
+    h, f = run.shape.hidden, of.ffn // layout.expert_tensor
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    # The router's, which is also that of the shared experts.
-    saved = [Saved("mlp input", "[b, s, h]", e * run.tokens_here * h)] if x == e or experts.shared else []
+    own = run.tokens_here if _router_keeps_all(run) else rows.own
+    saved = [Saved("own tokens", "[b, s, h]", e * own * h)] if x == e else []
     if x != e:
         saved.append(Saved("router input, fp32", "[b, s, h]", x * rows.own * h))
-        saved.append(Saved("router weight, fp32", "[E, h]", x * experts.count * h))
+        saved.append(Saved("router weight, fp32", "[E, h]", x * of.count * h))
     saved += [
         Saved("logits, scores, weights", "[b, s, E]", 3 * x * scores),
         Saved("chosen, wanted", "[b, s, E]", 2 * scores),
         Saved("sums over experts", "[b, s]", 2 * x * layout.micro_batch * run.s),
-        Saved("part of choices", "[b, E]", x * layout.micro_batch * experts.count),
+        Saved("part of choices", "[b, E]", x * layout.micro_batch * of.count),
         Saved("token, expert, place", "[m]", 3 * 8 * rows.sent),
         Saved("weight of rows", "[m]", e * rows.sent),
         Saved("rows of experts", "[m, h]", e * rows.here * h),
@@ -314,10 +329,7 @@ def _experts(run: Pass) -> list[Saved]:
     ]
     if layout.ep * layout.expert_tensor > 1:
         saved.append(Saved("order and back", "[m]", 2 * 8 * rows.here))
-    if experts.shared:
-        shared = _mlp(run, experts.shared * experts.ffn)
-        saved += shared if layout.tp > 1 else shared[1:]  # its input is the router's
-    return saved
+    return saved + shared(run)
 
 
 @once
@@ -396,8 +408,8 @@ def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
 
 
 @once
-def recomputed(run: Pass) -> int:
-    """Bytes that come back for one layer, the largest, while its backward runs."""
+def recomputed(run: Pass, sparse: bool = False) -> int:
+    """Bytes that come back for one layer, the largest with experts or without, while its backward runs."""
     if run.layout.recompute == "none":
         return 0
     alike = run.shape.experts is None and run.shape.depths is None and not run.told_apart
@@ -406,7 +418,7 @@ def recomputed(run: Pass) -> int:
         return total(layer(run, mode, sparse=kind[0], skips=kind[1], number=kind[2]))
 
     every = kinds(run, range(1) if alike else range(run.shape.layers))
-    return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every)
+    return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every if kind[0] == sparse)
 
 
 def kinds(run: Pass, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:

@@ -33,10 +33,11 @@ def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     alone = y > shape.kv_heads  # keys and values, whose weights then lie elsewhere than the queries'
     found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
     found += _product(run, "attention output", number, ["attention.out"], width, h)
-    return found + (_experts(run) if sparse else _block(run, shape.ffn, number))
+    return found + (_experts(run) if sparse else block(run, shape.ffn, number))
 
 
-def _block(run: Pass, width: int, number: int) -> list[Saved]:
+def block(run: Pass, width: int, number: int = 0) -> list[Saved]:
+    """Of a feed-forward block, and its width."""
     f, h, gpt = width // run.layout.tp_y, run.hidden_here, run.shape.family == "gpt"
     into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
     found = _product(run, "mlp", number, into, h, f * len(into), joined=not gpt)
@@ -72,7 +73,7 @@ def _experts(run: Pass) -> list[Saved]:
         Saved("activations of experts", "[m, f]", e * rows.here * f),
         Saved("gradients of experts", "[m, h]", e * rows.here * h),
     ]
-    return found + (_block(run, experts.shared * experts.ffn, 0) if experts.shared else [])
+    return found + (block(run, experts.shared * experts.ffn) if experts.shared else [])
 
 
 def _embedding(run: Pass) -> int:

@@ -16,51 +16,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
-from shoal.cost.buckets import Filled, buckets_of
+from shoal.cost.buckets import buckets_of
 from shoal.cost.moments import Moments, Orthogonal
 from shoal.cost.parameters import StagePart
+from shoal.cost.passing import Passing, passing
 from shoal.layout import Layout
 from shoal.precision.formats import Formats
-
-TURNS = 2  # behind which as much is whole, and less else is alive
-
-
-class Whole(NamedTuple):
-    """Bytes that a unit of a stage has for a while.
-
-    Attributes:
-        parameters: gathered, of this unit and those ahead (ZeRO-3).
-        gradients: of this unit's buckets, before they are reduced (ZeRO-2 and 3).
-        before: of buckets that units behind it have begun to fill, or whose reduction is on its way.
-        second, third: besides, from the second and from the third micro-batch on. Their sums are added to what is
-            there, and have memory of their own; in the first unit of a backward the last bucket of the one before is
-            on its way, where reductions overlap.
-    """
-
-    parameters: int
-    gradients: int
-    before: int
-    second: int
-    third: int
-
-
-class Passing(NamedTuple):
-    """Of one stage, at moments of its backward (`shoal.cost.working`).
-
-    Attributes:
-        head: in its last unit.
-        layer: in its last layer.
-        first: in its first layer.
-        end: in its first unit.
-        turns: in the layers, below the last, where the gradients of the next buckets begin while the one before is on
-            its way: how many layers are done, and what is whole.
-    """
-
-    head: Whole
-    layer: Whole
-    first: Whole
-    end: Whole
-    turns: tuple[tuple[int, Whole], ...] = ()
 
 
 class StateBytes(NamedTuple):
@@ -109,7 +70,7 @@ def state_bytes(
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     shards = {False: layout.shards, True: layout.expert_shape[2]}
     parameters = gradients = elements = experts = 0
-    passing = []
+    going = []
     moments = Moments(optimizer, policy.state.itemsize)
     for part in parts:
         stage = buckets_of(shape, layout, part, reduce, tp_index, *expert_index[1:])
@@ -125,61 +86,11 @@ def state_bytes(
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
         each = ([sizes[kind] for kind in stage.kind] for sizes in (wholes, chunks))
-        passing.append(_passing(layout, part, stage, *each, compute, reduce))
+        going.append(passing(shape, layout, part, stage, *each, compute, reduce))
     return StateBytes(
-        parameters, gradients, moments.bytes, tuple(passing), elements, experts, moments.passing, moments.estimating,
+        parameters, gradients, moments.bytes, tuple(going), elements, experts, moments.passing, moments.estimating,
         moments.orthogonal,
     )
-
-
-def _passing(
-    layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], chunks: Sequence[int], compute: int,
-    reduce: int,
-) -> Passing:
-    """What is whole at each moment of a backward.
-
-    Args:
-        wholes: elements of each bucket, padding included.
-        chunks: of this rank's shard of each.
-    """
-    units = stage.used
-    last = len(units) - 1
-    tied = set(units[-1]) - set(stage.of_unit[-1])  # the embedding, which is in use from the head to the end
-
-    def at(unit: int) -> Whole:
-        ahead = layout.prefetch + 1 if layout.reshard_after_forward else len(units)
-        there = units[max(0, unit + 1 - ahead) : unit + 1]
-        needed = tied.union(*there) if layout.zero == 3 else set()
-        made: set[int] = set()
-        before: set[int] = set()
-        second = third = 0
-        if layout.zero >= 2:
-            done = tied.union(*stage.of_unit[unit + 1 :]) if unit < last else set()
-            before = done & tied.union(*stage.of_unit[: unit + 1])  # experts' wait for the next layer that has some
-            made = tied.union(stage.of_unit[unit]) - before
-            behind = done - before
-            if layout.overlap and layout.shards > 1:
-                if behind:
-                    second = wholes[min(behind)] // layout.shards
-                    before = before | {min(behind)}
-                else:
-                    second, third = wholes[0], wholes[0] // layout.shards
-            else:  # the sum of a bucket that is complete, where its last matrix had memory of its own before
-                complete = (before | made).difference(*stage.of_unit[:unit])
-                narrow = compute / reduce if compute < 4 else 0
-                second = max((max(0, int(chunks[b] - narrow * wholes[b])) for b in complete), default=0)
-        gathered, reducing, going = (sum(wholes[b] for b in of) for of in (needed, made, before))
-        return Whole(gathered * compute, reducing * reduce, going * reduce, second * reduce, third * reduce)
-
-    top = max(0, last - part.last)  # the last layer
-    turns: list[tuple[int, Whole]] = []
-    if layout.zero >= 2:
-        begun = tied.union(*stage.of_unit[top:])
-        for unit in range(top - 1, int(part.first) - 1, -1):
-            if not begun.issuperset(stage.of_unit[unit]) and len(turns) < TURNS:
-                turns.append((top - unit, at(unit)))
-            begun.update(stage.of_unit[unit])
-    return Passing(at(last), at(top), at(min(int(part.first), last)), at(0), tuple(turns))
 
 
 def zero_bytes(

@@ -1,10 +1,12 @@
-"""Bytes that come and go while a backward runs: what is alive at its worst time besides what forwards have kept.
+"""Bytes that come and go while a pass runs: what is alive at its worst time besides what forwards have kept.
 
 Autograd frees what a forward kept as soon as its gradient is made, so a backward needs most at one of a few moments:
 in the loss; in the feed-forward block of the last layer, whose gradients are the widest, while all below it is still
 kept; or at the very end, in the embedding. Each is written down here as the engine makes it: the gradients that are
-alive, less what was kept and is gone. In 16 bits a weight's gradient has memory of its own before it is added
-(`shoal.parallel.weight`); over tp it waits until the sum of its input's gradient is on its way (`Postponed`).
+alive, less what was kept and is gone. Experts are wide, too, and their rows travel: a layer with some may need most in
+its forward, in the experts, or behind them, where the gradients of its other matrices are made. In 16 bits a weight's
+gradient has memory of its own before it is added (`shoal.parallel.weight`); over tp it waits until the sum of its
+input's gradient is on its way (`Postponed`).
 """
 
 from __future__ import annotations
@@ -15,65 +17,87 @@ from shoal.cost import activations, halves
 from shoal.cost.activations import Pass
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
+from shoal.cost.passing import ALL, COMPLETE, MAKING, REST, WAITING
+from shoal.layout import Layout
 
-Where = Literal["head", "layer", "first", "end"]
-Half = Literal["whole", "input", "weight"]
-PASSES: tuple[Half, ...] = ("whole", "input", "weight")
-"""A backward, and the halves of one that a schedule splits."""
+Where = Literal["head", "layer", "end"]
+Half = Literal["whole", "input", "weight", "forward"]
+PASSES: tuple[Half, ...] = ("whole", "input", "weight", "forward")
+"""A backward, the halves of one that a schedule splits, and a forward, as it ends."""
 
 
 class Moment(NamedTuple):
-    """A time of a backward on a stage.
+    """A time of a pass on a stage.
 
     Attributes:
-        where: in the loss and the output matrix, in the last layer, in the first, or in the first unit.
+        where: in the loss and the output matrix, in a layer, or in the first unit.
         bytes: alive besides what was kept of the micro-batch when the pass began; negative where much of that is gone.
-        reducing: whether this unit's whole gradients have memory yet.
+        time: of this unit (`shoal.cost.passing`), which says what is whole.
+        sparse: of a layer: it has experts.
+        done: of a layer: how many above it on the stage are over.
     """
 
     where: Where
     bytes: int
-    reducing: bool = True
+    time: int = WAITING
+    sparse: bool = False
+    done: int = 0
 
 
-def moments(
-    run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool, block: tuple[int, int] | None = None
-) -> list[Moment]:
-    """The times at which a backward of one micro-batch, or a half of it, may need most.
+def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) -> list[Moment]:
+    """The times at which a pass of one micro-batch may need most.
 
     Args:
         alone: the stage is all of the pipeline: no gradient comes from another, and none goes there.
-        block: `in_block` of the stage, where that is known.
     """
     passing = run.itemsize * run.tokens_here * run.hidden_here
     # A gradient that has come, one that has gone, and a message that is yet to come.
     between = 0 if alone else ((not part.last) + (not part.first) + 1) * passing
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
     table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient before it is added
-    waiting, making = block or in_block(run, part, kind)
+    places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
+    # The layer of each kind that most is below of; a half may leave more than was kept, so that the first counts, too.
+    ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
+    layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - whole]}
     if kind == "weight":  # all that is needed is there, and stays until the end
-        found = [Moment("layer", between + making), Moment("first", between + making)] if part.layers else []
-        found += [Moment("head", between + table)] if part.last else []
-        return found + ([Moment("end", between + table)] if part.first else [])
-    found, gone = [Moment("head", 0, reducing=False)], 0  # the forward has just ended
+        found = [Moment("layer", between + more, time, sparse, done) for sparse, done in layers
+                 for more, time in in_block(run, sparse, kind)]  # fmt: skip
+        matrices: list[Where] = ["head"] * part.last + ["end"] * part.first
+        return found + [moment for where in matrices for moment in _both(where, between + table, between)]
+    kept = activations.total(activations.head(run)) if part.last else 0
+    if kind == "forward":  # less what it made after a layer with experts
+        after = [above(run, part, done) + (kept if part.last else passing) for sparse, done in layers if sparse]
+        return [Moment("head", max([0, *(_forward(run) - later for later in after)]))]
+    found, gone = [], 0
     if part.last:
-        gone = activations.total(activations.head(run)) - (0 if whole else halves.head(run))
-        found += [Moment("head", between + _loss(run, rows), reducing=False),
-                  Moment("head", between + _output(run, rows) + table * whole, reducing=whole)]  # fmt: skip
-    if part.layers:
-        gradient = between + (passing if part.last else 0) - gone  # of the layer's output: elsewhere it has come
-        found += [Moment("layer", gradient + waiting, reducing=False), Moment("layer", gradient + making, whole)]
-        if not whole:  # each layer may leave more than it had kept, so that the first has most behind it
-            every = StagePart(part.layers, first=False, last=False)
-            left = halves.between(run, every) - activations.of_layers(run, part.layers)
-            above = left * (len(part.layers) - 1) // len(part.layers)
-            found.append(Moment("first", gradient + waiting + above, reducing=False))
+        gone = kept - (0 if whole else halves.head(run))
+        making = between + _output(run, rows) + table * whole
+        found.append(Moment("head", between + _loss(run, rows)))
+        found += _both("head", making, between + 2 * passing - gone) if whole else [Moment("head", making)]
+    for sparse, done in layers:
+        gradient = between + (passing if part.last else 0) - gone - above(run, part, done, kind)
+        found += [Moment("layer", gradient + more, time, sparse, done) for more, time in in_block(run, sparse, kind)]
     if part.first:
         kept = activations.total(activations.stage(run, part.layers, first=True, last=part.last))
         kept -= 0 if whole else halves.between(run, part)
         masked = passing if run.layout.tp > 1 else 0
-        found.append(Moment("end", between + passing + masked + table * whole - kept, whole))
+        making = between + passing + masked + table * whole - kept
+        found += _both("end", making, between + passing - kept) if whole else [Moment("end", making)]
     return found
+
+
+def _both(where: Where, making: int, complete: int) -> list[Moment]:
+    return [Moment(where, making, MAKING), Moment(where, complete, COMPLETE)]
+
+
+def above(run: Pass, part: StagePart, done: int, kind: Half = "whole") -> int:
+    """Bytes that the last so many layers of a stage had kept and have let go of; less what they leave to the second
+    half of a backward, after the first."""
+    if not done or kind == "weight":
+        return 0
+    layers = part.layers[len(part.layers) - done :]
+    left = halves.between(run, StagePart(layers, first=False, last=False)) if kind == "input" else 0
+    return activations.of_layers(run, layers) - left
 
 
 def _loss(run: Pass, rows: int) -> int:
@@ -89,30 +113,50 @@ def _output(run: Pass, rows: int) -> int:
     return (e - run.exact) * n * rows + e * n * h + (e * n * h if run.layout.sequence_parallel else 0)
 
 
-def in_block(run: Pass, part: StagePart, kind: Half = "whole") -> tuple[int, int]:
-    """Bytes in the feed-forward block of one of a stage's layers, the one that needs more, with what is computed again:
-    before any gradient of a weight is made, and from then on."""
-    blocks = {_in_experts if run.shape.sparse(layer) else _in_dense for layer in part.layers}
-    both = [block(run, kind) for block in blocks] or [(0, 0)]
-    return max(waiting for waiting, _ in both), max(making for _, making in both)
+Block = list[tuple[int, int]]
+"""Bytes and times (`shoal.cost.passing`)."""
 
 
-def _in_dense(run: Pass, kind: Half) -> tuple[int, int]:
+@activations.once
+def in_block(run: Pass, sparse: bool, kind: Half = "whole") -> Block:
+    """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones."""
+    if not sparse:
+        waiting, making = _in_dense(run, kind, run.shape.ffn)
+        if kind == "weight":
+            return [(making, MAKING), (0, COMPLETE)]
+        again = activations.recomputed(run, sparse)
+        if kind == "input":
+            return [(waiting + again, WAITING)]
+        return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
+    return _in_experts(run, kind)
+
+
+def _over(run: Pass, sparse: bool) -> int:
+    """At the end of a layer's backward."""
+    return run.itemsize * run.tokens_here * run.hidden_here - activations.total(activations.layer(run, sparse=sparse))
+
+
+def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
+    """In a dense block, before any gradient of a weight is made, and from then on.
+
+    Args:
+        ffn: its width.
+    """
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
-    wide, hidden = e * n * (shape.ffn // t), e * n * shape.hidden
+    wide, hidden = e * n * (ffn // t), e * n * shape.hidden
     gated = shape.family == "llama"
-    matrix = e * shape.hidden * (shape.ffn // t) if e < 4 else 0
+    matrix = e * shape.hidden * (ffn // t) if e < 4 else 0
     into = matrix * (2 if gated else 1)
     if kind == "weight":
         return 0, max(matrix, into)
     if kind == "input":  # the input of the last matrix stays
         matrix = into = 0
     here = e * run.tokens_here * shape.hidden
-    again, stays = activations.recomputed(run), wide * (kind == "input")
+    stays = wide * (kind == "input")
     if t == 1:  # into the last matrix; through what is between; into the first ones, side by side
         first = hidden + into if gated else hidden + into - wide
         times = [wide + matrix, (2 * wide if gated else wide) + stays, first + stays]
-        return again, max(times) + again
+        return 0, max(times)
     whole = hidden if run.layout.sequence_parallel else 0  # the gradient of the output, gathered
     scattered = hidden + here if whole else 0
     waiting = [
@@ -121,21 +165,101 @@ def _in_dense(run: Pass, kind: Half) -> tuple[int, int]:
     ]
     making = whole + hidden - wide * gated + max(matrix, into) + min(scattered, here)
     if kind == "input":
-        return max(waiting) + again, max(waiting) + again
+        return max(waiting), max(waiting)
     # A bias that is added behind the sum has its gradient first of all.
-    return max(waiting) + again, (making if gated else max(*waiting, making)) + again
+    return max(waiting), making if gated else max(*waiting, making)
 
 
-def _in_experts(run: Pass, kind: Half) -> tuple[int, int]:
+class _Rows(NamedTuple):
+    """Bytes of one tensor each, in a layer with experts.
+
+    Attributes:
+        own: [n, h] of the tokens that the rank routes.
+        sent, here: [m, h] of the rows that it has for experts, and of those that its experts compute.
+        wide: [m, f] inside these.
+        come, gathered: of the rows, those that come from other ranks of ep and of etp.
+    """
+
+    own: int
+    sent: int
+    here: int
+    wide: int
+    come: int
+    gathered: int
+
+    @staticmethod
+    def of(run: Pass) -> _Rows:
+        """Of a pass."""
+        shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
+        row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.experts.ffn // layout.expert_tensor)
+        return _Rows(
+            rows.own * row, rows.sent * row, rows.here * row, rows.here * wide, int(rows.away * row),
+            rows.gathered * row,
+        )  # fmt: skip
+
+    def exchanged(self, layout: Layout) -> int:
+        """Most that is there as rows go one way, over ep and then over etp: in pieces, and put together; the rows that
+        went are there, too."""
+        to_rank = self.sent + self.come + self.sent if layout.ep > 1 else 0
+        to_expert = self.sent + self.gathered + self.here if layout.expert_tensor > 1 else 0
+        return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and in another order
+
+
+def _forward(run: Pass) -> int:
+    """In the forward of a layer with experts, besides what it keeps: as results come back from the experts, where the
+    rows that went are still there, and as the ranks of tp put their tokens together."""
+    rows, layout = _Rows.of(run), run.layout
+    weighted = rows.sent + rows.own
+    back = 3 * rows.sent + rows.come if layout.ep > 1 else 0
+    if layout.expert_tensor > 1:
+        back = 4 * rows.here + rows.gathered
+    whole = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
+    return max(weighted, back, whole) - _of_shared(run)
+
+
+def _in_parts(run: Pass) -> bool:
+    """Whether the ranks of tp have the same tokens and route a part each."""
+    return run.layout.tp > 1 and not run.layout.sequence_parallel
+
+
+def _of_shared(run: Pass) -> int:
+    return activations.total(activations.shared(run))
+
+
+def _in_experts(run: Pass, kind: Half) -> Block:
     """With experts, which are gone through one after the other; shared ones come before in backward."""
-    shape, layout, e, rows = run.shape, run.layout, run.itemsize, routed_rows(run.shape, run.layout, run.s)
-    wide, hidden = e * rows.here * (shape.experts.ffn // layout.expert_tensor), e * rows.here * shape.hidden
-    results, gated = e * rows.sent * shape.hidden, shape.family == "llama"
+    shape, layout, e = run.shape, run.layout, run.itemsize
+    own, sent, here, wide, *_ = rows = _Rows.of(run)
+    gated, shared = shape.family == "llama", shape.experts.shared * shape.experts.ffn
     matrix = e * shape.hidden * (shape.experts.ffn // layout.expert_tensor) if e < 4 else 0
+    y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
+    keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
+    joined = e * shape.hidden * (heads + 2 * keys) if e < 4 else 0  # of attention's projections
     if kind == "weight":
-        return 0, matrix
-    again, stays = activations.recomputed(run), (wide + hidden) * (kind == "input")
-    matrix *= kind == "whole"
-    moved = 2 * hidden if layout.ep * layout.expert_tensor > 1 else 0
-    times = [moved + wide + matrix, (2 if gated else 1) * wide + stays - results * (kind == "whole")]
-    return again + moved + hidden, max(moved + hidden, *times) + again
+        first = max(matrix, _in_dense(run, kind, shared)[1] if shared else 0)
+        return [(first, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
+    again, halved = activations.recomputed(run, True), kind == "input"
+    full = again if layout.recompute == "full" else 0
+    found: Block = [(full + _forward(run), WAITING)] if full else []
+    before = 0
+    if shared:
+        waiting, making = _in_dense(run, kind, shared)
+        found += [(again + waiting, WAITING), (again + making, WAITING if halved else MAKING)]
+        left = activations.total(halves.block(run, shared)) if halved else 0
+        before = e * run.tokens_here * shape.hidden + left - _of_shared(run)
+    arriving = rows.exchanged(layout)
+    back = max(arriving, 2 * here + rows.gathered if layout.expert_tensor > 1 else 0)  # their gradients' way back
+    waiting = [2 * sent + own * _in_parts(run), arriving - sent]
+    if halved:  # both factors of each weight's gradient stay
+        inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
+        waiting += [*(time - sent for time in inside), here - wide * gated + back - sent]
+        return [*found, (again + before + max(waiting), WAITING)]
+    making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
+              else here - wide + matrix]  # fmt: skip
+    complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)
+    block = activations.total(activations.experts(run))
+    attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_here * shape.hidden + joined
+    return [
+        *found, (again + before + max(waiting), WAITING), (again + before - sent + max(making), MAKING),
+        (again + before - sent + complete, COMPLETE), (again - block + attention, REST), (_over(run, True), ALL),
+    ]

@@ -11,10 +11,11 @@ from math import inf
 from typing import NamedTuple
 
 from shoal.errors import UsageError
-from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, Op, Program
+from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, WEIGHTS, Op, Program
 
 Passes = Sequence[tuple[float, float, float]]
 KINDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+NTH = 3  # micro-batches that are told apart: the first, the second, and all later ones
 LONGEST = 10_000  # actions, from which on arrays are faster
 
 
@@ -99,27 +100,34 @@ def _table(program: Program, passes: Passes, finishing: Passes) -> dict[Op, list
 
 def before_backwards(
     program: Program, whole: Sequence[float], half: Sequence[float], passing: float
-) -> list[tuple[float, float, float]]:
-    """[stages] as `shoal.simulate.columns.before_backwards` has it: what is alive at most on a stage's rank when a
-    backward of that stage begins, the first half of one, and the second; -inf where it has none.
+) -> list[list[float]]:
+    """[stages] as `shoal.simulate.columns.before_backwards` has it.
 
     Args:
         whole: [stages] that a micro-batch's forward leaves.
         half: [stages] that is there between the halves.
         passing: what lies between two stages: those of a rank that follow each other have it once.
     """
-    holder, found = program.stage_rank, [[-inf] * len(KINDS) for _ in program.stage_rank]
+    holder, found = program.stage_rank, [[-inf] * ((len(KINDS) + 1) * NTH**2) for _ in program.stage_rank]
     whole = [
         kept - passing * (s % program.depth > 0 and holder[s] == holder[s - 1]) for s, kept in enumerate(whole)
     ]
-    for actions in program.actions:
-        now = 0.0
+    over = [0] * len(found)
+    for rank, actions in enumerate(program.actions):
+        now, stages = 0.0, program.stages_of(rank)
         for op, stage, *_ in actions:
             if op in FORWARDS:
                 now += whole[stage]
+                kind = len(KINDS)
             elif op in KINDS:
                 kind = KINDS.index(op)
-                found[stage][kind] = max(found[stage][kind], now)
+            else:
+                continue
+            here, others = over[stage], sum(over[s] for s in stages) - over[stage]
+            row = (kind * NTH + min(here, NTH - 1)) * NTH + min(others, NTH - 1)
+            found[stage][row] = max(found[stage][row], now)
+            if kind < len(KINDS):
                 now -= (whole[stage], whole[stage] - half[stage], half[stage])[kind]
-    return [tuple(most) for most in found]
+                over[stage] += op in WEIGHTS
+    return found
 

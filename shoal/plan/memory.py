@@ -17,11 +17,14 @@ from shoal.cost.eight import EightBits
 from shoal.cost.halves import between
 from shoal.cost.outside import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
-from shoal.cost.state import Passing, StateBytes, Whole, state_bytes
-from shoal.cost.working import PASSES, Half, Moment, in_block, moments
+from shoal.cost.passing import Passing
+from shoal.cost.state import StateBytes, state_bytes
+from shoal.cost.working import PASSES, Half, Moment, above, moments
+from shoal.pipeline.short import NTH
 from shoal.plan.run import Run
 
-FORWARDS_FIRST = ("gpipe", "looped-bfs")  # schedules
+TIMES = [(kind, nth, others) for kind in PASSES for nth in range(NTH) for others in range(NTH)]
+"""Of a stage's passes: with what is whole in the first micro-batch, in the second, and later; on it, and on others."""
 PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
 """All of a layout that changes what a micro-batch keeps on a stage, and what its backward needs besides."""
 
@@ -85,9 +88,14 @@ class StageMemory:
             return (((False, False), len(part.layers)),)
         return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
 
-    def _layers(self, part: StagePart) -> Kinds | range:
+    def _layers(self, part: StagePart) -> tuple[Kinds, int] | range:
         """All of a stage's layers that changes what passes through it."""
-        return part.layers if self.forward.told_apart else self.kinds(part)
+        return part.layers if self.forward.told_apart else (self.kinds(part), self._begins(part))
+
+    def _begins(self, part: StagePart) -> int:
+        """Where among those with experts and those without a stage's layers begin, which says their order."""
+        experts = self.run.shape.experts
+        return part.layers[0] % experts.every if experts and part.layers else 0
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class StageMemory:
         """Of some stages together, counted once for those that are alike."""
         key = (
             self.holding,
-            *((self.kinds(part), part.first, part.last, part.shared) for part in parts),
+            *((self.kinds(part), self._begins(part), part.first, part.last, part.shared) for part in parts),
         )
         if key not in self.known:
             run = self.run
@@ -154,32 +162,25 @@ class StageMemory:
         return self.known[key]
 
     def memory_of(
-        self, parts: Sequence[StagePart], alive: Sequence[Sequence[float]], versions: int = 1,
-        schedule: str | None = None,
+        self, parts: Sequence[StagePart], alive: Sequence[Sequence[float]], versions: int = 1
     ) -> Memory:
         """Of a rank that holds some stages, at its worst time.
 
         Args:
-            alive: [stages, passes] bytes of activations, at most, when each of `PASSES` of each stage begins; -inf
-                where it has no such.
+            alive: [stages, `TIMES`] bytes of activations, at most, when a pass of each stage begins, or a forward ends;
+                -inf where it has no such.
             versions: of the weights.
-            schedule: instead of the layout's.
         """
         run, state, found = self.run, self.state_of(parts), []
         for i, (part, there) in enumerate(zip(parts, state.passing, strict=True)):
             kept, going = self._of_others([*state.passing[:i], *state.passing[i + 1 :]])
-            for kind, most in zip(PASSES, alive[i], strict=True):
-                if most < 0:
-                    continue
-                gathered, passing = max((
-                    (
-                        0 if kind == "weight" else whole.parameters + kept,
-                        moment.bytes - gone + moment.reducing * whole.gradients + whole.before + later,
-                    )
-                    for moment in self._moments(part, kind) for gone, whole in self._at(part, there, moment, kind)
-                    for later in self._later(part, whole, going, kind, schedule or run.layout.schedule)
-                ), key=sum)  # fmt: skip
-                found.append((most, gathered, passing, self.fragmentation * (most + self.most(part, kind))))
+            times: dict[Half, list[tuple[int, int, Sequence[int]]]] = {}
+            for (kind, nth, other), most in self._told_apart(alive[i], going).items():
+                if kind not in times:
+                    times[kind] = self._times(part, there, kind, kept)
+                gathered, passing = max([(whole, more + made[nth]) for whole, more, made in times[kind]], key=sum)
+                holes = self.fragmentation * (most + self.most(part, kind))
+                found.append((most, gathered, passing + going[other], holes))
         most, gathered, passing, holes = max(found, key=sum)
         passing = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
         held = (
@@ -188,10 +189,20 @@ class StageMemory:
         )
         return Memory(*held, self.unused + holes)
 
+    def _told_apart(self, alive: Sequence[float], going: Sequence[int]) -> dict[tuple[Half, int, int], float]:
+        """The most that is alive at those of `TIMES` at which gradients differ."""
+        of_stage, of_others = self.run.layout.zero >= 2, any(going)
+        found: dict[tuple[Half, int, int], float] = {}
+        for (kind, nth, other), most in zip(TIMES, alive, strict=True):
+            if most >= 0:
+                key = kind, nth * of_stage, other * of_others
+                found[key] = max(most, found.get(key, most))
+        return found
+
     def working(self, parts: Sequence[StagePart]) -> int:
         """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
-        is less, the first half of one; on the stage that needs least."""
-        return min([self.most(part, kind) for part in parts for kind in PASSES[:2]])
+        is less, the first half of one; on the stage that needs least. Not less than 0, which is where it begins."""
+        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]))
 
     def most(self, part: StagePart, kind: Half) -> int:
         """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
@@ -200,50 +211,51 @@ class StageMemory:
             self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
         return self.known[key]
 
-    def _at(self, part: StagePart, there: Passing, moment: Moment, kind: Half) -> list[tuple[int, Whole]]:
-        """What is whole at a moment, also where it comes again in a layer below; and what those above have let go."""
-        found = [(0, getattr(there, moment.where))]
-        if moment.where != "layer" or kind == "input":
-            return found
-        return found + [(done * self._a_layer_keeps(part) * (kind == "whole"), whole) for done, whole in there.turns]
-
-    def _a_layer_keeps(self, part: StagePart) -> int:
-        """Of a micro-batch, on a stage's average."""
-        key = ("layers", self.passing, self._layers(part))
-        if key not in self.known:
-            self.known[key] = activations.of_layers(self.forward, part.layers) // len(part.layers)
-        return self.known[key]
-
-    def _of_others(self, others: Sequence[Passing]) -> tuple[int, int]:
-        """Bytes that a rank's other stages have meanwhile: of gathered parameters, where these stay until their
-        backward, and of gradients whose reduction is on its way."""
-        layout = self.run.layout
-        stay = layout.zero == 3 and not layout.reshard_after_forward
-        going = sum(at.head.second + at.head.third for at in others) if layout.overlap else 0
-        return sum(at.head.parameters for at in others) * stay, going
-
-    def _later(self, part: StagePart, whole: Whole, going: int, kind: Half, schedule: str) -> list[float]:
-        """What is there besides in the first, the second and the third backward of a step, less the micro-batches that
-        are over by then, where all forwards come first.
+    def _times(self, part: StagePart, there: Passing, kind: Half, kept: int) -> list[tuple[int, int, Sequence[int]]]:
+        """At each moment of a pass, also where it comes again in a layer below: bytes of gathered parameters, those
+        that come and go, and those of whole gradients, by micro-batch.
 
         Args:
-            going: of other stages.
+            kept: gathered parameters of other stages.
         """
-        over = self.kept_of(part) if schedule in FORWARDS_FIRST and self.run.layout.pp > 1 else 0
-        # Where nothing overlaps, a sum has its memory when what the block had in a whole backward is gone.
-        second = whole.second if self.run.layout.overlap or kind == "weight" else 0
-        found = [0, second + going - over, second + whole.third + going - 2 * over]
-        return found[: min(3, self.run.microbatches)]
+        found = []
+        for moment in self._moments(part, kind):
+            if moment.where != "layer":
+                places = [(0, getattr(there, moment.where)[moment.time])]
+            else:
+                counted = self._above(part, moment.done, kind)
+                places = [(self._above(part, turn.done, kind) - counted, turn.times[moment.time])
+                          for turn in there.layers if turn.sparse == moment.sparse]  # fmt: skip
+            for gone, time in places:
+                gathered = kept if kind == "weight" else time.parameters + kept
+                # The first half of a backward makes none of the weights' gradients.
+                made = there.carried if kind == "input" else time.gradients
+                found.append((gathered, moment.bytes - gone, made))
+        return found
+
+    def _above(self, part: StagePart, done: int, kind: Half) -> int:
+        """Of a micro-batch, bytes that so many layers have let go of."""
+        if not done:
+            return 0
+        key = ("above", kind, self.passing, self._layers(part), done)
+        if key not in self.known:
+            self.known[key] = above(self.forward, part, done, kind)
+        return self.known[key]
+
+    def _of_others(self, others: Sequence[Passing]) -> tuple[int, list[int]]:
+        """Bytes that a rank's other stages have meanwhile: of gathered parameters, where these stay until their
+        backward, and of gradients whose reduction is on its way, by micro-batch."""
+        layout = self.run.layout
+        stay = layout.zero == 3 and not layout.reshard_after_forward
+        going = [sum(at.carried[nth] for at in others) for nth in range(NTH)]
+        return sum(at.head[0].parameters for at in others) * stay, going
 
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
         """Of a backward or of a half of one, found once for stages that are alike."""
         alone = self.run.layout.pp == 1
         key = ("moments", kind, self.passing, alone, self._layers(part), part.first, part.last)
         if key not in self.known:
-            block = ("block", kind, self.passing, *sorted({self.run.shape.sparse(layer) for layer in part.layers}))
-            if block not in self.known:
-                self.known[block] = in_block(self.forward, part, kind)
-            self.known[key] = moments(self.forward, part, kind, alone=alone, block=self.known[block])
+            self.known[key] = moments(self.forward, part, kind, alone=alone)
         return self.known[key]
 
     @cached_property

@@ -15,7 +15,7 @@ import numpy as np
 from shoal.cost.communication import Ring
 from shoal.cost.moments import least
 from shoal.cost.parameters import StagePart
-from shoal.cost.working import PASSES
+from shoal.plan.memory import TIMES
 from shoal.plan.space import Fields
 from shoal.plan.stage import Stages
 
@@ -102,7 +102,7 @@ class Replicas:
         """
         worst = max(
             most + plain.most(part, kind)
-            for part, there in zip(parts, alive, strict=True) for kind, most in zip(PASSES, there, strict=True)
+            for part, there in zip(parts, alive, strict=True) for (kind, *_), most in zip(TIMES, there, strict=True)
             if most >= 0
         )  # fmt: skip
         return self._resting(plain, parts) + plain.unused + (1 + plain.fragmentation) * worst

@@ -272,7 +272,7 @@ class Search:
             same = [k for k in better if (times[k] == times[i]).all()]
             if len(better) > len(same):
                 continue
-            memory = _fullest(found[i].stages, outline, alive, branch.pipe["schedule"])
+            memory = _fullest(found[i].stages, outline, alive)
             if memory.reserved <= min((kept[k].reserved for k in same), default=self.room):
                 kept = {k: of for k, of in kept.items() if k not in same} | {i: memory}
         return [(found[i], memory) for i, memory in kept.items()]
@@ -335,7 +335,7 @@ def _table(candidate: Candidate) -> np.ndarray:
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
 
 
-def _fullest(stages: Stages, outline: Outline, alive: np.ndarray, schedule: str) -> Memory:
+def _fullest(stages: Stages, outline: Outline, alive: np.ndarray) -> Memory:
     """Of ranks that hold alike, the one with the most activations is priced."""
-    memories = [stages.memory_of(held, most, schedule=schedule) for held, most in outline.alike(alive)]
+    memories = [stages.memory_of(held, most) for held, most in outline.alike(alive)]
     return max(memories, key=lambda memory: memory.reserved)

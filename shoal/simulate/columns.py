@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.errors import UsageError
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Program, Schedule, finish, in_slices
+from shoal.pipeline.short import NTH
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.STEP, Op.GATHER)
 CODE = {op: code for code, op in enumerate(OPS)}
@@ -145,26 +146,48 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
 
 
 def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[float], passing: float) -> np.ndarray:
-    """[3, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
-    half, and of its second, where a schedule splits it; -inf where it has none.
+    """[36, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
+    half, and of its second, where a schedule splits it, and at the end of a forward: each where that stage has
+    made the gradients of its weights for no micro-batch before, for one, and for more; and each of these where the
+    rank's other stages have. -inf where there is none.
 
     Args:
         whole: [stages] bytes that a micro-batch's forward leaves.
         half: [stages] bytes that are there between the halves.
         passing: bytes between two stages: those of a rank that follow each other have them once.
     """
-    holder = np.array(columns.program.stage_rank)
+    holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     next_to = np.append(False, holder[1:] == holder[:-1]) & (np.arange(len(holder)) % columns.program.depth > 0)
     whole, half = np.array(whole) - passing * next_to, np.array(half)
-    kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half))
+    kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half), (FORWARD, whole))
     change = np.zeros(columns.rows)
-    for code, bytes_of in ((FORWARD, whole), *kinds):
+    for code, bytes_of in kinds:
         rows = columns.op == code
         change[rows] = bytes_of[columns.stage[rows]]
     change[columns.part >= 0] /= columns.program.parts
-    before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])]) - change
-    found = np.full((len(kinds), columns.program.stages), -np.inf)
+    before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])])
+    before -= np.where(columns.op == FORWARD, 0.0, change)
+    over = _over(columns)
+    found = np.full((len(kinds), NTH, NTH, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code
-        np.maximum.at(found[i], columns.stage[rows], before[rows])
-    return found
+        np.maximum.at(found[i], (*over[:, rows], columns.stage[rows]), before[rows])
+    return found.reshape(-1, stages)
+
+
+def _over(columns: Columns) -> Integers:
+    """[2, rows] micro-batches whose weights' gradients a row's stage has made before, and the other stages of its rank,
+    as far as they are told apart."""
+    made = (columns.op == BACKWARD) | (columns.op == WEIGHT)
+    order = np.argsort(columns.stage, kind="stable")
+    here = np.empty(columns.rows, int)
+    here[order] = _counted(made[order], columns.stage[order])
+    others = _counted(made, columns.rank) - here
+    return np.minimum(np.stack([here, others]) // columns.program.parts, NTH - 1)
+
+
+def _counted(made: np.ndarray, of: Integers) -> Integers:
+    """[rows] how many there were before of the same, where those of the same follow each other."""
+    before = np.cumsum(made) - made
+    begins = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
+    return before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))

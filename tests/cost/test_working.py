@@ -37,7 +37,7 @@ def draw(choose: Choose) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     """A layout of up to 256 ranks with any schedule, a model, and the rest of what `off` takes."""
     pp, tp, cp, dp = (choose(degrees) for degrees in ((1, 2, 4), (1, 2, 4), (1, 1, 2), (1, 2, 8)))
     parallel = {
-        "pp": pp, "tp": tp, "cp": cp, "dp": dp, "zero": choose((0, 1, 2, 3)), "micro_batch": choose((1, 2)),
+        "pp": pp, "tp": tp, "cp": cp, "dp": dp, "micro_batch": choose((1, 2)),
         "recompute": choose(("none", "selective", "full")), "sequence_parallel": tp > 1 and choose((False, True)),
         "overlap": choose((False, True)), "bucket_mb": choose((25.0, 1.0)),
     }  # fmt: skip
@@ -47,16 +47,23 @@ def draw(choose: Choose) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
             name for name, schedule in SCHEDULES.items()
             if name not in ("terapipe", "zb-auto") and not schedule.refuses(pp, microbatches, schedule.virtual or 2)
         ])
+    # Which parameters are whole as several stages of a rank, or halves of a backward, take turns is not followed.
+    in_turn = parallel.get("schedule", "1f1b") in ("1f1b", "gpipe", "naive")
+    parallel["zero"] = choose((0, 1, 2, 3) if in_turn else (0, 1, 2))
     if parallel["zero"] == 3:
         parallel |= {"prefetch": choose((0, 1, 2)), "reshard_after_forward": choose((True, False))}
     model: dict[str, Any] = {
         "name": choose(("tiny", "tiny-gpt")), "tied": choose((False, True)), "vocab": choose((1000, 8192, 50257)),
         "ffn": choose((1024, 2048)),
     }  # fmt: skip
-    if choose((False, False, True)):
-        model["experts"] = {"count": 8, "per_token": 2, "ffn": choose((512, 1024)), "every": choose((1, 2))}
-        ranks = dp * cp * tp
-        parallel["ep"] = choose([ep for ep in (1, 2, 4) if ranks % (ep * tp) == 0])
+    if choose((False, True)):
+        gate = choose(("top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
+        model["experts"] = {
+            "count": 8, "per_token": 1 if gate == "switch" else 2, "ffn": choose((512, 1024)), "every": choose((1, 2)),
+            "shared": choose((0, 1, 2)), "gate": gate, "capacity_factor": choose((0.0, 1.25)),
+        }  # fmt: skip
+        parallel["etp"] = choose([etp for etp in (1, 2, 4) if dp * cp * tp % etp == 0])
+        parallel["ep"] = choose([ep for ep in (1, 2, 4, 8) if dp * cp * tp % (ep * parallel["etp"]) == 0])
     rank = choose(range(pp * tp * cp * dp))
     rest = {"s": choose((256, 1024)), "precision": choose(("fp32", "bf16")), "microbatches": microbatches, "rank": rank}
     return parallel, model, rest
@@ -76,6 +83,9 @@ def test_a_peak_is_what_a_dry_run_counts(data: st.DataObject) -> None:
     ({"zero": 3, "dp": 4}, {"tied": True, "vocab": 50257}),  # the embedding stays from the head to the end
     ({"zero": 2, "dp": 4}, {}),  # one bucket is reduced while the next micro-batch fills another
     ({"tp": 4, "sequence_parallel": True, "pp": 2, "recompute": "full"}, {"name": "tiny-gpt"}),
+    # Experts' gradients are whole before those of a layer's other matrices; and rows come back from them in a forward.
+    ({"zero": 2, "dp": 4, "ep": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 1024, "every": 2}}),
+    ({"tp": 4, "ep": 1, "etp": 4, "pp": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 256, "shared": 1}}),
 ])
 def test_a_peak_of_each_kind(parallel: dict[str, Any], model: dict[str, Any]) -> None:
     assert abs(off(parallel, model, s=512, microbatches=2, rank=0, precision="bf16")) < 0.01

@@ -18,7 +18,7 @@ from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.pipeline.split import even_layers
 from shoal.plan.estimate import Estimate
-from shoal.plan.memory import StageMemory
+from shoal.plan.memory import TIMES, StageMemory
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.search import Found, Search, family, order, search
@@ -243,7 +243,8 @@ def test_the_bounds_of_all_ways_to_shard_are_below_each(problem: tuple[Run, Spac
     whole = plain.stage_of(part).forward + plain.stage_of(part).backward_input
     for i, stages in enumerate(each):
         times = stages.stage_of(part)
-        for there in ((alive, -math.inf, -math.inf), (-math.inf, alive, alive)):  # whole backwards, and split ones
+        for passes in (("whole", "forward"), ("input", "weight", "forward")):  # whole backwards, and split ones
+            there = [alive if kind in passes else -math.inf for kind, *_ in TIMES]
             assert reserved[i] <= stages.memory_of([part], [there]).reserved * (1 + 1e-9)
         assert added[0, i] <= (times.forward + times.backward_input - whole) + 1e-9 * whole
         for least, exact in zip(added[1:, i], stages.finish_of(part), strict=True):
