@@ -193,7 +193,7 @@ class Search:
         Where some layers have experts and others not, nobody knows which layers these are, and all may.
         """
         shape = self.run.shape
-        if len({shape.sparse(layer) for layer in range(shape.layers)}) > 1:
+        if shape.experts and len({shape.sparse(layer) for layer in range(shape.layers)}) > 1:
             return True
         plain = self._priced(degrees, way, {"zero": 0})
         part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
