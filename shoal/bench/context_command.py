@@ -12,7 +12,7 @@ from shoal.bench.context import WAYS, Attention, makes_room, ratios, seconds_of_
 from shoal.bench.race import quartiles
 from shoal.config import Section, build
 from shoal.cost import activations
-from shoal.cost.activations import Pass
+from shoal.cost.passes import Pass
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError
 from shoal.layout import ContextOrder, Layout

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.cost import activations
-from shoal.cost.activations import Pass, Saved
+from shoal.cost.activations import Saved
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
+from shoal.cost.passes import Pass, once
 
 
 def between(run: Pass, part: StagePart) -> int:
@@ -24,7 +25,7 @@ def between(run: Pass, part: StagePart) -> int:
     return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
 
 
-@activations.once
+@once
 def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_here
     width = shape.heads * shape.head_dim // y
@@ -81,7 +82,7 @@ def _embedding(run: Pass) -> int:
     return ids + run.itemsize * run.tokens * run.shape.hidden
 
 
-@activations.once
+@once
 def head(run: Pass) -> int:
     """The input of the output matrix, and the gradient of the logits."""
     rows = -(-run.shape.vocab // run.layout.tp)

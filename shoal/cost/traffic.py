@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from shoal.cost.activations import Pass
 from shoal.cost.context import kv_heads, tokens_here
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
+from shoal.cost.passes import Pass
 
 Sent = Counter[tuple[str, str]]
 """Bytes by (axis, kind)."""

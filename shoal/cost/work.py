@@ -12,9 +12,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.cost.activations import Pass, blocks
+from shoal.cost.activations import blocks
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
+from shoal.cost.passes import Pass
 
 
 class Seen(NamedTuple):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shoal.cost import activations, halves
-from shoal.cost.activations import Pass
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
+from shoal.cost.passes import Pass, once
 from shoal.cost.passing import ALL, COMPLETE, MAKING, REST, WAITING
 from shoal.layout import Layout
 
@@ -117,7 +117,7 @@ Block = list[tuple[int, int]]
 """Bytes and times (`shoal.cost.passing`)."""
 
 
-@activations.once
+@once
 def in_block(run: Pass, sparse: bool, kind: Half = "whole") -> Block:
     """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones."""
     if not sparse:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.cost.activations import Pass
 from shoal.cost.buckets import Bucket, Filled, buckets_of
 from shoal.cost.moments import in_order
 from shoal.cost.parameters import Held, StagePart
+from shoal.cost.passes import Pass
 from shoal.cost.traffic import (
     Sent,
     Share,

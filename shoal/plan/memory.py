@@ -11,12 +11,12 @@ from shoal.catalog.calibration import calibration_of
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.cost import activations
-from shoal.cost.activations import Pass
 from shoal.cost.buckets import buckets_of
 from shoal.cost.eight import EightBits
 from shoal.cost.halves import between
 from shoal.cost.outside import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
+from shoal.cost.passes import Pass
 from shoal.cost.passing import Passing
 from shoal.cost.state import StateBytes, state_bytes
 from shoal.cost.working import PASSES, Half, Moment, above, moments

@@ -20,9 +20,9 @@ from shoal.comm.region import host_identity
 from shoal.comm.world import host_memory
 from shoal.config import RunConfig
 from shoal.cost import activations
-from shoal.cost.activations import Pass
 from shoal.cost.eight import EightBits
 from shoal.cost.parameters import StagePart
+from shoal.cost.passes import Pass
 from shoal.cost.state import StateBytes, state_bytes
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError

@@ -9,8 +9,9 @@ from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
 from shoal.config import Float8Config, RunConfig, build, plain
 from shoal.cost import activations
-from shoal.cost.activations import Pass, Saved, korthikanti
+from shoal.cost.activations import Saved, korthikanti
 from shoal.cost.eight import EightBits
+from shoal.cost.passes import Pass
 from shoal.layout import Layout
 from shoal.plan.parts import parts_of
 from shoal.train.engine import Engine

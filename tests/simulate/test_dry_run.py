@@ -15,7 +15,7 @@ from shoal.comm.dry import DryMesh
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
 from shoal.config import RunConfig
-from shoal.cost.activations import Pass
+from shoal.cost.passes import Pass
 from shoal.cost.state import state_bytes
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of, slices_of
