@@ -7,6 +7,8 @@ they take longer to make than an estimate.
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.config import RunConfig
 
 T = TypeVar("T", bound=Section)
+_SEEN_ENOUGH = 141  # what a shell calls a command that SIGPIPE ended
 
 
 def train(args: list[str]) -> int:
@@ -234,20 +237,33 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 refuted or failed, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 refuted or failed, 2 bad input, 130 interrupted, 141 nobody
+    reads what it prints."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if not args or args[0] in ("-h", "--help"):
             print(_usage())
             return 0
         command, rest = _command(args)
-        return command(rest)
+        code = command(rest)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(of_system(error))
+        return _SEEN_ENOUGH if isinstance(error, BrokenPipeError) and _unread() else _refuse(of_system(error))
     except KeyboardInterrupt:
         return 130
+
+
+def _unread() -> bool:
+    """Whether nobody reads what is printed any more, as in `shoal estimate | head`; if so, no more is."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _refuse(error: UsageError) -> int:

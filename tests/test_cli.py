@@ -371,7 +371,8 @@ def test_python_m_shoal_is_the_same_command():
     assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect\n"
 
 
-def test_help_into_a_closed_pipe_is_quiet():
-    command = f"{sys.executable} -m shoal train --help | head -c 20"
+@pytest.mark.parametrize("words", ["train --help", "estimate"])
+def test_a_closed_pipe_is_quiet(words: str):
+    command = f"{sys.executable} -m shoal {words} | head -c 20"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stderr == ""
