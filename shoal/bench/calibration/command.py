@@ -41,7 +41,7 @@ class CalibrateOptions(Section):
     rounds: PositiveInt = 5
     """Measurements of everything; medians count."""
 
-    ranks: tuple[PositiveInt, ...] = (2,)
+    ranks: tuple[PositiveInt, ...] = (2, 4)
     """Numbers of ranks whose collectives are measured."""
 
     check: Path | None = None
