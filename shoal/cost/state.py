@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
-from shoal.cost.buckets import buckets_of
+from shoal.cost.buckets import Filled, buckets_of
 from shoal.cost.moments import Moments, Orthogonal
 from shoal.cost.parameters import StagePart
 from shoal.cost.passing import Passing, passing
@@ -31,7 +31,6 @@ class StateBytes(NamedTuple):
         parameters: whole and master, between steps (`HeldParameters.bytes`).
         gradients: likewise.
         optimizer: of its states (`Rule.bytes`).
-        passing: by stage: of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while.
         elements: parameters that are here, padding left out.
         experts: of these, those of experts.
         updating: bytes besides, of an update while it goes on (`Moments.passing`).
@@ -42,7 +41,6 @@ class StateBytes(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    passing: tuple[Passing, ...]
     elements: int
     experts: int
     updating: int
@@ -63,19 +61,15 @@ def state_bytes(
         shard_index: which shard of the state it has, of `Layout.shards`.
         expert_index: its places along edp_shard, ep and etp.
     """
-    alone = layout.sync != "all-reduce"  # relaxed: every replica for itself, and whole
-    if alone:
-        layout = layout.model_copy(update={"zero": 0})
-    zero, index = layout.zero, 0 if alone else shard_index
+    index = shard_index if layout.sync == "all-reduce" else 0
+    layout = _kept_together(layout)
+    zero = layout.zero
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
-    shards = {False: layout.shards, True: layout.expert_shape[2]}
     parameters = gradients = elements = experts = 0
-    going = []
     moments = Moments(optimizer, policy.state.itemsize)
     for part in parts:
         stage = buckets_of(shape, layout, part, reduce, tp_index, *expert_index[1:])
-        chunks = [size.chunk(shards[size.expert]) for size in stage.sizes]
-        wholes = [shards[size.expert] * chunk for size, chunk in zip(stage.sizes, chunks, strict=True)]
+        chunks, wholes = _cut(layout, stage)
         for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
             if zero < 3:
                 parameters += count * (whole * compute + (0 if storage == compute else chunk * storage))
@@ -85,12 +79,30 @@ def state_bytes(
             elements += count * size.elements
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})
-        each = ([sizes[kind] for kind in stage.kind] for sizes in (wholes, chunks))
-        going.append(passing(shape, layout, part, stage, *each, compute, reduce))
     return StateBytes(
-        parameters, gradients, moments.bytes, tuple(going), elements, experts, moments.passing, moments.estimating,
-        moments.orthogonal,
+        parameters, gradients, moments.bytes, elements, experts, moments.passing, moments.estimating, moments.orthogonal
     )
+
+
+def passing_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> Passing:
+    """Of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while in a backward of one
+    stage."""
+    layout = _kept_together(layout)
+    stage = buckets_of(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
+    chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in _cut(layout, stage))
+    return passing(shape, layout, part, stage, wholes, chunks, policy.compute.itemsize, policy.reduce.itemsize)
+
+
+def _kept_together(layout: Layout) -> Layout:
+    """As its state is held: relaxed, every replica is for itself, and whole."""
+    return layout if layout.sync == "all-reduce" else layout.model_copy(update={"zero": 0})
+
+
+def _cut(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
+    """Elements of a rank's shard of each kind of bucket, and of all of them, padding included."""
+    shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
+    chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
+    return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
 
 
 def zero_bytes(

@@ -28,19 +28,17 @@ class Order(NamedTuple):
     """All that bounds ask of a schedule.
 
     Attributes:
-        microbatches: that flow through the pipeline.
         whole: backwards are.
         limited: rank r of p keeps p - r micro-batches in flight, as 1F1B does.
     """
 
-    microbatches: int
     whole: bool
     limited: bool
 
     @staticmethod
-    def of(schedule: str, microbatches: int) -> Order:
+    def of(schedule: str) -> Order:
         """By the schedule's name."""
-        return Order(microbatches, schedule in WHOLE, schedule == "1f1b")
+        return Order(schedule in WHOLE, schedule == "1f1b")
 
 
 @lru_cache(maxsize=4096)
@@ -80,11 +78,11 @@ class Chain:
         """Pipeline ranks."""
         return int(self.holder.max()) + 1
 
-    def through(self, microbatches: int) -> np.ndarray:
-        """[stages] of so many micro-batches, those through each."""
+    def through(self, microbatches: np.ndarray) -> np.ndarray:
+        """[layouts, stages] of each layout's micro-batches, those through each stage."""
         copies = self.program.copies
-        ends = np.arange(copies + 1) * microbatches // copies
-        return np.repeat(np.diff(ends).astype(float), self.program.depth)
+        ends = np.arange(copies + 1) * microbatches[:, None] // copies
+        return np.repeat(np.diff(ends).astype(float), self.program.depth, axis=1)
 
     @cached_property
     def beside(self) -> np.ndarray:
@@ -122,19 +120,21 @@ class Chain:
         return np.minimum.reduceat(values[..., order], starts, axis=-1)
 
     def ends(
-        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: np.ndarray, order: Order
+        self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, hop: np.ndarray, microbatches: np.ndarray,
+        order: Order,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Before when no rank, and no first stage, can have done its last computation, of any number of layouts.
 
         Args:
             forward, inputs, weights: [layouts, stages] seconds of a forward and of the halves of a backward.
             hop: [layouts] seconds from the end of a computation until its result is on the next rank.
+            microbatches: [layouts] that flow through the pipeline.
 
         Returns:
             [layouts, ranks] for each rank; and [layouts] for the first to hold a first stage.
         """
         upward = inputs + weights if order.whole else inputs  # what the stage before waits for
-        through = self.through(order.microbatches)
+        through = self.through(microbatches)
         between = hop[:, None] * self.hops
         begins = self.least_by_rank(self._before(forward) + between)
         left = self.least_by_rank(self._before(upward) + between)
@@ -145,7 +145,7 @@ class Chain:
         if not order.whole:
             drained = drained + weights[:, :: self.program.depth].min(axis=1)
         if order.limited:
-            drained = np.maximum(drained, self._in_flight(forward, upward, hop, begins, left, order.microbatches))
+            drained = np.maximum(drained, self._in_flight(forward, upward, hop, begins, left, microbatches))
         return busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
@@ -155,11 +155,11 @@ class Chain:
 
     def _in_flight(
         self, forward: np.ndarray, backward: np.ndarray, hop: np.ndarray, begins: np.ndarray, left: np.ndarray,
-        microbatches: int,
+        microbatches: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """1F1B keeps p - r micro-batches in flight on rank r: as many go through in each of their round trips."""
         most = np.arange(self.ranks, 0, -1)
         trip = np.cumsum((forward + backward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop[:, None] * (most - 1)
-        trips = (microbatches - 1) // most
-        rest = microbatches - 1 - trips * most
+        others = microbatches[:, None] - 1
+        trips, rest = np.divmod(others, most)
         return (begins + (trips + 1) * trip + rest * backward + left).max(axis=1)

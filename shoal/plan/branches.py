@@ -106,22 +106,26 @@ class Branches:
 
 def branches(run: Run, space: Space, works: Iterable[Work]) -> Branches:
     """Every one, the least time first."""
-    together: dict[tuple[int, int], list[Work]] = {}
+    of_depth: dict[int, dict[int, list[Work]]] = {}
     for work in works:
-        together.setdefault((work.degrees["pp"], work.microbatches), []).append(work)
+        of_depth.setdefault(work.degrees["pp"], {}).setdefault(work.microbatches, []).append(work)
     found: list[_Together] = []
     outlines: dict[tuple, Outline] = {}
-    for (pp, microbatches), same in together.items():
-        linear = np.stack([work.plain.linear for work in same])
-        hops = np.array([work.plain.hop for work in same])
+    for pp, together in of_depth.items():
+        every = [work for same in together.values() for work in same]
+        linear = np.stack([work.plain.linear for work in every])
+        hops = np.array([work.plain.hop for work in every])
+        through = np.array([work.microbatches for work in every])
         bounds: dict[tuple[Outline, Order], np.ndarray] = {}
-        for pipe in pipelines(pp, microbatches, run.shape.layers, space):
-            order = Order.of(pipe["schedule"], microbatches)
-            for split in splits(run.shape, pp, depth_of(pp, pipe), space):
-                outline = _outline(run, pp, pipe, split, outlines)
-                if (outline, order) not in bounds:
-                    bounds[outline, order] = outline.bounds(linear, hops, order) * (1 - SLACK)
-                found.append(_Together(bounds[outline, order], same, pipe, split, outline, order))
+        for microbatches, same in together.items():
+            which = through == microbatches
+            for pipe in pipelines(pp, microbatches, run.shape.layers, space):
+                order = Order.of(pipe["schedule"])
+                for split in splits(run.shape, pp, depth_of(pp, pipe), space):
+                    outline = _outline(run, pp, pipe, split, outlines)
+                    if (outline, order) not in bounds:
+                        bounds[outline, order] = outline.bounds(linear, hops, through, order) * (1 - SLACK)
+                    found.append(_Together(bounds[outline, order][which], same, pipe, split, outline, order))
     return Branches(found)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.plan.branches import Branch
+from shoal.plan.branches import SLACK, Branch
 from shoal.plan.outline import Outline
 from shoal.plan.replicas import Replicas
 from shoal.plan.space import Fields
@@ -35,9 +35,19 @@ class Placed:
         return self.outline.kept(self.plain)
 
     @cached_property
-    def reserved(self) -> np.ndarray:
-        """[ways] bytes that the first rank needs at least, with nothing alive."""
-        return self.replicas.reserved(self.plain, self.outline.ranks[0][1], 0.0)
+    def kept_first(self) -> np.ndarray:
+        """[stages of the first rank] the same, with what passes between two of them there once."""
+        kept = [self.plain.kept_of(part) for part in self.outline.first]
+        return np.array(kept) - self.plain.message * self.outline.chain.beside[self.outline.chain.holder == 0]
+
+    @cached_property
+    def working(self) -> int:
+        """Bytes that come and go in a backward on the first rank, at least."""
+        return self.plain.working(self.outline.first)
+
+    def fits(self, alive: float, room: float) -> np.ndarray:
+        """[ways] whether the first rank may fit, with so many bytes alive."""
+        return self.replicas.reserved(self.plain, self.outline.first, alive) <= room * (1 + SLACK)
 
     @cached_property
     def times(self) -> np.ndarray:

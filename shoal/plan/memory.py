@@ -18,7 +18,7 @@ from shoal.cost.outside import GB, outside
 from shoal.cost.parameters import SPLITTING, StagePart
 from shoal.cost.passes import Pass
 from shoal.cost.passing import Passing
-from shoal.cost.state import StateBytes, state_bytes
+from shoal.cost.state import StateBytes, passing_bytes, state_bytes
 from shoal.cost.working import PASSES, Half, Moment, above, moments
 from shoal.pipeline.short import NTH
 from shoal.plan.run import Run
@@ -120,6 +120,13 @@ class StageMemory:
             self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
         return self.known[key]
 
+    def passing_of(self, part: StagePart) -> Passing:
+        """Of one stage, what is whole for a while in a backward, counted once for those that are alike."""
+        key = ("passing", self.holding, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
+        if key not in self.known:
+            self.known[key] = passing_bytes(self.run.shape, self.run.layout, self.run.policy, part)
+        return self.known[key]
+
     def messages_of(self, part: StagePart, zero: int) -> tuple[int, int]:
         """In how many messages a stage's parameters are gathered, or their gradients reduced, under a stage of ZeRO:
         experts have their own, which come second.
@@ -172,8 +179,9 @@ class StageMemory:
             versions: of the weights.
         """
         run, state, found = self.run, self.state_of(parts), []
-        for i, (part, there) in enumerate(zip(parts, state.passing, strict=True)):
-            kept, going = self._of_others([*state.passing[:i], *state.passing[i + 1 :]])
+        whole = [self.passing_of(part) for part in parts]
+        for i, (part, there) in enumerate(zip(parts, whole, strict=True)):
+            kept, going = self._of_others([*whole[:i], *whole[i + 1 :]])
             times: dict[Half, list[tuple[int, int, Sequence[int]]]] = {}
             for (kind, nth, other), most in self._told_apart(alive[i], going).items():
                 if kind not in times:

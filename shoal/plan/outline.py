@@ -54,6 +54,11 @@ class Outline:
         one_each = [parts[int(np.argmax(kind == k))] for k in kinds.values()]
         return Outline(Chain(program), one_each, counts.astype(float), kind, alike_ranks)
 
+    @property
+    def first(self) -> list[StagePart]:
+        """The stages of the first rank."""
+        return self.ranks[0][1]
+
     def times(self, stages: Stages) -> np.ndarray:
         """[3, stages] seconds of forwards and of both halves of backwards."""
         priced = [stages.stage_of(part) for part in self.kinds]
@@ -71,15 +76,16 @@ class Outline:
         """[stages] bytes that are there between the halves of a micro-batch's backward."""
         return np.array([stages.between_of(part) for part in self.kinds], float)[self.kind]
 
-    def bounds(self, linear: np.ndarray, hops: np.ndarray, order: Order) -> np.ndarray:
+    def bounds(self, linear: np.ndarray, hops: np.ndarray, microbatches: np.ndarray, order: Order) -> np.ndarray:
         """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
 
         Args:
             linear: [layouts, 3, 5], as `Stages.linear`.
             hops: [layouts] seconds of a message.
+            microbatches: [layouts] of each replica.
         """
         times = (linear @ self.counts.T)[:, :, self.kind]
-        busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops, order)
+        busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops, microbatches, order)
         return np.maximum(busy.max(axis=1), firsts)
 
     @cached_property
@@ -89,9 +95,9 @@ class Outline:
         np.add.at(found, (self.kind, self.chain.holder), 1)
         return found
 
-    def ends(self, times: np.ndarray, hop: float, order: Order) -> tuple[np.ndarray, float]:
+    def ends(self, times: np.ndarray, hop: float, microbatches: int, order: Order) -> tuple[np.ndarray, float]:
         """`Chain.ends` of one layout, with [3, stages] seconds of its stages."""
-        busy, firsts = self.chain.ends(*times[:, None], np.array([hop]), order)
+        busy, firsts = self.chain.ends(*times[:, None], np.array([hop]), np.array([microbatches]), order)
         return busy[0], float(firsts[0])
 
     def added(self, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

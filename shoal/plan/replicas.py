@@ -91,8 +91,7 @@ class Replicas:
 
     def reserved(self, plain: Stages, parts: Sequence[StagePart], alive: float) -> np.ndarray:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
-        work = plain.working(parts)
-        return self._resting(plain, parts) + alive + work + plain.unused + plain.fragmentation * (alive + work)
+        return self._resting(plain, parts) + plain.unused + (1 + plain.fragmentation) * alive
 
     def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Sequence[float]]) -> np.ndarray:
         """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.cost.activations import of_layers
 from shoal.cost.parameters import StagePart
 from shoal.errors import UsageError
 from shoal.layout import Layout
@@ -188,7 +189,8 @@ class Search:
                     full.add(kind)  # nor do more sequences, which come later
 
     def _may_fit(self, degrees: Fields, way: Fields) -> bool:
-        """Whether a rank's share of the layers could be held, and one micro-batch of it: some rank has it.
+        """Whether a rank's share of the layers could be held, and what one micro-batch keeps of it: some rank has it,
+        and all of that is alive before the first backward there.
 
         Where some layers have experts and others not, nobody knows which layers these are, and all may.
         """
@@ -197,7 +199,8 @@ class Search:
             return True
         plain = self._priced(degrees, way, {"zero": 0})
         part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
-        return bool((self._replicas(degrees, way).reserved(plain, [part], 0.0) <= self.room).any())
+        kept = of_layers(plain.forward, part.layers)
+        return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.room).any())
 
     def _replicas(self, degrees: Fields, way: Fields) -> Replicas:
         """The ways to shard of a mesh, whatever the micro-batch."""
@@ -220,13 +223,14 @@ class Search:
         """None where it does not fit, or takes too long."""
         (degrees, _, microbatches, plain), outline = branch.work, branch.outline
         placed = self._placed(branch)
-        begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.kind) // degrees["pp"])
-        kept = placed.kept - plain.message * outline.chain.beside
-        first = float((begun @ kept[outline.chain.holder == 0]).max())
-        fits = placed.reserved + (1 + plain.fragmentation) * first <= self.room * (1 + SLACK)
+        begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.first))
+        alive = float((begun @ placed.kept_first).max())
+        if not placed.fits(alive, self.room).any():
+            return None
+        fits = placed.fits(alive + placed.working, self.room)  # which takes longer to know
         if not fits.any():
             return None
-        ends = outline.ends(placed.times, plain.hop, branch.order)
+        ends = outline.ends(placed.times, plain.hop, microbatches, branch.order)
         of_way = np.where(fits, outline.least(ends, placed.added, microbatches) * (1 - SLACK), np.inf)
         least = float(of_way.min())
         return Closer(least, branch, of_way, placed) if least <= self.limit else None
@@ -238,23 +242,32 @@ class Search:
         return self.placed[plain, outline]
 
     def _look(self, together: Sequence[Closer]) -> None:
-        """Play the layouts of some branches of one program, and keep the best."""
-        found = [pair for closer in together for pair in self._fitting(closer)]
+        """Play the layouts of some branches of one program, and keep the best of those that fit."""
+        found = [pair for closer in together for pair in self._perhaps(closer)]
         if not found:
             return
         replay = self._replay(together[0].branch)
         times = np.stack([_table(candidate) for candidate, _ in found], axis=2)
         seconds = replay.step_times(times, [candidate.stages.link for candidate, _ in found])
         self.plan.played += len(found)
-        for played, (candidate, memory) in zip(seconds, found, strict=True):
-            layout, step = layout_of(self.space, *candidate.levels), float(played)
-            if self.run.cluster.at_once and step <= self.limit:
-                step = Estimate(replace(self.run, layout=layout), known=self.known).step_seconds
-            self._keep(Found(step, layout, memory))
+        steps = [self._step(candidate, float(played)) for played, (candidate, _) in zip(seconds, found, strict=True)]
+        for i in np.argsort(steps, kind="stable"):
+            candidate, alive = found[i]
+            layout = layout_of(self.space, *candidate.levels)
+            if self._wanted(layout, steps[i]):  # else nobody asks how much memory it needs, which takes long to say
+                memory = _fullest(candidate.stages, candidate.outline, alive)
+                if memory.reserved <= self.room:
+                    self._keep(Found(steps[i], layout, memory))
 
-    def _fitting(self, closer: Closer) -> list[tuple[Candidate, Memory]]:
-        """Layouts of a branch that fit, and that no bound of time excludes, without those of which another takes no
-        longer in anything: nor does then its step, whatever the program."""
+    def _step(self, candidate: Candidate, played: float) -> float:
+        """Seconds of a step, where devices may be fewer cores than there are ranks."""
+        if self.run.cluster.at_once is None or played > self.limit:
+            return played
+        run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
+        return Estimate(run, known=self.known).step_seconds
+
+    def _perhaps(self, closer: Closer) -> list[tuple[Candidate, np.ndarray]]:
+        """Layouts of a branch that no bound excludes, and what is alive in them (`before_backwards`)."""
         branch, outline = closer.branch, closer.branch.outline
         ways = np.flatnonzero(closer.of_way <= self.limit)
         if not len(ways):
@@ -263,19 +276,7 @@ class Search:
         alive = before_backwards(self._program(branch), closer.placed.kept, between, plain.message)
         fits = np.array([closer.placed.replicas.at_worst(plain, *of) for of in outline.alike(alive)]).max(axis=0)
         found = self._candidates(closer, ways[fits[ways] <= self.room * (1 + SLACK)])
-        if not found:
-            return []
-        times = np.array([[*candidate.times, *candidate.finishing] for candidate in found])  # [n, 6, stages]
-        kept: dict[int, Memory] = {}
-        for i in np.argsort(times.sum(axis=(1, 2)), kind="stable"):
-            better = [k for k in kept if (times[k] <= times[i]).all()]
-            same = [k for k in better if (times[k] == times[i]).all()]
-            if len(better) > len(same):
-                continue
-            memory = _fullest(found[i].stages, outline, alive)
-            if memory.reserved <= min((kept[k].reserved for k in same), default=self.room):
-                kept = {k: of for k, of in kept.items() if k not in same} | {i: memory}
-        return [(found[i], memory) for i, memory in kept.items()]
+        return [(candidate, alive) for candidate in found]
 
     def _candidates(self, closer: Closer, which: np.ndarray) -> list[Candidate]:
         """Layouts of a branch that no bound of time excludes, among some ways to shard."""
@@ -288,7 +289,7 @@ class Search:
             if ways[i]["zero"] >= 2:
                 own = outline.times(stages)
                 added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None])
-                ends = outline.ends(own, plain.hop, branch.order)
+                ends = outline.ends(own, plain.hop, microbatches, branch.order)
                 if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
                     continue
             levels = (degrees, way, branch.pipe, branch.split, ways[i])
@@ -308,11 +309,14 @@ class Search:
             self.replays[branch.program] = Replay(self._program(branch))
         return self.replays[branch.program]
 
+    def _wanted(self, layout: Layout, seconds: float) -> bool:
+        """Whether a layout that takes so long would be listed, if it fits."""
+        known = self.families.get(family(layout))
+        return seconds <= self.limit and (known is None or seconds * (1 - SLACK) <= known.seconds)
+
     def _keep(self, found: Found) -> None:
         which = family(found.layout)
         known = self.families.get(which)
-        if found.seconds > self.limit or (known and known.seconds < found.seconds * (1 - SLACK)):
-            return
         if known and order(known) <= order(found):
             return
         self.families[which] = found
