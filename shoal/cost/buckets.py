@@ -5,8 +5,10 @@ Many layers have buckets of the same size, and many layouts the same buckets: ea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from shoal.catalog import ModelShape
@@ -97,6 +99,15 @@ def buckets_of(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int
     return _filled(shape, tuple(getattr(layout, name) for name in SPLITTING), part, limit, itemsize, *index)
 
 
+def elements_of(shape: ModelShape, layout: Layout, part: StagePart, *index: int) -> tuple[int, int]:
+    """Parameters of a stage on one rank, padding and experts left out; and those of experts."""
+    found = {False: 0, True: 0}
+    for unit in _members(shape, tuple(getattr(layout, name) for name in SPLITTING), part, *index):
+        for members in chain(*unit):
+            found[members.expert] += members.elements
+    return found[False], found[True]
+
+
 @lru_cache(maxsize=16384)
 def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
@@ -158,13 +169,15 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
 def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
     """As `shoal.parallel.data` fills them, with the numbers of the units that each is of; experts have their own."""
     filling: dict[bool, tuple[Bucket, list[int]]] = {}
+    filled: Counter[bool] = Counter()
     for number, (alone, together) in enumerate(units):
         yield from (([members], [number]) for members in alone)
         for members in together:
             bucket, numbers = filling.setdefault(members.expert, ([], []))
             bucket.append(members)
             numbers.append(number)
-        for kind, (bucket, _) in list(filling.items()):
-            if sum(members.allocated for members in bucket) * itemsize >= limit:
-                yield filling.pop(kind)
+            filled[members.expert] += members.allocated
+        for kind in [kind for kind in filling if filled[kind] * itemsize >= limit]:
+            filled[kind] = 0
+            yield filling.pop(kind)
     yield from filling.values()

@@ -51,14 +51,17 @@ class Placed:
 
     @cached_property
     def times(self) -> np.ndarray:
-        """[3, stages] seconds, without what ZeRO adds."""
-        return self.outline.times(self.plain)
+        """[3, stages] seconds, without what ZeRO adds, but for rounding."""
+        return self._by_kind[:, self.outline.kind]
+
+    @cached_property
+    def _by_kind(self) -> np.ndarray:
+        return self.plain.linear @ self.outline.counts.T
 
     @cached_property
     def added(self) -> tuple[np.ndarray, np.ndarray]:
         """What each way to shard adds at least, as `Outline.added` has it."""
-        each = [self.replicas.adding(self.plain, part) for part in self.outline.kinds]
-        return self.outline.added(np.stack(each, axis=2))
+        return self.outline.added(self.replicas.adding(self.plain, self.outline.kinds, self._by_kind))
 
 
 class Closer(NamedTuple):

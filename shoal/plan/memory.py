@@ -11,7 +11,7 @@ from shoal.catalog.calibration import calibration_of
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
 from shoal.cost import activations
-from shoal.cost.buckets import buckets_of
+from shoal.cost.buckets import buckets_of, elements_of
 from shoal.cost.eight import EightBits
 from shoal.cost.halves import between
 from shoal.cost.outside import GB, outside
@@ -118,6 +118,14 @@ class StageMemory:
         if key not in self.known:
             run = self.run
             self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
+        return self.known[key]
+
+    def elements_of(self, part: StagePart) -> tuple[int, int]:
+        """Parameters of a stage, padding and experts left out; and those of experts. Counted once for those alike."""
+        split = tuple(getattr(self.run.layout, name) for name in SPLITTING)
+        key = ("elements", split, self.kinds(part), part.first, part.last, part.shared)
+        if key not in self.known:
+            self.known[key] = elements_of(self.run.shape, self.run.layout, part, 0, 0, 0)
         return self.known[key]
 
     def passing_of(self, part: StagePart) -> Passing:

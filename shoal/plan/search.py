@@ -284,10 +284,9 @@ class Search:
         degrees, way, microbatches, plain = branch.work
         ways, found = self._replicas(degrees, way).ways, []
         for i in which:
-            stages, own = self._priced(degrees, way, ways[i]), closer.placed.times
-            finishing = outline.finishing(stages)
+            stages = self._priced(degrees, way, ways[i])
+            own, finishing = outline.times(stages), outline.finishing(stages)
             if ways[i]["zero"] >= 2:
-                own = outline.times(stages)
                 added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None])
                 ends = outline.ends(own, plain.hop, microbatches, branch.order)
                 if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:

@@ -137,12 +137,12 @@ class Stages(StageMemory):
         if key not in self.known:
             import numpy as np  # which an estimate of one layout does without
 
-            dense, sparse = {(False, False): 1}, {(self.run.shape.experts is not None, False): 1}
-            counts = (({}, False, False), (dense, False, False), (sparse, False, False), ({}, True, False),
-                      ({}, False, True))  # fmt: skip
-            found = [self._stage(tuple(of.items()), *ends) for of, *ends in counts]
+            layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
+            counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
+            found = [self._stage(*of) for of in counts]
             any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
-            self.known[key] = np.stack([*(other - any_stage for other in others), any_stage], axis=1)
+            first, last, dense, *sparse = (other - any_stage for other in others)
+            self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
         return self.known[key]
 
     def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
@@ -256,7 +256,8 @@ class Stages(StageMemory):
             launches=layers * layer.launches + self.constants["micro_batch"],
             launches_backward=layers * layer.launches_backward,
         )
-        return StageTimes(*(self.slower * self.run.passes * seconds for seconds in found))
+        slower = self.slower * self.run.passes
+        return StageTimes(*[slower * seconds for seconds in found])
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
