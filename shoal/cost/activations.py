@@ -323,9 +323,9 @@ def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
         layers: their numbers.
     """
     return [
-        tensor._replace(bytes=count * tensor.bytes)
+        Saved(what, shape, count * size)
         for (sparse, skips, number), count in kinds(run, layers).items()
-        for tensor in layer(run, sparse=sparse, skips=skips, number=number)
+        for what, shape, size in layer(run, sparse=sparse, skips=skips, number=number)
     ]
 
 

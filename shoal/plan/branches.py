@@ -7,7 +7,7 @@ than one; the search then goes through them from the least on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,23 +117,30 @@ def branches(run: Run, space: Space, works: Iterable[Work]) -> Branches:
         hops = np.array([work.plain.hop for work in every])
         through = np.array([work.microbatches for work in every])
         bounds: dict[tuple[Outline, Order], np.ndarray] = {}
+        placed: dict[tuple, list[tuple[Fields, Outline]]] = {}
         for microbatches, same in together.items():
             which = through == microbatches
             for pipe in pipelines(pp, microbatches, run.shape.layers, space):
-                order = Order.of(pipe["schedule"])
-                for split in splits(run.shape, pp, depth_of(pp, pipe), space):
-                    outline = _outline(run, pp, pipe, split, outlines)
+                order, key = Order.of(pipe["schedule"]), tuple(pipe.values())
+                if key not in placed:
+                    placed[key] = list(_outlines(run, pp, pipe, space, outlines))
+                for split, outline in placed[key]:
                     if (outline, order) not in bounds:
                         bounds[outline, order] = outline.bounds(linear, hops, through, order) * (1 - SLACK)
                     found.append(_Together(bounds[outline, order][which], same, pipe, split, outline, order))
     return Branches(found)
 
 
-def _outline(run: Run, pp: int, pipe: Fields, split: Fields, known: dict[tuple, Outline]) -> Outline:
-    """The outline of a pipeline's programs."""
-    schedule, layers = SCHEDULES[pipe["schedule"]], split["stage_layers"] or ()
-    key = (schedule.placement(pp, schedule.virtual or pipe["virtual_stages"]), schedule.copies, layers)
-    if key not in known:
-        placement, copies, _ = key
-        known[key] = Outline.of(run.shape, Program(((),) * pp, placement, 0, copies=copies, layers=layers))
-    return known[key]
+def _outlines(
+    run: Run, pp: int, pipe: Fields, space: Space, known: dict[tuple, Outline]
+) -> Iterator[tuple[Fields, Outline]]:
+    """The outlines of a pipeline's programs, by the layers of its stages; those of pipelines that place them alike are
+    the same."""
+    schedule = SCHEDULES[pipe["schedule"]]
+    placement = schedule.placement(pp, schedule.virtual or pipe["virtual_stages"])
+    for split in splits(run.shape, pp, depth_of(pp, pipe), space):
+        layers = split["stage_layers"] or ()
+        if (key := (placement, schedule.copies, layers)) not in known:
+            program = Program(((),) * pp, placement, 0, copies=schedule.copies, layers=layers)
+            known[key] = Outline.of(run.shape, program)
+        yield split, known[key]

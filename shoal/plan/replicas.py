@@ -80,6 +80,7 @@ class Replicas:
         if self.run.shape.experts:
             self.groups.append(self._groups(stages, "edp_shard", "edp_replicate"))
         self.held: dict[tuple, np.ndarray] = {}
+        self.counts: dict[tuple, list[tuple[int, int, int]]] = {}
         reshard = np.array([[way.get("reshard_after_forward", True)] for way in ways])
         self.gathers = np.where(self.zero == 3, 1 + reshard, 0)  # in a forward and a backward
 
@@ -90,11 +91,14 @@ class Replicas:
 
     def _counted(self, plain: Stages, parts: Sequence[StagePart]) -> list[_Counted]:
         """Experts apart, where there are some."""
-        every = (
-            zip(plain.elements_of(part), plain.messages_of(part, 3), plain.messages_of(part, 0), strict=True)
-            for part in parts
-        )
-        return [_Counted(*np.array(group).T) for group in zip(*every, strict=True)][: len(self.groups)]
+        each = []
+        for part in parts:
+            key = (plain.run.layout.sequence_parallel, *_kind(plain, part))
+            if key not in self.counts:
+                of = plain.elements_of(part), plain.messages_of(part, 3), plain.messages_of(part, 0)
+                self.counts[key] = list(zip(*of, strict=True))[: len(self.groups)]
+            each.append(self.counts[key])
+        return [_Counted(*np.array(group).T) for group in zip(*each, strict=True)]
 
     @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:
