@@ -107,7 +107,7 @@ def meshes(run: Run, space: Space) -> Iterator[Fields]:
                 "dp": ranks // (tp * pp * cp), "tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "etp": etp, "pp": pp
             }
             allowed = all(space.allows(name, value, tp if name == "etp" else None) for name, value in degrees.items())
-            if allowed and fits(run, Layout(**degrees)):
+            if allowed and shardings(degrees, space) and fits(run, Layout(**degrees)):
                 yield degrees
 
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from itertools import islice, product
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -204,6 +205,13 @@ def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: 
     check_trained(run, found[-1])
 
 
+def test_meshes_that_have_nothing_to_share_out_are_left_out_where_that_is_asked_for() -> None:
+    run = Run(SMALL, Layout(), cluster("4xH100"), 64, 8)
+    space = Space(("1f1b",), fixed={"zero": 3})
+    assert all(degrees["dp"] > 1 for degrees in meshes(run, space))
+    assert {found.layout.zero for found in search(run, space).best} == {3}
+
+
 @given(layers=st.integers(1, 24), vocab=st.integers(1, 100_000), data=st.data())
 def test_uneven_stages_hold_all_layers_and_none_is_tried_twice(layers: int, vocab: int, data: st.DataObject) -> None:
     shape, pp = SMALL.model_copy(update={"layers": layers, "vocab": vocab}), data.draw(st.integers(1, layers))
@@ -245,8 +253,10 @@ def test_the_bounds_of_all_ways_to_shard_are_below_each(problem: tuple[Run, Spac
     each = [Stages(replace(run, layout=layout_of(space, degrees, way, shards))) for shards in ways]
     part = StagePart(range(random.randint(1, run.shape.layers)), random.random() < 0.5, random.random() < 0.5)
     replicas, plain, alive = Replicas(ways, each), each[0], 1e6 * random.random()
-    reserved, added = replicas.reserved(plain, [part], alive), replicas.adding(plain, part)
-    whole = plain.stage_of(part).forward + plain.stage_of(part).backward_input
+    reserved, passed = replicas.reserved(plain, [part], alive + plain.working([part])), plain.stage_of(part)
+    seconds = np.array([[passed.forward], [passed.backward_input], [passed.backward_weight]])
+    added = replicas.adding(plain, [part], seconds)[:, :, 0]
+    whole = passed.forward + passed.backward_input
     for i, stages in enumerate(each):
         times = stages.stage_of(part)
         for passes in (("whole", "forward"), ("input", "weight", "forward")):  # whole backwards, and split ones
