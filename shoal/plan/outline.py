@@ -65,7 +65,7 @@ class Outline:
         return np.array([(s.forward, s.backward_input, s.backward_weight) for s in priced]).T[:, self.kind]
 
     def finishing(self, stages: Stages) -> np.ndarray:
-        """[3, kinds] seconds: reduction, optimizer, gather."""
+        """[3, kinds] seconds: reduction, update, gather."""
         return np.array([stages.finish_of(part) for part in self.kinds]).T
 
     def kept(self, stages: Stages) -> np.ndarray:
@@ -95,10 +95,10 @@ class Outline:
         np.add.at(found, (self.kind, self.chain.holder), 1)
         return found
 
-    def ends(self, times: np.ndarray, hop: float, microbatches: int, order: Order) -> tuple[np.ndarray, float]:
-        """`Chain.ends` of one layout, with [3, stages] seconds of its stages."""
-        busy, firsts = self.chain.ends(*times[:, None], np.array([hop]), np.array([microbatches]), order)
-        return busy[0], float(firsts[0])
+    def ends(self, times: np.ndarray, hop: float, microbatches: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
+        """`Chain.ends` of layouts that send and split the batch alike, with [3, layouts, stages] seconds of stages."""
+        layouts = times.shape[1]
+        return self.chain.ends(*times, np.full(layouts, hop), np.full(layouts, microbatches), order)
 
     def added(self, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[layouts, ranks] seconds for each micro-batch, and behind the last.
@@ -110,12 +110,12 @@ class Outline:
         return passes, reduce + step.max(axis=1, keepdims=True) + gather
 
     def least(
-        self, ends: tuple[np.ndarray, float], added: tuple[np.ndarray, np.ndarray], microbatches: int
+        self, ends: tuple[np.ndarray, np.ndarray], added: tuple[np.ndarray, np.ndarray], microbatches: int
     ) -> np.ndarray:
         """[layouts] seconds that a step takes at least, with what ZeRO adds to it.
 
         Args:
-            ends: of `ends`.
+            ends: of `ends`, of all the layouts or of one for all of them.
             added: of `added`, all that is not in the ends.
         """
         passes, after = added

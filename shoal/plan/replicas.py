@@ -15,6 +15,7 @@ import numpy as np
 from shoal.cost.communication import Ring
 from shoal.cost.moments import least
 from shoal.cost.parameters import StagePart
+from shoal.cost.working import PASSES
 from shoal.plan.memory import TIMES
 from shoal.plan.space import Fields
 from shoal.plan.stage import Stages
@@ -118,10 +119,11 @@ class Replicas:
         Args:
             alive: as `Stages.memory_of` has it.
         """
+        each = len(TIMES) // len(PASSES)  # times at which a pass of one kind begins
         worst = max(
             most + plain.most(part, kind)
-            for part, there in zip(parts, alive, strict=True) for (kind, *_), most in zip(TIMES, there, strict=True)
-            if most >= 0
+            for part, there in zip(parts, alive, strict=True) for i, kind in enumerate(PASSES)
+            if (most := max(there[i * each : (i + 1) * each])) >= 0
         )  # fmt: skip
         return self.reserved(plain, parts, worst)
 

@@ -230,7 +230,7 @@ class Search:
         fits = placed.fits(alive + placed.working, self.room)  # which takes longer to know
         if not fits.any():
             return None
-        ends = outline.ends(placed.times, plain.hop, microbatches, branch.order)
+        ends = outline.ends(placed.times[:, None], plain.hop, microbatches, branch.order)
         of_way = np.where(fits, outline.least(ends, placed.added, microbatches) * (1 - SLACK), np.inf)
         least = float(of_way.min())
         return Closer(least, branch, of_way, placed) if least <= self.limit else None
@@ -282,18 +282,20 @@ class Search:
         """Layouts of a branch that no bound of time excludes, among some ways to shard."""
         branch, outline = closer.branch, closer.branch.outline
         degrees, way, microbatches, plain = branch.work
-        ways, found = self._replicas(degrees, way).ways, []
-        for i in which:
-            stages = self._priced(degrees, way, ways[i])
-            own, finishing = outline.times(stages), outline.finishing(stages)
-            if ways[i]["zero"] >= 2:
-                added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing])[:, None])
-                ends = outline.ends(own, plain.hop, microbatches, branch.order)
-                if outline.least(ends, added, microbatches)[0] * (1 - SLACK) > self.limit:
-                    continue
-            levels = (degrees, way, branch.pipe, branch.split, ways[i])
-            found.append(Candidate(levels, stages, own, finishing[:, outline.kind], outline))
-        return found
+        shards = [closer.placed.replicas.ways[i] for i in which]
+        if not shards:
+            return []
+        every = [self._priced(degrees, way, of) for of in shards]
+        times = np.stack([outline.times(stages) for stages in every], axis=1)
+        finishing = np.stack([outline.finishing(stages) for stages in every], axis=1)
+        added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing]))
+        ends = outline.ends(times, plain.hop, microbatches, branch.order)
+        left = np.flatnonzero(outline.least(ends, added, microbatches) * (1 - SLACK) <= self.limit)
+        levels = (degrees, way, branch.pipe, branch.split)
+        return [
+            Candidate((*levels, shards[i]), every[i], times[:, i], finishing[:, i][:, outline.kind], outline)
+            for i in left
+        ]
 
     def _program(self, branch: Branch) -> Columns:
         programs = self.plan.programs
