@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from shoal.simulate import Timeline, Times
     from shoal.simulate.columns import Columns
+    from shoal.simulate.many import Replay
 
 
 class Estimate(Stages):
@@ -35,10 +36,15 @@ class Estimate(Stages):
         program: of the layout, where it is there already, or its columns, in which gathers of parameters that need
             none may stand.
         known: as `Stages` has it.
+        replay: of the program, where there is one.
     """
 
-    def __init__(self, run: Run, program: Program | Columns | None = None, known: dict | None = None):
+    def __init__(
+        self, run: Run, program: Program | Columns | None = None, known: dict | None = None,
+        replay: Replay | None = None,
+    ):
         super().__init__(run, known)
+        self.replay = replay
         self.played = program or program_of(run.layout, run.microbatches, transfers=False)
         self.program = self.played if isinstance(self.played, Program) else self.played.program
         self.parts = stage_parts(run.shape, self.program)
@@ -67,12 +73,16 @@ class Estimate(Stages):
 
     @cached_property
     def _step(self) -> Played:
-        return play(self.program, self.passes, self.finishes, *self.hops) if self._short else self._on(self.timeline)
+        if self._short:
+            return play(self.program, self.passes, self.finishes, *self.hops)
+        return self._replayed[0] if self._may_replay else self._on(self.timeline)
 
     @cached_property
     def _without_messages(self) -> Played:
         if self._short:
             return play(self.program, self.passes, self.finishes)
+        if self._may_replay:
+            return self._replayed[1]
         from shoal.simulate import simulate
 
         return self._on(simulate(self.played, self.durations))
@@ -80,6 +90,24 @@ class Estimate(Stages):
     @property
     def _short(self) -> bool:
         return self.played is self.program and self.run.cluster.at_once is None and is_short(self.program)
+
+    @property
+    def _may_replay(self) -> bool:
+        return self.replay is not None and self.run.cluster.at_once is None
+
+    @cached_property
+    def _replayed(self) -> tuple[Played, Played]:
+        """With messages, and without."""
+        import numpy as np
+
+        from shoal.simulate import Links
+
+        times = self.durations
+        step = np.full(len(self.parts), times.step)
+        table = np.stack([times.forward, times.backward_input, times.backward_weight, times.reduce, step, times.gather])
+        with_them, without = self.replay.step_times(np.stack([table, table], axis=2), [self.link, Links()])
+        busy = self.replay.busy(table[:, :, None])[:, 0].tolist()
+        return Played(float(with_them), busy), Played(float(without), busy)
 
     def _on(self, timeline: Timeline) -> Played:
         """A step as it is played, each rank on a core of its own or all on those that there are."""

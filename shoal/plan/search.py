@@ -65,6 +65,7 @@ class Plan:
         run: what it was for; its layout says nothing.
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
         programs: that were written down, by pipeline ranks, micro-batches, schedule and stages on each rank.
+        replays: of those that were played.
         known: what was counted of their stages, as `Stages` has it.
         played: how many layouts were.
         branches, pruned: works by pipelines, and how many of them were left out by their time.
@@ -74,6 +75,7 @@ class Plan:
     run: Run
     best: list[Found] = field(default_factory=list)
     programs: dict[tuple, Columns] = field(default_factory=dict)
+    replays: dict[tuple, Replay] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
     played: int = 0
     branches: int = 0
@@ -141,7 +143,6 @@ class Search:
         self.plan = Plan(run)
         self.known = self.plan.known
         self.priced: dict[tuple, Stages] = {}
-        self.replays: dict[tuple, Replay] = {}
         self.replicas: dict[tuple, Replicas] = {}
         self.placed: dict[tuple[Stages, Outline], Placed] = {}
         self.families: dict[tuple, Found] = {}
@@ -306,9 +307,9 @@ class Search:
         return programs[branch.program]
 
     def _replay(self, branch: Branch) -> Replay:
-        if branch.program not in self.replays:
-            self.replays[branch.program] = Replay(self._program(branch))
-        return self.replays[branch.program]
+        if branch.program not in self.plan.replays:
+            self.plan.replays[branch.program] = Replay(self._program(branch))
+        return self.plan.replays[branch.program]
 
     def _wanted(self, layout: Layout, seconds: float) -> bool:
         """Whether a layout that takes so long would be listed, if it fits."""

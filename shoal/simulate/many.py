@@ -7,12 +7,13 @@ Which event comes after which follows from the orders alone, not from how long a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.errors import UsageError
-from shoal.simulate.columns import BACKWARD, FORWARD, GATHER, INPUT, REDUCE, STEP, WEIGHT, Columns
+from shoal.simulate.columns import BACKWARD, COMPUTING, FORWARD, GATHER, INPUT, OPS, REDUCE, STEP, WEIGHT, Columns
 from shoal.simulate.disturbance import Disturbance, different_replicas
 from shoal.simulate.engine import NOTHING, Graph, deadlock, messages_of
 from shoal.simulate.times import Links, Times
@@ -41,12 +42,9 @@ class Replay:
                 steps, gathers.
             links: one for all links of each set, not blocking.
         """
-        columns, sweeps, sets = self.columns, self.sweeps, times.shape[2]
-        table = np.zeros((7, times.shape[1], sets))
-        table[[FORWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER]] = times
-        table[BACKWARD] = table[INPUT] + table[WEIGHT]
+        sweeps, sets = self.sweeps, times.shape[2]
         duration, latency = np.zeros((2, len(sweeps.nodes) + 1, sets))  # the last is what waits for nothing
-        duration[: self.rows] = table[columns.op, columns.stage]
+        duration[: self.rows] = self._durations(times)
         messages = slice(self.rows, self.rows + self.sent)
         duration[messages] = [link.time for link in links]
         latency[messages] = [link.latency for link in links]
@@ -56,6 +54,18 @@ class Replay:
             np.maximum(end[behind], end[needed] + flight[here], out=end[here])
             end[here] += duration[here]
         return end.max(axis=0)
+
+    def busy(self, times: np.ndarray) -> np.ndarray:
+        """[ranks, sets] time in computations."""
+        computing = (self.columns.op <= COMPUTING)[:, None]
+        return np.add.reduceat(np.where(computing, self._durations(times), 0.0), self.columns.offset[:-1])
+
+    def _durations(self, times: np.ndarray) -> np.ndarray:
+        """[rows, sets]"""
+        table = np.zeros((len(OPS), *times.shape[1:]))
+        table[[FORWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER]] = times
+        table[BACKWARD] = table[INPUT] + table[WEIGHT]
+        return table[self.columns.op, self.columns.stage]
 
 
 class _Sweeps(NamedTuple):
@@ -75,23 +85,36 @@ class _Sweeps(NamedTuple):
     @staticmethod
     def of(graph: Graph, columns: Columns) -> _Sweeps:
         """Each lane goes on by a node wherever that can be."""
-        count = len(graph.next)
-        waits_for = np.where(graph.waits_for == NOTHING, count, graph.waits_for)
-        place = np.full(count + 1, NOTHING)  # in the order
-        place[count] = count
-        head, before = graph.first.astype(np.int64), np.full(len(graph.first), count)
-        nodes, each, done = [np.empty(0, np.int64)], [], 0
-        while len(head):
-            ready = place[waits_for[head]] != NOTHING
-            if not ready.any():
-                raise UsageError(deadlock(head[head < graph.rows], columns))
-            now = head[ready]
-            here = slice(done, done := done + len(now))
-            each.append((here, place[before[ready]], place[waits_for[now]]))
-            nodes.append(now)
-            place[now] = np.arange(here.start, done)
-            before[ready], head[ready] = now, graph.next[now]
-            left = head != NOTHING
-            head, before = head[left], before[left]
-        order = np.concatenate(nodes)
-        return _Sweeps(order, waits_for[order], each)
+        sweep, count = _sweep_of(graph, columns), len(graph.next)
+        before, linked = np.full(count, count), np.flatnonzero(graph.next != NOTHING)
+        before[graph.next[linked]] = linked
+        nodes = np.argsort(sweep, kind="stable")
+        waits_for = np.where(graph.waits_for == NOTHING, count, graph.waits_for)[nodes]
+        place = np.append(np.argsort(nodes), count)
+        ends = np.cumsum(np.bincount(sweep)[1:]).tolist()
+        cuts = [slice(*cut) for cut in pairwise([0, *ends])]
+        behind, needed = place[before[nodes]], place[waits_for]
+        return _Sweeps(nodes, waits_for, [(cut, behind[cut], needed[cut]) for cut in cuts])
+
+
+def _sweep_of(graph: Graph, columns: Columns) -> np.ndarray:
+    """[nodes] the sweep that does each, from 1 on: behind that of the node before it on its lane, and of what it waits
+    for."""
+    following, waits_for = graph.next.tolist(), graph.waits_for.tolist()
+    sweep = [0] * (len(following) + 1)  # the last is for NOTHING, which is there before the first
+    waiting: dict[int, list[tuple[int, int]]] = {}  # by what they wait for
+    going = [(node, 0) for node in graph.first.tolist()]
+    while going:
+        node, last = going.pop()
+        while node != NOTHING:
+            needed = waits_for[node]
+            if needed != NOTHING and not sweep[needed]:
+                waiting.setdefault(needed, []).append((node, last))
+                break
+            sweep[node] = last = 1 + max(last, sweep[needed])
+            going += waiting.pop(node, ())
+            node = following[node]
+    if waiting:
+        heads = np.array([node for behind in waiting.values() for node, _ in behind])
+        raise UsageError(deadlock(heads[heads < graph.rows], columns))
+    return np.array(sweep[:-1], np.int64)
