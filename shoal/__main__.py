@@ -17,8 +17,8 @@ def main() -> int:
 
 
 def _without_plugins() -> None:
-    """Say that pydantic has no plugins. To ask all installed packages for some, it would load a mail parser among others,
-    for a seventh of an estimate's time, and even where PYDANTIC_DISABLE_PLUGINS is set."""
+    """Say that pydantic has no plugins. To ask all installed packages for some it would load a mail parser, among
+    others, for a seventh of an estimate's time, even where PYDANTIC_DISABLE_PLUGINS is set."""
     loader = ModuleType("pydantic.plugin._loader")
     loader.get_plugins = tuple  # type: ignore[attr-defined]
     sys.modules.setdefault(loader.__name__, loader)

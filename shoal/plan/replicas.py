@@ -133,7 +133,8 @@ class Replicas:
         if key not in self.held:
             storage, compute, reduce, moments = self._sizes
             found = np.zeros(self.zero.shape)
-            for elements, (cut, _) in zip(map(sum, zip(*map(plain.elements_of, parts))), self.groups, strict=False):
+            every = np.sum([plain.elements_of(part) for part in parts], axis=0)[: len(self.groups)]
+            for elements, (cut, _) in zip(every, self.groups, strict=True):
                 here = elements / cut.ranks
                 masters = here * storage if storage != compute else 0.0
                 found += np.where(self.zero < 3, elements * compute + masters, here * storage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -72,6 +73,17 @@ class Columns:
         follows = (self.op[:-1] == FORWARD) & (self.op[1:] == BACKWARD) & (self.stage[:-1] != self.stage[1:])
         follows[self.offset[1:-1] - 1] = False
         return np.flatnonzero(follows)
+
+    @cached_property
+    def over(self) -> Integers:
+        """[2, rows] micro-batches whose weights' gradients a row's stage has made before, and the other stages of its
+        rank, as far as they are told apart."""
+        made = (self.op == BACKWARD) | (self.op == WEIGHT)
+        order = np.argsort(self.stage, kind="stable")
+        here = np.empty(self.rows, int)
+        here[order] = _counted(made[order], self.stage[order])
+        others = _counted(made, self.rank) - here
+        return np.minimum(np.stack([here, others]) // self.program.parts, NTH - 1)
 
     def action(self, row: int) -> Action:
         """One row, as the program has it."""
@@ -167,23 +179,12 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     change[columns.part >= 0] /= columns.program.parts
     before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])])
     before -= np.where(columns.op == FORWARD, 0.0, change)
-    over = _over(columns)
+    over = columns.over
     found = np.full((len(kinds), NTH, NTH, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code
         np.maximum.at(found[i], (*over[:, rows], columns.stage[rows]), before[rows])
     return found.reshape(-1, stages)
-
-
-def _over(columns: Columns) -> Integers:
-    """[2, rows] micro-batches whose weights' gradients a row's stage has made before, and the other stages of its rank,
-    as far as they are told apart."""
-    made = (columns.op == BACKWARD) | (columns.op == WEIGHT)
-    order = np.argsort(columns.stage, kind="stable")
-    here = np.empty(columns.rows, int)
-    here[order] = _counted(made[order], columns.stage[order])
-    others = _counted(made, columns.rank) - here
-    return np.minimum(np.stack([here, others]) // columns.program.parts, NTH - 1)
 
 
 def _counted(made: np.ndarray, of: Integers) -> Integers:
