@@ -19,6 +19,7 @@ from shoal.layout import Layout
 from shoal.pipeline.choose import check_schedule
 from shoal.pipeline.split import even_layers
 from shoal.plan.estimate import Estimate
+from shoal.plan.listing import estimate_of
 from shoal.plan.memory import TIMES, StageMemory
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
@@ -241,6 +242,7 @@ def test_a_large_cluster_in_seconds() -> None:
     for found in plan.best[:3]:
         estimate = Estimate(Run(**{**vars(run), "layout": found.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)
+        assert estimate_of(plan, found).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

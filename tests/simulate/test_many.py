@@ -1,4 +1,4 @@
-"""Many sets of durations played at once end when each does alone."""
+"""Many sets of durations played at once end when each does alone, and ranks are as busy."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,9 @@ def test_each_set_ends_when_it_does_alone(data: st.DataObject) -> None:
     links = [Links(*random.uniform(0, 1, 2)) for _ in range(3)]
     alone = [
         simulate(columns, Times(*times[:3, :, i], reduce=times[3, :, i], step=times[4, 0, i], gather=times[5, :, i]),
-                 links[i]).step_time
+                 links[i])
         for i in range(3)
     ]
-    assert Replay(columns).step_times(times, links) == pytest.approx(alone, rel=1e-12)
+    together = Replay(columns)
+    assert together.step_times(times, links) == pytest.approx([one.step_time for one in alone], rel=1e-12)
+    assert pytest.approx(np.array([one.busy[0] for one in alone]), rel=1e-12) == together.busy(times).T
