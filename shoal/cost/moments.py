@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,18 +24,30 @@ class Orthogonal(NamedTuple):
 
     Attributes:
         elements: of all matrices.
-        flops: of their products.
-        largest: of those of the matrix that takes most.
+        matrices: how many there are of each shape.
     """
 
     elements: int
-    flops: int
-    largest: int
+    matrices: tuple[tuple[tuple[int, int], int], ...]
 
-    def busiest(self, ranks: int) -> float:
+    def busiest(self, ranks: int, *, wide: bool) -> float:
         """FLOPs of the rank that has most to do, of so many: its share, or a matrix that is more. No less than this,
         and hardly more where there are many matrices, as the largest are given away first (Graham 1969)."""
-        return max(self.flops / ranks, self.largest)
+        each = [(orthogonal_flops(shape, wide=wide), count) for shape, count in self.matrices]
+        return max(sum(flops * count for flops, count in each) / ranks, max(each, default=(0,))[0])
+
+
+def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
+    """Of the products that make one matrix orthogonal (`shoal.optim.muon.orthogonal`).
+
+    Each of five steps has a product of [n, m] with itself, n <= m, of 2 n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m.
+    In wide formats there are one of the first kind and one of the last if n < m, and 17 of [n, n], and what is
+    symmetric counts half.
+    """
+    n, m = min(shape), max(shape)
+    if wide:
+        return 5 * (3 * n * n * m + n**3) if n == m else 3 * n * n * m + 17 * n**3
+    return 5 * (4 * n * n * m + 2 * n**3)
 
 
 class Moments:
@@ -67,20 +80,19 @@ class Moments:
     @property
     def passing(self) -> int:
         """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
-        of a turn (`shoal.optim.turns`), and two copies each of the largest and of its product with itself."""
-        largest = max(((n * m, min(n, m) ** 2) for *_, n, m in self._matrices), default=(0, 0))
+        of a turn (`shoal.optim.turns`), and two copies of the largest and three as large as its product with itself."""
+        largest, product = max(((n * m, min(n, m) ** 2) for *_, n, m in self._matrices), default=(0, 0))
         every = sum(map(math.prod, self._matrices))
-        turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest[0]), every)
-        return (turn + 2 * sum(largest)) * self.itemsize
+        turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest), every)
+        return (turn + 2 * largest + 3 * product) * self.itemsize
 
     @property
     def orthogonal(self) -> Orthogonal:
-        """muon: the matrices of the stages. A step of Newton-Schulz on [n, m], n <= m, has a product with itself of 2
-        n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m, and there are five (`shoal.optim.muon`)."""
-        each = [(math.prod(stack), min(n, m), max(n, m)) for *stack, n, m in self._matrices]
-        flops = [5 * (4 * n * n * m + 2 * n**3) for _, n, m in each]
-        total = sum(count * one for (count, *_), one in zip(each, flops, strict=True))
-        return Orthogonal(sum(map(math.prod, self._matrices)), total, max(flops, default=0))
+        """muon: the matrices of the stages."""
+        found: Counter[tuple[int, int]] = Counter()
+        for *stack, n, m in self._matrices:
+            found[n, m] += math.prod(stack)
+        return Orthogonal(sum(map(math.prod, self._matrices)), tuple(found.items()))
 
     @property
     def estimating(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.config import OptimizerConfig
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
-from shoal.optim.turns import turns
+from shoal.optim.turns import products, turns
 from shoal.optim.widened import adamw_beside
 from shoal.pieces import Piece
 
@@ -76,17 +76,36 @@ class Muon(Rule):
 def orthogonal(matrix: Tensor) -> Tensor:
     """About the nearest matrix with orthonormal rows or columns: its singular values become 0.7 to 1.2.
 
-    Newton-Schulz iterations; of float32 on CUDA in bfloat16, which its authors found enough (Jordan et al. 2024).
+    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024). Where
+    n < m the polynomials, which are [n, n] and symmetric, are multiplied with each other first, and with x last (Zhang
+    et al. 2026, "Gram Newton-Schulz"); not in bfloat16, where small singular values would be lost so.
     """
-    a, b, c = _COEFFICIENTS
-    x = matrix.to(torch.bfloat16) if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    x = matrix.to(products(matrix.dtype, matrix.device))
     wide = x.size(0) <= x.size(1)
     x = x if wide else x.T
     x = x / (x.norm() + 1e-7)  # the spectral norm is at most 1
-    for _ in range(_STEPS):
+    a, b, c = _COEFFICIENTS
+    if x.size(0) == x.size(1) or x.dtype == torch.bfloat16:
+        for _ in range(_STEPS):
+            gram = _symmetric(x, x.T)
+            x = torch.addmm(x, _symmetric(gram, gram).mul_(c).add_(gram, alpha=b), x, beta=a)
+    else:
         gram = _symmetric(x, x.T)
-        x = torch.addmm(x, _symmetric(gram, gram).mul_(c).add_(gram, alpha=b), x, beta=a)
+        product = factor = _polynomial(gram)
+        for _ in range(_STEPS - 1):
+            gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
+            factor = _polynomial(gram)
+            product = _symmetric(product, factor)
+        x = product @ x
     return (x if wide else x.T).to(matrix.dtype)
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    """[n, n], symmetric: what a step multiplies a matrix by, of the matrix' product with its transpose."""
+    a, b, c = _COEFFICIENTS
+    factor = _symmetric(gram, gram).mul_(c).add_(gram, alpha=b)
+    factor.diagonal().add_(a)
+    return factor
 
 
 def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

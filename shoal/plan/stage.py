@@ -324,7 +324,7 @@ class Stages(StageMemory):
         pieces = -(-found.elements // AT_ONCE)
         size = found.elements * run.policy.storage.itemsize / pieces
         exchange = pieces * (holders.reduce_scatter(size) + holders.all_gather(size)) if holders.ranks > 1 else 0.0
-        return found.busiest(holders.ranks) / rate + exchange
+        return found.busiest(holders.ranks, wide=wide) / rate + exchange
 
     @cached_property
     def hops(self) -> tuple[float, float]:

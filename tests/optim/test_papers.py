@@ -209,6 +209,23 @@ def test_orthogonal_makes_all_singular_values_about_one(shape) -> None:
     torch.testing.assert_close(turned, turned.diagonal().diag(), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(40, 300), (200, 150), (150, 150)])
+def test_products_of_polynomials_in_float32_are_those_of_steps_in_float64(shape) -> None:
+    """Of a gradient of few directions above much smaller ones, which five steps make 480 times larger."""
+    draw = torch.Generator().manual_seed(0)
+    few = torch.randn(shape[0], 4, generator=draw, dtype=torch.float64) @ torch.randn(
+        4, shape[1], generator=draw, dtype=torch.float64
+    )
+    matrix = few + 1e-3 * torch.randn(shape, generator=draw, dtype=torch.float64)
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    torch.testing.assert_close(orthogonal(matrix), x, rtol=0, atol=1e-11)
+    found = orthogonal(matrix.float())
+    assert (found - x).norm() < 2e-3 * x.norm()
+
+
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16])
 def test_orthogonal_is_made_in_bfloat16_on_cuda_of_float32_alone(given) -> None:
     seen = set()

@@ -16,6 +16,7 @@ from shoal.catalog import ModelShape, model_shape
 from shoal.catalog.clusters import cluster
 from shoal.cli import main
 from shoal.config import RunConfig, build
+from shoal.cost.moments import orthogonal_flops
 from shoal.cost.parameters import StagePart, units_of
 from shoal.cost.state import state_bytes
 from shoal.data.tokenizer import train_bpe
@@ -152,17 +153,17 @@ def test_muons_products_and_exchange_by_hand() -> None:
     assert shared_moved - alone_moved / 4 == pytest.approx(exchange, rel=0.01)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64, 1000])
-def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int) -> None:
+def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int, wide: bool) -> None:
     shape = model_shape("llama-3.2-1b")
     said = state_bytes(shape, Layout(), FORMATS["bf16"], "muon", [StagePart(range(shape.layers))]).orthogonal
     hidden = {held.name: held.whole for unit in units_of(shape, Layout(), StagePart(range(shape.layers)))
               for held in unit if is_hidden_matrix(held.name, held.whole)}  # fmt: skip
-    owners = zip(*turns_of(hidden, ranks), strict=True)
-    each = [sum(10 * min(m.shape) ** 2 * (2 * max(m.shape) + min(m.shape)) for turn in owner for m in turn)
-            for owner in owners]  # fmt: skip
-    assert sum(each) == said.flops
-    assert said.busiest(ranks) <= max(each) <= 4 / 3 * said.busiest(ranks)
+    owners = zip(*turns_of(hidden, ranks, wide=wide), strict=True)
+    each = [sum(orthogonal_flops(m.shape, wide=wide) for turn in owner for m in turn) for owner in owners]
+    assert sum(each) == said.busiest(1, wide=wide)
+    assert said.busiest(ranks, wide=wide) <= max(each) <= 4 / 3 * said.busiest(ranks, wide=wide)
 
 
 def test_zero_3_waits_for_a_message_of_every_unit() -> None:
