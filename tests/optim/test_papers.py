@@ -223,7 +223,7 @@ def test_products_of_polynomials_in_float32_are_those_of_steps_in_float64(shape)
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
     torch.testing.assert_close(orthogonal(matrix), x, rtol=0, atol=1e-11)
     found = orthogonal(matrix.float())
-    assert (found - x).norm() < 2e-3 * x.norm()
+    assert (found - x).norm() < 0.01 * x.norm()
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16])
