@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from shoal.cli import main
 from shoal.config import save
-from shoal.failover.chaos import ROUGH, Chaos, Trial, differences, last
+from shoal.failover.chaos import ROUGH, Chaos, Trial
 from shoal.failover.chaos_command import rows
 from shoal.failover.inject import COMMITTING, STAGING, damage
 from shoal.failover.kinds import KINDS, NEED_MOUNTS
+from shoal.failover.outcome import differences, last
 from tests.train.runs import shoal
 
 from .conftest import STEPS, config_of
