@@ -39,8 +39,10 @@ class Adafactor(Rule, Compilable):
 
     def compile(self) -> None:
         kernels = _Kernels(*(torch.compile(kernel, dynamic=True) for kernel in _Kernels()))
+        if self.shards.device.type == "cpu":  # compiled it goes over a gradient twice, and takes half as long again
+            kernels = kernels._replace(of_squares=_sums_of_squares)
         for some in self.each:
-            some.kernels, some.rows_at_once = kernels, None
+            some.kernels, some.at_once = kernels, None
 
     def update(self, learning_rate: float) -> None:
         for some in self.each:
@@ -59,7 +61,7 @@ class _Together:
 
     def __init__(self, shards: Shards):
         self.shards, self.kernels = shards, _Kernels()
-        self.rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
+        self.at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
         kind = {"dtype": shards.dtype, "device": shards.device}
         self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (whole[:-1], (*whole[:-2], whole[-1]))
@@ -154,7 +156,7 @@ class _Together:
         return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
 
     def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
-        each = self.rows_at_once and max(1, self.rows_at_once * matrix.size(0) // part.box.numel)
+        each = self.at_once and max(1, self.at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
@@ -168,7 +170,7 @@ class _Together:
             for gradient, factor in rows:
                 total[0] += self.kernels.of_update(gradient, factor, by_column).double().square() / part.copies
             for weights in self._rows(shard.weights, part):
-                total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
+                total[1] += torch.dot(weights.reshape(-1), weights.reshape(-1)).double() / part.copies
         self.shards.holders.sum(squares)
         numbers = squares.tolist()
         return {
@@ -212,8 +214,14 @@ def _matrix(part: Part) -> bool:
 
 
 def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    square = gradient * gradient
-    return square.sum(1), square.sum(0)
+    """By row and by column."""
+    rows, columns = [], gradient.new_zeros(gradient.size(1))
+    at_once = max(1, BLOCK // gradient.size(1)) if gradient.device.type == "cpu" else gradient.size(0)
+    for some in gradient.split(at_once):
+        square = some * some
+        rows.append(square.sum(1))
+        columns += square.sum(0)
+    return torch.cat(rows), columns
 
 
 def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
