@@ -236,7 +236,7 @@ def test_a_large_cluster_in_seconds() -> None:
     run = Run(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
     begin = time.process_time()
     plan = search(run)
-    assert time.process_time() - begin < 5  # 1.7 on a machine with nothing else to do
+    assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
     assert len(plan.best) == 10 and plan.played < 500
     assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
     for found in plan.best[:3]:
