@@ -2,7 +2,9 @@
 
 import gc
 import sys
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 
 def main() -> int:
@@ -19,9 +21,19 @@ def main() -> int:
 def _without_plugins() -> None:
     """Say that pydantic has no plugins. To ask all installed packages for some it would load a mail parser, among
     others, for a seventh of an estimate's time, even where PYDANTIC_DISABLE_PLUGINS is set."""
-    loader = ModuleType("pydantic.plugin._loader")
+    name = "pydantic.plugin._loader"
+
+    def from_pydantic(attribute: str) -> Any:
+        """What another release may ask of its own module."""
+        if attribute.startswith("__"):  # which Python asks of any
+            raise AttributeError(attribute)
+        sys.modules.pop(name, None)
+        return getattr(import_module(name), attribute)
+
+    loader = ModuleType(name)
     loader.get_plugins = tuple  # type: ignore[attr-defined]
-    sys.modules.setdefault(loader.__name__, loader)
+    loader.__getattr__ = from_pydantic  # type: ignore[method-assign]
+    sys.modules.setdefault(name, loader)
 
 
 if __name__ == "__main__":

@@ -313,3 +313,13 @@ def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-300:]
+
+
+def test_what_another_pydantic_asks_of_its_plugins_it_gets() -> None:
+    code = (
+        "import sys; from shoal.__main__ import _without_plugins as without; without(); import pydantic; "
+        "from pydantic.plugin import _loader; assert _loader.get_plugins is tuple; "
+        "from pydantic.plugin._loader import _loading_plugins; assert _loading_plugins is False"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-300:]
