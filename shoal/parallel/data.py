@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,10 @@ class ShardedParameters:
             slot.parameter: (b, i) for b, bucket in enumerate(self.buckets) for i, slot in enumerate(bucket.slots)
         }
         self.overlap = mesh.layout.overlap
-        self.order = [*reversed(range(len(self.buckets)))]  # of the reductions; a guess, until a backward has shown it
+        place = {parameter: i for i, (parameter, *_) in enumerate(chain.from_iterable(units))}
+        first = [min(place[slot.parameter] for slot in bucket.slots) for bucket in self.buckets]
+        # Of the reductions, the last used first; a guess, until a backward has shown it.
+        self.order = sorted(range(len(self.buckets)), key=lambda b: -first[b])
         self._shown: list[int] | None = None
         self._learned = len(self.buckets) == 1
         self._completed: list[int] = []  # buckets, by the backward under way
