@@ -26,15 +26,16 @@ class Time(NamedTuple):
     """Bytes at one of these times.
 
     Attributes:
-        parameters: gathered, of this unit and those ahead (ZeRO-3).
+        parameters: gathered (ZeRO-3): of this unit and those ahead, where the pass before it on the stage was none or a
+            backward; and where it was a forward, whose parameters may stay.
         gradients: in the first micro-batch of a step, in the second, and in a later one.
     """
 
-    parameters: int
+    parameters: tuple[int, int]
     gradients: tuple[int, int, int]
 
 
-NOTHING = (Time(0, (0, 0, 0)),) * (ALL + 1)
+NOTHING = (Time((0, 0), (0, 0, 0)),) * (ALL + 1)
 
 
 class Turn(NamedTuple):
@@ -60,12 +61,15 @@ class Passing(NamedTuple):
             those above.
         end: its first unit.
         carried: gradients of the backward before that are on their way when one begins, by micro-batch as in `Time`.
+        stays: parameters that are gathered from a forward to the next backward of the stage: where forwards may follow
+            each other, and where a backward always does.
     """
 
     head: Sequence[Time]
     layers: tuple[Turn, ...]
     end: Sequence[Time]
     carried: tuple[int, int, int]
+    stays: tuple[int, int]
 
 
 def passing(
@@ -79,7 +83,7 @@ def passing(
         chunks: of this rank's shard of each.
         compute, reduce: bytes of a number of a parameter, and of a gradient.
     """
-    units, carried = len(stage.used), (0, 0, 0)
+    units, carried, stays = len(stage.used), (0, 0, 0), (0, 0)
     times: Sequence[Sequence[Time]] = [NOTHING] * units
     if layout.zero >= 2:
         backward = _Backward(shape, layout, stage, wholes, chunks)
@@ -90,15 +94,18 @@ def passing(
         def time(there: Alive) -> Time:
             whole = sum([wholes[b] for b in there.whole]) * reduce
             second = whole + sum([chunks[b] for b in there.sums]) * reduce
-            parameters = sum([wholes[b] for b in there.parameters]) * compute
+            parameters = tuple(elements * compute for elements in there.parameters)
             return Time(parameters, (whole, *(second + there.first * more for more in carried[1:])))  # type: ignore[arg-type]
 
         times = [[time(there) for there in unit] for unit in alive]
+        if layout.zero == 3:
+            last = sum(wholes[b] for b in stage.used[-1]) * compute
+            stays = (0, last) if layout.reshard_after_forward else (times[-1][WAITING].parameters[1],) * 2
     of_layers = times[part.first : part.first + len(part.layers)][::-1]
     sparse = map(shape.sparse, reversed(part.layers))
     turns = [Turn(*turn) for turn in zip(range(units), sparse, of_layers, strict=False)]
     layers = tuple(turn for kind in (False, True) for turn in _that_count([t for t in turns if t.sparse == kind]))
-    return Passing(times[-1], layers, times[0], carried)
+    return Passing(times[-1], layers, times[0], carried, stays)
 
 
 def _that_count(turns: Sequence[Turn]) -> Iterable[Turn]:
@@ -115,13 +122,13 @@ class Alive(NamedTuple):
     """Buckets, by number.
 
     Attributes:
-        parameters: gathered.
+        parameters: elements of those that are gathered, as `Time` has them.
         whole: whose whole gradients have memory.
         sums: whose sums have memory of their own, from the second micro-batch on.
         first: none is complete in this backward yet, so that one of the backward before may be on its way.
     """
 
-    parameters: set[int]
+    parameters: tuple[int, int]
     whole: set[int]
     sums: set[int]
     first: bool
@@ -148,25 +155,33 @@ class _Backward:
 
     def through(self, unit: int) -> list[Alive]:
         """What is alive at the times of one."""
-        layout, used = self.layout, sorted(self.used[unit])
-        ahead = layout.prefetch + 1 if layout.reshard_after_forward else len(self.used)
-        needed = self.tied.union(*self.used[max(0, unit + 1 - ahead) : unit + 1]) if layout.zero == 3 else set()
+        used = sorted(self.used[unit])
         routed = self.experts.intersection(used)
+        needed = self._gathered(unit, set())
         found = [self._now(needed)]
         if routed:
             self.filling |= set(used) if self.shared else routed
             found += self._step(needed, sorted(routed), unit)
-            return found + self._step(needed - routed, [b for b in used if b not in routed], unit)
+            return found + self._step(self._gathered(unit, routed), [b for b in used if b not in routed], unit)
         # The output matrix before the norm; the embedding after positions.
         first, *others = [[b] for b in (used if unit else used[::-1])]
         steps = [self._step(needed, step, unit) for step in (first, *others)]
         making = steps[0 if unit else -1][0]
         return [*found, making, max((time for step in steps for time in step), key=self._bytes)]
 
+    def _gathered(self, unit: int, gone: set[int]) -> tuple[int, int]:
+        """Elements of a unit's parameters but for some, and of those ahead, or of all that are below it."""
+        if self.layout.zero < 3:
+            return 0, 0
+        ahead = max(0, unit - self.layout.prefetch)
+        every = 0 if not self.layout.reshard_after_forward else ahead
+        near, below = (self.tied.union(*self.used[begin : unit + 1]) - gone for begin in (ahead, every))
+        return sum([self.wholes[b] for b in near]), sum([self.wholes[b] for b in below])
+
     def _bytes(self, there: Alive) -> int:
         return sum([self.wholes[b] for b in there.whole]) + sum([self.chunks[b] for b in there.sums])
 
-    def _step(self, needed: set[int], buckets: Sequence[int], unit: int) -> list[Alive]:
+    def _step(self, needed: tuple[int, int], buckets: Sequence[int], unit: int) -> list[Alive]:
         """Gradients of some buckets are made; then those that end here are reduced, one after the other."""
         self.filling.update(buckets)
         complete = [b for b in reversed(buckets) if self.ends[b] == unit]
@@ -178,6 +193,6 @@ class _Backward:
             self.first = False
         return found
 
-    def _now(self, needed: set[int], *complete: int) -> Alive:
+    def _now(self, needed: tuple[int, int], *complete: int) -> Alive:
         on_its_way = set() if self.on_its_way is None else {self.on_its_way}
         return Alive(needed, self.filling | on_its_way, {*complete, *on_its_way}, self.first)

@@ -71,9 +71,11 @@ def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) ->
     found, gone = [], 0
     if part.last:
         gone = kept - (0 if whole else halves.head(run))
-        making = between + _output(run, rows) + table * whole
+        making = between + _output(run, rows)
+        # A matrix that another stage has as well is reduced by itself, as soon as its gradient is made.
+        complete = making if run.shape.tied and not part.first else between + 2 * passing - gone
         found.append(Moment("head", between + _loss(run, rows)))
-        found += _both("head", making, between + 2 * passing - gone) if whole else [Moment("head", making)]
+        found += _both("head", making + table, complete) if whole else [Moment("head", making)]
     for sparse, done in layers:
         gradient = between + (passing if part.last else 0) - gone - above(run, part, done, kind)
         found += [Moment("layer", gradient + more, time, sparse, done) for more, time in in_block(run, sparse, kind)]
@@ -126,7 +128,7 @@ def in_block(run: Pass, sparse: bool, kind: Half = "whole") -> Block:
             return [(making, MAKING), (0, COMPLETE)]
         again = activations.recomputed(run, sparse)
         if kind == "input":
-            return [(waiting + again, WAITING)]
+            return [(making + again, WAITING)]
         return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
     return _in_experts(run, kind)
 
@@ -252,8 +254,9 @@ def _in_experts(run: Pass, kind: Half) -> Block:
     waiting = [2 * sent + own * _in_parts(run), arriving - sent]
     if halved:  # both factors of each weight's gradient stay
         inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
-        waiting += [*(time - sent for time in inside), here - wide * gated + back - sent]
-        return [*found, (again + before + max(waiting), WAITING)]
+        waiting += [time - sent for time in inside]
+        leaving = here - wide * gated + back - sent  # when the experts' parameters are needed no more
+        return [*found, (again + before + max(waiting), WAITING), (again + before + leaving, REST)]
     making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
               else here - wide + matrix]  # fmt: skip
     complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)

@@ -7,7 +7,7 @@ made, and messages of one rank to one other go one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from shoal.errors import UsageError
@@ -16,6 +16,8 @@ from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, WEIGHTS,
 Passes = Sequence[tuple[float, float, float]]
 KINDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 NTH = 3  # micro-batches that are told apart: the first, the second, and all later ones
+NONE, SOME, EVERY = range(3)  # of a rank's other stages, which are after a forward
+TOLD_APART = (len(KINDS) + 1, NTH, NTH, 2, 3)  # see `shoal.plan.memory.TIMES`
 LONGEST = 10_000  # actions, from which on arrays are faster
 
 
@@ -108,11 +110,11 @@ def before_backwards(
         half: [stages] that is there between the halves.
         passing: what lies between two stages: those of a rank that follow each other have it once.
     """
-    holder, found = program.stage_rank, [[-inf] * ((len(KINDS) + 1) * NTH**2) for _ in program.stage_rank]
+    holder, found = program.stage_rank, [[-inf] * prod(TOLD_APART) for _ in program.stage_rank]
     whole = [
         kept - passing * (s % program.depth > 0 and holder[s] == holder[s - 1]) for s, kept in enumerate(whole)
     ]
-    over = [0] * len(found)
+    over, forward = [0] * len(found), [False] * len(found)
     for rank, actions in enumerate(program.actions):
         now, stages = 0.0, program.stages_of(rank)
         for op, stage, *_ in actions:
@@ -124,10 +126,13 @@ def before_backwards(
             else:
                 continue
             here, others = over[stage], sum(over[s] for s in stages) - over[stage]
+            after = sum(forward[s] for s in stages) - forward[stage]
             row = (kind * NTH + min(here, NTH - 1)) * NTH + min(others, NTH - 1)
+            row = (row * 2 + forward[stage]) * 3 + min(after, SOME) + (0 < after == len(stages) - 1)
             found[stage][row] = max(found[stage][row], now)
             if kind < len(KINDS):
                 now -= (whole[stage], whole[stage] - half[stage], half[stage])[kind]
                 over[stage] += op in WEIGHTS
+            if op in FORWARDS | BACKWARDS:
+                forward[stage] = op in FORWARDS
     return found
-

@@ -15,7 +15,7 @@ from shoal.cost.own import spread
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Program
 from shoal.pipeline.short import Played, before_backwards, is_short, play
-from shoal.plan.memory import Memory
+from shoal.plan.memory import Memory, alive_at
 from shoal.plan.parts import stage_parts
 from shoal.plan.run import Run
 from shoal.plan.stage import ATTENTION_BACKWARD, Stages, StageTimes
@@ -217,7 +217,7 @@ class Estimate(Stages):
             versions = self.timeline.weight_versions
         held = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
         return [
-            self.memory_of([self.parts[s] for s in stages], [before[s] for s in stages], int(copies))
+            self.memory_of([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], int(copies))
             for stages, copies in zip(held, versions, strict=True)
         ]
 

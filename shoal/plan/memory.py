@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import NamedTuple
 
 from shoal.catalog.calibration import calibration_of
 from shoal.catalog.clusters import Cluster
@@ -20,13 +22,35 @@ from shoal.cost.passes import Pass
 from shoal.cost.passing import Passing
 from shoal.cost.state import StateBytes, passing_bytes, state_bytes
 from shoal.cost.working import PASSES, Half, Moment, above, moments
-from shoal.pipeline.short import NTH
+from shoal.pipeline.short import EVERY, NONE, NTH, SOME
 from shoal.plan.run import Run
 
-TIMES = [(kind, nth, others) for kind in PASSES for nth in range(NTH) for others in range(NTH)]
-"""Of a stage's passes: with what is whole in the first micro-batch, in the second, and later; on it, and on others."""
+
+class When(NamedTuple):
+    """A pass of a stage, and what came before it on its rank, which decides what is whole meanwhile.
+
+    Attributes:
+        kind: what it is.
+        nth: micro-batches for which the stage has made the gradients of its weights: none, one, or more.
+        others: for which the rank's other stages have.
+        after: whether the stage's pass before was a forward; second halves of backwards do not count.
+        gathered: of how many of the other stages it was one: of none, of some, or of every one.
+    """
+
+    kind: Half
+    nth: int
+    others: int
+    after: bool
+    gathered: int
+
+
+TIMES = [When(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]
+"""All that there are, in the order of `shoal.simulate.columns.before_backwards`."""
 PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
 """All of a layout that changes what a micro-batch keeps on a stage, and what its backward needs besides."""
+
+Alive = Mapping[When, float]
+"""Bytes of activations, at most, when a pass of a stage begins, or a forward ends: at those times that there are."""
 
 Kinds = tuple[tuple[tuple[bool, bool], int], ...]
 """How many layers are of each kind: (with experts, through which only some tokens pass)."""
@@ -54,6 +78,11 @@ class Memory:
     def reserved(self) -> float:
         """From the device, with what the allocator and libraries keep."""
         return sum(vars(self).values())
+
+
+def alive_at(most: Sequence[float], times: Sequence[When] = TIMES) -> Alive:
+    """One stage's, of a number for each of some times, -inf where there is no such."""
+    return {when: there for when, there in zip(times, most, strict=True) if there >= 0}
 
 
 class StageMemory:
@@ -177,26 +206,27 @@ class StageMemory:
         return self.known[key]
 
     def memory_of(
-        self, parts: Sequence[StagePart], alive: Sequence[Sequence[float]], versions: int = 1
+        self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
     ) -> Memory:
         """Of a rank that holds some stages, at its worst time.
 
         Args:
-            alive: [stages, `TIMES`] bytes of activations, at most, when a pass of each stage begins, or a forward ends;
-                -inf where it has no such.
+            alive: of each stage.
             versions: of the weights.
         """
         run, state, found = self.run, self.state_of(parts), []
-        whole = [self.passing_of(part) for part in parts]
-        for i, (part, there) in enumerate(zip(parts, whole, strict=True)):
-            kept, going = self._of_others([*whole[:i], *whole[i + 1 :]])
-            times: dict[Half, list[tuple[int, int, Sequence[int]]]] = {}
-            for (kind, nth, other), most in self._told_apart(alive[i], going).items():
-                if kind not in times:
-                    times[kind] = self._times(part, there, kind, kept)
-                gathered, passing = max([(whole, more + made[nth]) for whole, more, made in times[kind]], key=sum)
-                holes = self.fragmentation * (most + self.most(part, kind))
-                found.append((most, gathered, passing + going[other], holes))
+        each = [self.passing_of(part) for part in parts]
+        stays = [self._stays(there, at) for there, at in zip(each, alive, strict=True)]
+        for i, (part, there) in enumerate(zip(parts, each, strict=True)):
+            going, kept = self._of_others(each, stays, i)
+            times: dict[Half, list[tuple[Sequence[int], int, Sequence[int]]]] = {}
+            for when, most in self._told_apart(alive[i], stays[i], going, kept).items():
+                if when.kind not in times:
+                    times[when.kind] = self._times(part, there, when.kind, stays[i])
+                here = [(whole[when.after], more + made[when.nth]) for whole, more, made in times[when.kind]]
+                gathered, passing = max(here, key=sum)
+                holes = self.fragmentation * (most + self.most(part, when.kind))
+                found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
         passing = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
         held = (
@@ -205,14 +235,12 @@ class StageMemory:
         )
         return Memory(*held, self.unused + holes)
 
-    def _told_apart(self, alive: Sequence[float], going: Sequence[int]) -> dict[tuple[Half, int, int], float]:
-        """The most that is alive at those of `TIMES` at which gradients differ."""
-        of_stage, of_others = self.run.layout.zero >= 2, any(going)
-        found: dict[tuple[Half, int, int], float] = {}
-        for (kind, nth, other), most in zip(TIMES, alive, strict=True):
-            if most >= 0:
-                key = kind, nth * of_stage, other * of_others
-                found[key] = max(most, found.get(key, most))
+    def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
+        """The most that is alive at those of its times at which gradients or gathered parameters differ."""
+        of_stage, of_others, others_kept, found = self.run.layout.zero >= 2, any(going), any(kept), {}
+        for (kind, nth, others, after, gathered), most in alive.items():
+            when = When(kind, nth * of_stage, others * of_others, after and stays > 0, gathered * others_kept)
+            found[when] = max(most, found.get(when, most))
         return found
 
     def working(self, parts: Sequence[StagePart]) -> int:
@@ -227,12 +255,14 @@ class StageMemory:
             self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
         return self.known[key]
 
-    def _times(self, part: StagePart, there: Passing, kind: Half, kept: int) -> list[tuple[int, int, Sequence[int]]]:
-        """At each moment of a pass, also where it comes again in a layer below: bytes of gathered parameters, those
-        that come and go, and those of whole gradients, by micro-batch.
+    def _times(
+        self, part: StagePart, there: Passing, kind: Half, stays: int
+    ) -> list[tuple[Sequence[int], int, Sequence[int]]]:
+        """At each moment of a pass, also where it comes again in a layer below: bytes of gathered parameters of the
+        stage, as `Time` has them; those that come and go; and those of whole gradients, by micro-batch.
 
         Args:
-            kept: gathered parameters of other stages.
+            stays: of its parameters from a forward until its backward.
         """
         found = []
         for moment in self._moments(part, kind):
@@ -243,7 +273,9 @@ class StageMemory:
                 places = [(self._above(part, turn.done, kind) - counted, turn.times[moment.time])
                           for turn in there.layers if turn.sparse == moment.sparse]  # fmt: skip
             for gone, time in places:
-                gathered = kept if kind == "weight" else time.parameters + kept
+                gathered = (0, stays) if kind == "weight" else time.parameters
+                if kind == "forward":  # as it ends
+                    gathered = there.stays[1:] * 2
                 # The first half of a backward makes none of the weights' gradients.
                 made = there.carried if kind == "input" else time.gradients
                 found.append((gathered, moment.bytes - gone, made))
@@ -258,13 +290,19 @@ class StageMemory:
             self.known[key] = above(self.forward, part, done, kind)
         return self.known[key]
 
-    def _of_others(self, others: Sequence[Passing]) -> tuple[int, list[int]]:
-        """Bytes that a rank's other stages have meanwhile: of gathered parameters, where these stay until their
-        backward, and of gradients whose reduction is on its way, by micro-batch."""
-        layout = self.run.layout
-        stay = layout.zero == 3 and not layout.reshard_after_forward
-        going = [sum(at.carried[nth] for at in others) for nth in range(NTH)]
-        return sum(at.head[0].parameters for at in others) * stay, going
+    @staticmethod
+    def _stays(there: Passing, alive: Alive) -> int:
+        """Bytes of a stage's parameters that are gathered from a forward until its backward."""
+        backward_follows = all(when.after for when in alive if when.kind in ("whole", "input"))
+        return there.stays[backward_follows]
+
+    @staticmethod
+    def _of_others(passing: Sequence[Passing], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:
+        """Bytes that a rank's other stages have meanwhile: of gradients whose reduction is on its way, by micro-batch;
+        and of gathered parameters, where none of them waits for its backward, where some do, and where each does."""
+        going = [sum(at.carried[nth] for j, at in enumerate(passing) if j != i) for nth in range(NTH)]
+        each = [kept for j, kept in enumerate(stays) if j != i]
+        return going, [0, sum(each) - min(each, default=0), sum(each)]
 
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
         """Of a backward or of a half of one, found once for stages that are alike."""

@@ -3,7 +3,6 @@ micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +12,12 @@ from shoal.catalog import ModelShape
 from shoal.cost.parameters import StagePart
 from shoal.pipeline.program import Program
 from shoal.plan.bounds import Chain, Order
+from shoal.plan.memory import TIMES, Alive, alive_at
 from shoal.plan.parts import stage_parts
 from shoal.plan.stage import Stages
+
+Alike = tuple[list[StagePart], list[Alive]]
+"""Ranks that hold alike: their stages, and of each what is alive on one of them at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +130,9 @@ class Outline:
         """The most seconds that the updates of a rank's stages take, of [stages]."""
         return float(self.chain.by_rank(updates).max())
 
-    def alike(self, alive: np.ndarray) -> Sequence[tuple[list[StagePart], list[list[float]]]]:
-        """Of ranks that hold alike, their stages and the most that is [times, stages] alive on one of them, as [its
-        stages, times]."""
-        return [(held, alive[:, np.array(same)].max(axis=1).T.tolist()) for same, held in self.ranks]
+    def alike(self, alive: np.ndarray) -> list[Alike]:
+        """Of all ranks, with what is [times, stages] alive."""
+        there = np.flatnonzero(alive.max(axis=1) >= 0)  # few of the times
+        times, alive = [TIMES[i] for i in there], alive[there]
+        most = [(held, alive[:, np.array(same)].max(axis=1).T.tolist()) for same, held in self.ranks]
+        return [(held, [alive_at(stage, times) for stage in of_stages]) for held, of_stages in most]

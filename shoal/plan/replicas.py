@@ -15,8 +15,8 @@ import numpy as np
 from shoal.cost.communication import Ring
 from shoal.cost.moments import least
 from shoal.cost.parameters import StagePart
-from shoal.cost.working import PASSES
-from shoal.plan.memory import TIMES
+from shoal.cost.working import Half
+from shoal.plan.memory import Alive
 from shoal.plan.space import Fields
 from shoal.plan.stage import Stages
 
@@ -113,18 +113,18 @@ class Replicas:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
         return self._resting(plain, parts) + plain.unused + (1 + plain.fragmentation) * alive
 
-    def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Sequence[float]]) -> np.ndarray:
+    def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.
 
         Args:
             alive: as `Stages.memory_of` has it.
         """
-        each = len(TIMES) // len(PASSES)  # times at which a pass of one kind begins
-        worst = max(
-            most + plain.most(part, kind)
-            for part, there in zip(parts, alive, strict=True) for i, kind in enumerate(PASSES)
-            if (most := max(there[i * each : (i + 1) * each])) >= 0
-        )  # fmt: skip
+        worst = 0.0
+        for part, there in zip(parts, alive, strict=True):
+            of_kind: dict[Half, float] = {}
+            for (kind, *_), most in there.items():
+                of_kind[kind] = max(most, of_kind.get(kind, most))
+            worst = max([worst, *(most + plain.most(part, kind) for kind, most in of_kind.items())])
         return self.reserved(plain, parts, worst)
 
     def _resting(self, plain: Stages, parts: Sequence[StagePart]) -> np.ndarray:

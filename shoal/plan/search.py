@@ -29,7 +29,7 @@ from shoal.plan.branches import SLACK, Branch, Work, branches
 from shoal.plan.closer import Candidate, Closer, Placed
 from shoal.plan.estimate import Estimate
 from shoal.plan.memory import Memory, StageMemory
-from shoal.plan.outline import Outline
+from shoal.plan.outline import Alike, Outline
 from shoal.plan.replicas import Replicas
 from shoal.plan.run import Run
 from shoal.plan.space import LEVELS, Fields, Space, layout_of, meshes, shardings, works
@@ -256,7 +256,7 @@ class Search:
             candidate, alive = found[i]
             layout = layout_of(self.space, *candidate.levels)
             if self._wanted(layout, steps[i]):  # else nobody asks how much memory it needs, which takes long to say
-                memory = _fullest(candidate.stages, candidate.outline, alive)
+                memory = _fullest(candidate.stages, alive)
                 if memory.reserved <= self.room:
                     self._keep(Found(steps[i], layout, memory))
 
@@ -267,15 +267,15 @@ class Search:
         run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
-    def _perhaps(self, closer: Closer) -> list[tuple[Candidate, np.ndarray]]:
-        """Layouts of a branch that no bound excludes, and what is alive in them (`before_backwards`)."""
+    def _perhaps(self, closer: Closer) -> list[tuple[Candidate, list[Alike]]]:
+        """Layouts of a branch that no bound excludes, and what is alive in them (`Outline.alike`)."""
         branch, outline = closer.branch, closer.branch.outline
         ways = np.flatnonzero(closer.of_way <= self.limit)
         if not len(ways):
             return []
         plain, between = branch.work.plain, outline.between(branch.work.plain)
-        alive = before_backwards(self._program(branch), closer.placed.kept, between, plain.message)
-        fits = np.array([closer.placed.replicas.at_worst(plain, *of) for of in outline.alike(alive)]).max(axis=0)
+        alive = outline.alike(before_backwards(self._program(branch), closer.placed.kept, between, plain.message))
+        fits = np.array([closer.placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
         found = self._candidates(closer, ways[fits[ways] <= self.room * (1 + SLACK)])
         return [(candidate, alive) for candidate in found]
 
@@ -341,7 +341,6 @@ def _table(candidate: Candidate) -> np.ndarray:
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
 
 
-def _fullest(stages: Stages, outline: Outline, alive: np.ndarray) -> Memory:
+def _fullest(stages: Stages, alive: Sequence[Alike]) -> Memory:
     """Of ranks that hold alike, the one with the most activations is priced."""
-    memories = [stages.memory_of(held, most) for held, most in outline.alike(alive)]
-    return max(memories, key=lambda memory: memory.reserved)
+    return max((stages.memory_of(*of) for of in alive), key=lambda memory: memory.reserved)

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import UsageError
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Program, Schedule, finish, in_slices
-from shoal.pipeline.short import NTH
+from shoal.pipeline.short import NTH, SOME, TOLD_APART
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.STEP, Op.GATHER)
 CODE = {op: code for code, op in enumerate(OPS)}
@@ -75,15 +75,24 @@ class Columns:
         return np.flatnonzero(follows)
 
     @cached_property
-    def over(self) -> Integers:
-        """[2, rows] micro-batches whose weights' gradients a row's stage has made before, and the other stages of its
-        rank, as far as they are told apart."""
+    def told_apart(self) -> Integers:
+        """[4, rows] what came before each, as `before_backwards` tells it apart: micro-batches whose weights' gradients
+        its stage has made, and the other stages of its rank; whether the stage's last pass was a forward, and of how
+        many of the others."""
         made = (self.op == BACKWARD) | (self.op == WEIGHT)
         order = np.argsort(self.stage, kind="stable")
-        here = np.empty(self.rows, int)
-        here[order] = _counted(made[order], self.stage[order])
-        others = _counted(made, self.rank) - here
-        return np.minimum(np.stack([here, others]) // self.program.parts, NTH - 1)
+        op, stage = self.op[order], self.stage[order]
+        passes = (op == FORWARD) | (op == BACKWARD) | (op == INPUT)
+        last = np.append(-1, np.maximum.accumulate(np.where(passes, np.arange(self.rows), -1))[:-1])
+        over, after, change = np.empty((3, self.rows), int)
+        over[order] = _counted(made[order], stage)
+        after[order] = (last >= 0) & (op[last] == FORWARD) & (stage[last] == stage)
+        change[order] = passes * ((op == FORWARD) - after[order])
+        of_others, after_others = _counted(made, self.rank) - over, _counted(change, self.rank) - after
+        several = np.bincount(self.program.stage_rank)[self.rank] - 1
+        every = (after_others > 0) & (after_others == several)
+        nth = np.minimum(np.stack([over, of_others]) // self.program.parts, NTH - 1)
+        return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
     def action(self, row: int) -> Action:
         """One row, as the program has it."""
@@ -158,10 +167,12 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
 
 
 def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[float], passing: float) -> np.ndarray:
-    """[36, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
+    """[216, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
     half, and of its second, where a schedule splits it, and at the end of a forward: each where that stage has
-    made the gradients of its weights for no micro-batch before, for one, and for more; and each of these where the
-    rank's other stages have. -inf where there is none.
+    made the gradients of its weights for no micro-batch before, for one, and for more; each of these where the
+    rank's other stages have; each of these where the pass before it on that stage, the second halves left out, was none
+    or a backward, and where it was a forward; and each of these where that of no other stage of the rank was a forward,
+    that of some, and that of every one. -inf where there is none.
 
     Args:
         whole: [stages] bytes that a micro-batch's forward leaves.
@@ -179,11 +190,10 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     change[columns.part >= 0] /= columns.program.parts
     before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])])
     before -= np.where(columns.op == FORWARD, 0.0, change)
-    over = columns.over
-    found = np.full((len(kinds), NTH, NTH, stages), -np.inf)
+    found = np.full((*TOLD_APART, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code
-        np.maximum.at(found[i], (*over[:, rows], columns.stage[rows]), before[rows])
+        np.maximum.at(found[i], (*columns.told_apart[:, rows], columns.stage[rows]), before[rows])
     return found.reshape(-1, stages)
 
 

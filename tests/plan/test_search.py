@@ -1,6 +1,5 @@
 """The search finds what pricing every layout finds, and no bound is above the estimate."""
 
-import math
 import time
 from dataclasses import replace
 from itertools import islice, product
@@ -262,7 +261,7 @@ def test_the_bounds_of_all_ways_to_shard_are_below_each(problem: tuple[Run, Spac
     for i, stages in enumerate(each):
         times = stages.stage_of(part)
         for passes in (("whole", "forward"), ("input", "weight", "forward")):  # whole backwards, and split ones
-            there = [alive if kind in passes else -math.inf for kind, *_ in TIMES]
+            there = {when: alive for when in TIMES if when.kind in passes}
             assert reserved[i] <= stages.memory_of([part], [there]).reserved * (1 + 1e-9)
         assert added[0, i] <= (times.forward + times.backward_input - whole) + 1e-9 * whole
         for least, exact in zip(added[1:, i], stages.finish_of(part), strict=True):
