@@ -212,9 +212,9 @@ def _forward(run: Pass) -> int:
     rows that went are still there, and as the ranks of tp put their tokens together."""
     rows, layout = _Rows.of(run), run.layout
     weighted = rows.sent + rows.own
-    back = 3 * rows.sent + rows.come if layout.ep > 1 else 0
+    back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
-        back = 4 * rows.here + rows.gathered
+        back = max(back, 2 * rows.here + rows.gathered)
     whole = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
     return max(weighted, back, whole) - _of_shared(run)
 

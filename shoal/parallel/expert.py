@@ -176,11 +176,15 @@ def dispatch(experts: Experts, at: ExpertParallel, rows: Tensor, counts: Tensor)
     send = counts.view(at.size, -1).sum(1).tolist()
     receive = coming.sum(1).tolist()
     gathered = everywhere.sum((1, 2)).tolist()
-    by_source = gather_rows(exchange_rows(rows, send, receive, at.group), gathered, at.tensor)
     order = _by_expert(everywhere.flatten(0, 1))
-    y = experts(permuted(by_source, *order), everywhere.sum((0, 1)).tolist())
-    y = scatter_rows(permuted(y, *order[::-1]), gathered, at.tensor)
-    return exchange_rows(y, receive, send, at.group)
+    # One name: what backward does not need is gone at the next step.
+    rows = exchange_rows(rows, send, receive, at.group)
+    rows = gather_rows(rows, gathered, at.tensor)
+    rows = permuted(rows, *order)
+    rows = experts(rows, everywhere.sum((0, 1)).tolist())
+    rows = permuted(rows, *order[::-1])
+    rows = scatter_rows(rows, gathered, at.tensor)
+    return exchange_rows(rows, receive, send, at.group)
 
 
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
