@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from shoal.cost.buckets import Bucket, Filled, Size
 from shoal.cost.parameters import Held
+from shoal.optim.orthogonal import AT_ONCE, orthogonal_flops
 from shoal.pieces import flat_range
 
 STATES = {  # per element
     "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
 }  # fmt: skip
-AT_ONCE = 1 << 25  # muon: elements that are whole at a time (`shoal.optim.turns`, which an estimate has no torch for)
 BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
 
 
@@ -35,19 +35,6 @@ class Orthogonal(NamedTuple):
         and hardly more where there are many matrices, as the largest are given away first (Graham 1969)."""
         each = [(orthogonal_flops(shape, wide=wide), count) for shape, count in self.matrices]
         return max(sum(flops * count for flops, count in each) / ranks, max(each, default=(0,))[0])
-
-
-def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
-    """Of the products that make one matrix orthogonal (`shoal.optim.muon.orthogonal`).
-
-    Each of five steps has a product of [n, m] with itself, n <= m, of 2 n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m.
-    In wide formats there are one of the first kind and one of the last if n < m, and 17 of [n, n], and what is
-    symmetric counts half.
-    """
-    n, m = min(shape), max(shape)
-    if wide:
-        return 5 * (3 * n * n * m + n**3) if n == m else 3 * n * n * m + 17 * n**3
-    return 5 * (4 * n * n * m + 2 * n**3)
 
 
 class Moments:

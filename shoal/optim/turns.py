@@ -17,12 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.cost.moments import orthogonal_flops
+from shoal.optim.orthogonal import AT_ONCE, orthogonal_flops
 from shoal.optim.shards import Part, Shards
 from shoal.pieces import flat_range
-
-AT_ONCE = 1 << 25
-"""Elements of the buffer; and of what one rank works on in a turn, if one matrix is not more."""
 
 
 class Matrix(NamedTuple):

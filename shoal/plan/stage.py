@@ -18,11 +18,11 @@ from shoal.catalog.calibration import GENERATIONS
 from shoal.cost.communication import Ring, extent_of, ring_of
 from shoal.cost.context import layer_bytes
 from shoal.cost.experts import routed_rows
-from shoal.cost.moments import AT_ONCE
 from shoal.cost.own import Layer, attained, layer_of, memory_rate
 from shoal.cost.parameters import StagePart
 from shoal.cost.state import StateBytes
 from shoal.layout import axes_of
+from shoal.optim.orthogonal import AT_ONCE
 from shoal.plan.memory import Kinds, StageMemory
 from shoal.plan.run import KINDS, Run
 from shoal.precision.formats import FP32

@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from shoal.catalog import model_shape
 from shoal.comm.pool import Pool
 from shoal.config import OptimizerConfig, RunConfig
-from shoal.cost import moments
 from shoal.cost.parameters import StagePart
 from shoal.cost.state import state_bytes, zero_bytes
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.models.transformer import Transformer
-from shoal.optim import turns
 from shoal.optim.build import RULES
 from shoal.optim.build import build as build_rule
 from shoal.optim.shards import Shards
@@ -101,7 +99,6 @@ def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:
 @pytest.mark.parametrize("at_once", [5_000, 30_000, 10**9])
 def test_what_muon_has_besides_in_an_update(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound that is not far: of the whole model where it is small, of one matrix where nothing else may be whole."""
-    assert moments.AT_ONCE == turns.AT_ONCE
     monkeypatch.setattr("shoal.optim.turns.AT_ONCE", at_once)
     monkeypatch.setattr("shoal.cost.moments.AT_ONCE", at_once)
     shape = small_run({}, {"hidden": 64, "ffn": 300, "layers": 1}).model.shape(vocab=259, sequence_length=8)

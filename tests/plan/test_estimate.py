@@ -16,13 +16,13 @@ from shoal.catalog import ModelShape, model_shape
 from shoal.catalog.clusters import cluster
 from shoal.cli import main
 from shoal.config import RunConfig, build
-from shoal.cost.moments import orthogonal_flops
 from shoal.cost.parameters import StagePart, units_of
 from shoal.cost.state import state_bytes
 from shoal.data.tokenizer import train_bpe
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.optim.muon import is_hidden_matrix
+from shoal.optim.orthogonal import orthogonal_flops
 from shoal.optim.turns import turns_of
 from shoal.plan.command import EstimateOptions, bound, described
 from shoal.plan.estimate import Estimate
