@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,42 +25,13 @@ class Adafactor(Rule, Compilable):
     A matrix [n, m] keeps n + m numbers, ``row`` and ``column``, which every holder of a part of it keeps whole; other
     parameters keep a second moment for each element. A parameter of several experts [E, n, m] is E matrices, each with
     a scale and a threshold of its own. What concerns a parameter that several ranks hold is summed in two reductions:
-    the rows and columns of all matrices, and two squared norms of every matrix and other parameter. A rank that shares
-    with none updates one parameter after the other on the CPU, which goes over each three times: most stay in its
-    caches.
+    the rows and columns of all matrices, and two squared norms of every matrix and other parameter.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
-        alone = shards.holders.ranks == 1 and shards.device.type == "cpu"
-        together = shards.cut(lambda name, whole: name if alone else "")
-        self.each = [_Together(some) for some in together.values()]
-
-    def compile(self) -> None:
-        kernels = _Kernels(*(torch.compile(kernel, dynamic=True) for kernel in _Kernels()))
-        if self.shards.device.type == "cpu":  # compiled it goes over a gradient twice, and takes half as long again
-            kernels = kernels._replace(of_squares=_sums_of_squares)
-        for some in self.each:
-            some.kernels, some.at_once = kernels, None
-
-    def update(self, learning_rate: float) -> None:
-        for some in self.each:
-            some.update(1 - self.count**-_DECAY, learning_rate)
-
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        kinds: dict[str, dict[str, list[Piece]]] = {"row": {}, "column": {}, "exp_avg_sq": {}}
-        for some in self.each:
-            for kind, pieces in some.states().items():
-                kinds[kind] |= pieces
-        return kinds
-
-
-class _Together:
-    """Parameters that are updated at once, with one sum over the holders for all of them at a time."""
-
-    def __init__(self, shards: Shards):
-        self.shards, self.kernels = shards, _Kernels()
-        self.at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
+        self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
+        self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
         kind = {"dtype": shards.dtype, "device": shards.device}
         self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (whole[:-1], (*whole[:-2], whole[-1]))
@@ -98,9 +68,14 @@ class _Together:
             found |= zip(singles, of_each, strict=True)
         return found
 
-    def update(self, beta2: float, learning_rate: float) -> None:
-        """Make one, in place."""
-        self._accumulate(beta2)
+    def compile(self) -> None:
+        self._of_squares, self._of_update, self._move = (
+            torch.compile(kernel, dynamic=True) for kernel in (_sums_of_squares, _norm_of_update, _moved)
+        )
+        self._rows_at_once = None
+
+    def update(self, learning_rate: float) -> None:
+        self._accumulate(1 - self.count**-_DECAY)
         root_mean_squares = self._root_mean_squares()
         for shard, part in self.parts:
             update_size, weight_size = root_mean_squares[part.name]
@@ -111,7 +86,7 @@ class _Together:
             by_row, by_column = self._factors(part)
             rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
             for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
-                self.kernels.move(weights, gradient, factor, by_column, *numbers)
+                self._move(weights, gradient, factor, by_column, *numbers)
 
     def _accumulate(self, beta2: float) -> None:
         """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
@@ -127,7 +102,7 @@ class _Together:
             start = 0
             for gradient in self._gradients(shard, part):
                 n, m = gradient.shape
-                of_rows, of_columns = self.kernels.of_squares(gradient)
+                of_rows, of_columns = self._of_squares(gradient)
                 row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
                 column += of_columns.add_(n * _EPS_SQUARE) / part.copies
                 start += n
@@ -156,7 +131,7 @@ class _Together:
         return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
 
     def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
-        each = self.at_once and max(1, self.at_once * matrix.size(0) // part.box.numel)
+        each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
@@ -168,9 +143,9 @@ class _Together:
             by_row, by_column = self._factors(part)
             rows = zip(self._gradients(shard, part), self._split_rows(by_row, part), strict=True)
             for gradient, factor in rows:
-                total[0] += self.kernels.of_update(gradient, factor, by_column).double().square() / part.copies
+                total[0] += self._of_update(gradient, factor, by_column).double().square() / part.copies
             for weights in self._rows(shard.weights, part):
-                total[1] += torch.dot(weights.reshape(-1), weights.reshape(-1)).double() / part.copies
+                total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
         numbers = squares.tolist()
         return {
@@ -179,7 +154,6 @@ class _Together:
         }
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        """As of `Rule`."""
         kinds: dict[str, dict[str, list[Piece]]] = {"row": {}, "column": {}, "exp_avg_sq": {}}
         for name, factors in self.views.items():
             for kind, values in zip(("row", "column"), factors, strict=True):
@@ -214,14 +188,8 @@ def _matrix(part: Part) -> bool:
 
 
 def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """By row and by column."""
-    rows, columns = [], gradient.new_zeros(gradient.size(1))
-    at_once = max(1, BLOCK // gradient.size(1)) if gradient.device.type == "cpu" else gradient.size(0)
-    for some in gradient.split(at_once):
-        square = some * some
-        rows.append(square.sum(1))
-        columns += square.sum(0)
-    return torch.cat(rows), columns
+    square = gradient * gradient
+    return square.sum(1), square.sum(0)
 
 
 def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
@@ -233,11 +201,3 @@ def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tens
 def _moved(weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor) -> None:
     """Some rows of the weights, in place, by the gradient over the root of its second moment."""
     weights.mul_(kept).sub_((gradient * by_column).mul_(by_row * scale))
-
-
-class _Kernels(NamedTuple):
-    """What goes over rows of weights and gradients: torch's operations one by one, or compiled."""
-
-    of_squares: Callable[[Tensor], tuple[Tensor, Tensor]] = _sums_of_squares
-    of_update: Callable[[Tensor, Tensor, Tensor], Tensor] = _norm_of_update
-    move: Callable[..., None] = _moved
