@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
+from shoal.optim.orthogonal import nearly_square
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
 from shoal.optim.turns import products, turns
@@ -76,36 +77,33 @@ class Muon(Rule):
 def orthogonal(matrix: Tensor) -> Tensor:
     """About the nearest matrix with orthonormal rows or columns: its singular values become 0.7 to 1.2.
 
-    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024). Where
-    n < m the polynomials, which are [n, n] and symmetric, are multiplied with each other first, and with x last (Zhang
-    et al. 2026, "Gram Newton-Schulz"); not in bfloat16, where small singular values would be lost so.
+    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024). Unless
+    it is nearly square the polynomials, which are [n, n] and symmetric, are multiplied with each other first, and with
+    x last (Zhang et al. 2026, "Gram Newton-Schulz"); not in bfloat16, where small singular values would be lost so.
     """
     x = matrix.to(products(matrix.dtype, matrix.device))
     wide = x.size(0) <= x.size(1)
     x = x if wide else x.T
     x = x / (x.norm() + 1e-7)  # the spectral norm is at most 1
-    a, b, c = _COEFFICIENTS
-    if x.size(0) == x.size(1) or x.dtype == torch.bfloat16:
+    first, *others = _COEFFICIENTS
+    if x.dtype == torch.bfloat16 or nearly_square(matrix.shape):
         for _ in range(_STEPS):
-            gram = _symmetric(x, x.T)
-            x = torch.addmm(x, _symmetric(gram, gram).mul_(c).add_(gram, alpha=b), x, beta=a)
+            x = torch.addmm(x, _polynomial(_symmetric(x, x.T), *others), x, beta=first)
     else:
-        gram = _symmetric(x, x.T)
-        product = factor = _polynomial(gram)
-        for _ in range(_STEPS - 1):
-            gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
-            factor = _polynomial(gram)
-            product = _symmetric(product, factor)
+        gram, product = _symmetric(x, x.T), None
+        for step in range(_STEPS):
+            factor = _polynomial(gram, *others)
+            factor.diagonal().add_(first)
+            product = _symmetric(product, factor) if step else factor
+            if step < _STEPS - 1:
+                gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
         x = product @ x
     return (x if wide else x.T).to(matrix.dtype)
 
 
-def _polynomial(gram: Tensor) -> Tensor:
-    """[n, n], symmetric: what a step multiplies a matrix by, of the matrix' product with its transpose."""
-    a, b, c = _COEFFICIENTS
-    factor = _symmetric(gram, gram).mul_(c).add_(gram, alpha=b)
-    factor.diagonal().add_(a)
-    return factor
+def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:
+    """[n, n], symmetric: a polynomial of another, without a constant."""
+    return _symmetric(gram, gram).mul_(third).add_(gram, alpha=second)
 
 
 def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
