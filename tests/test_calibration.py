@@ -30,7 +30,7 @@ def test_what_no_measurement_reached_is_what_one_expects() -> None:
     [
         ("Megatron-LM", 2021, "megatron-2021"),
         ("Megatron-LM", 2024, "megatron-core"),
-        ("Megatron-LM fork", 2023, "megatron-2021"),
+        ("Megatron-LM fork", 2023, "zero-bubble"),
         ("NeMo 24.07", 2024, "megatron-core"),
         ("DeepSpeed ZeRO-3 in Megatron", 2021, "deepspeed"),
         ("llm-foundry/Composer FSDP1", 2024, "composer"),

@@ -45,6 +45,9 @@ class Software(BaseModel):
     overlap_pipeline: bool = False
     """Messages between stages are hidden."""
 
+    ahead: bool = False
+    """Its host goes on launching after it has asked for a message between stages, instead of waiting for the device."""
+
     balanced: bool = False
     """Stages are cut by cost, the head counted."""
 

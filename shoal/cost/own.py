@@ -10,7 +10,7 @@ from shoal.catalog import ModelShape
 from shoal.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration_of
 from shoal.catalog.clusters import Cluster
 from shoal.catalog.software import software_table
-from shoal.cost.kernels import E, Kernels, soft_max
+from shoal.cost.kernels import E, Kernels
 from shoal.cost.runs import ATTENTION, RECOMPUTE, Runs
 
 
@@ -118,9 +118,9 @@ def layer_of(
     forward = k.products + attention + k.elements + 2 * k.exchange
     again = {"none": 0.0, "selective": attention, "full": forward}[recompute]
     backward = 2 * k.products + attention_backward + 2 * k.elements + exposed + again
-    launches = soft_max(forward, k.launches, c["sharp"]) - forward
+    launches = max(0.0, k.launches - forward)  # the host launches ahead, and waits for nothing
     host = k.launches * (1 + c["launch_backward"] + (recompute == "full"))
-    launches_backward = soft_max(forward + backward, host, c["sharp"]) - forward - backward - launches
+    launches_backward = host - forward - backward - launches
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     return Layer(

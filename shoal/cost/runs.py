@@ -46,6 +46,7 @@ class Runs(NamedTuple):
             crowded, bucket_copies, shard_copies, reduced_apart, gathers_kept, logits_whole, kept_ffn:
             facts of the software.
         ties_first: 1 where stages are cut by cost and a layer that meets a share exactly is not the last of its stage.
+        ahead: 1 where the host does not wait for messages between stages.
         fused_norm: 1 where a norm is one kernel.
     """
 
@@ -105,6 +106,7 @@ class Runs(NamedTuple):
     logits_whole: Value = 0
     fused_norm: Value = 1
     ties_first: Value = 0
+    ahead: Value = 0
     kept_ffn: Value = 4
 
     @classmethod

@@ -3,6 +3,10 @@
 What `shoal.plan.estimate` plays action by action for one layout is here in closed form: with t_i the time of a
 micro-batch on stage i, 1F1B takes sum_i t_i + (m - 1) max_i t_i (Narayanan et al. 2021, section 2.2, for stages that
 are not alike); interleaving divides what is not the largest stage's by the stages of a rank.
+
+The host launches kernels while its device computes. Where it waits for each message between stages, as Megatron-LM's
+does, the longer of computing and launching counts in each pass, and in the bubble once more; elsewhere it is ahead of
+its device by up to a whole step, and launches in the bubble, too.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ class Step:
     """Seconds of a step, by what takes them: arrays with one entry for each run.
 
     Attributes:
-        busy: of all micro-batches on the slowest pipeline rank, messages between stages included.
-        bubble: that rank's waiting.
+        busy: of all micro-batches on the slowest pipeline rank, messages between stages included; or of launching them.
+        bubble: that rank's waiting, beyond what launching takes anyway.
         sharding: gathers and reductions of ZeRO-3 that computation does not hide.
         reduction: of gradients, and gathers of parameters, after the last backward.
         update: the optimizer's.
@@ -97,20 +101,25 @@ class Step:
 def step(runs: Runs, constants: Calibration) -> Step:
     """Price every run."""
     r, c, k = runs, constants, Kernels(runs, constants)
-    stages = stages_of(r)
-    device, launching = k.forward + k.backward, k.launches_of_both
+    stages, waits = stages_of(r), (r.pp > 1) & (r.ahead == 0)
+    device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
 
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
-        """A micro-batch through some layers: the host launches ahead, so the longer of the two sums counts."""
-        return soft_max(layers * device + head, layers * launching + host, c["sharp"])
+        """A micro-batch through some layers: the longer of computing and launching, if the host waits after it."""
+        computing = layers * device + head
+        return np.where(waits, soft_max(computing, layers * launching + host, c["sharp"]), computing)
 
-    most, host = passing(stages.most, 0.0, c["micro_batch"]), c["micro_batch"]
-    slowest = np.maximum(np.where(r.pp > 1, most, 0.0), passing(stages.last, k.head, host))
+    most = np.where(r.pp > 1, passing(stages.most, 0.0, host), 0.0)
     hop = np.where(r.pp > 1, _hop(k), 0.0)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
-    slowest = slowest + 2 * hop * shown * r.virtual
+    slowest = np.maximum(most, passing(stages.last, k.head, host)) + 2 * hop * shown * r.virtual
     through = passing(r.layers, k.head, r.pp * host)  # of all stages
     bubble = np.maximum(through - slowest, 0.0) / r.virtual * r.warmup + 2 * (r.pp - 1) * hop
+    # A host that does not wait goes on launching while its device does: the longer of the two whole steps counts.
+    launched = r.microbatches * (np.maximum(stages.most, stages.last) * launching + host)
+    launched, computed = np.where(waits, 0.0, launched), r.microbatches * slowest
+    busy = np.maximum(computed, launched)
+    bubble = np.maximum(computed + bubble, launched) - busy
     weights = weights_of_stage(r, stages.most)
     forward, backward = k.layer
     sharding = _sharding(k, weights, stages.most * forward + k.head / 3, stages.most * backward + k.head * 2 / 3)
@@ -119,7 +128,7 @@ def step(runs: Runs, constants: Calibration) -> Step:
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = weights / r.shard * c["update"] / k.hbm
     return Step(
-        busy=(r.microbatches * slowest + accumulate) * slower,
+        busy=(busy + accumulate) * slower,
         bubble=bubble * slower,
         sharding=r.microbatches * sharding * slower,
         reduction=_reduction(k, weights, stages.most * k.backward),

@@ -21,7 +21,7 @@ from shoal.cost.step import step
 from shoal.validate.rows import Point
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
-SCALES = {"time": 0.06, "memory": 0.05}  # of a residual: from where on it counts less
+SCALES = {"time": 0.08, "memory": 0.05}  # of a residual: from where on it counts less
 ITERATIONS = 60  # at most: few fits need as many
 FURTHEST = 0.7  # that a logarithm may move in an iteration
 

@@ -24,7 +24,7 @@ COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 HEAD = 128  # width of a head where their number is not stated
 FACTS = (  # of the software, as the cost model takes them
-    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "balanced", "dropout",
+    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "ahead", "balanced", "dropout",
     "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "logits_whole", "kept_ffn",
 )  # fmt: skip
 

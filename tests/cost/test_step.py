@@ -89,6 +89,15 @@ def test_the_bubble_is_the_papers() -> None:
     assert (found.bubble - hops) / found.busy == pytest.approx(7 / 8 * np.array([1, 1 / 2, 1 / 3, 0]), rel=0.01)
 
 
+def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
+    small = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "s": 256}
+    pipeline = {"pp": 4, "dp": 2, "shard": 2, "tp": 1}
+    ways = [LLAMA | pipeline | sizes | {"ahead": ahead} for sizes in (small, {}) for ahead in (0, 1)]
+    found, launched = step(Runs.of(ways), calibration()), Kernels(Runs.of(ways), calibration()).launches_of_both
+    assert found.busy[1] > 8 * 8 * launched[1] and found.bubble[1] == 0 < found.bubble[0]
+    assert found.bubble[2] == pytest.approx(found.bubble[3], rel=0.01)  # where computing takes much longer
+
+
 def test_many_runs_are_what_each_is_alone() -> None:
     rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
     together = step(Runs.of(rows), calibration()).seconds
