@@ -45,9 +45,23 @@ class Placed:
         """Bytes that come and go in a backward on the first rank, at least."""
         return self.plain.working(self.outline.first)
 
+    @cached_property
+    def empty(self) -> np.ndarray:
+        """[ways] bytes that the first rank needs at least, with nothing alive."""
+        return self.replicas.reserved(self.plain, self.outline.first, 0.0)
+
+    @cached_property
+    def emptiest(self) -> float:
+        """The least of these."""
+        return float(self.empty.min())
+
+    def may_fit(self, alive: float, room: float) -> bool:
+        """Whether the first rank may fit with so many bytes alive, in any way."""
+        return self.emptiest + (1 + self.plain.fragmentation) * alive <= room * (1 + SLACK)
+
     def fits(self, alive: float, room: float) -> np.ndarray:
-        """[ways] whether the first rank may fit, with so many bytes alive."""
-        return self.replicas.reserved(self.plain, self.outline.first, alive) <= room * (1 + SLACK)
+        """[ways] whether it may."""
+        return self.empty + (1 + self.plain.fragmentation) * alive <= room * (1 + SLACK)
 
     @cached_property
     def times(self) -> np.ndarray:

@@ -226,7 +226,7 @@ class Search:
         placed = self._placed(branch)
         begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.first))
         alive = float((begun @ placed.kept_first).max())
-        if not placed.fits(alive, self.room).any():
+        if not placed.may_fit(alive, self.room):
             return None
         fits = placed.fits(alive + placed.working, self.room)  # which takes longer to know
         if not fits.any():

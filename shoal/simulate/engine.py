@@ -208,7 +208,7 @@ def _meetings(columns: Columns, kinds: int) -> np.ndarray:
     group = columns.op[rows].astype(np.int64) * columns.program.depth + part
     turn = np.zeros(len(rows), np.int64)  # the how many-th of its stage
     stage = columns.op[rows].astype(np.int64) * columns.program.stages + columns.stage[rows]
-    for one in np.unique(stage):
+    for one in np.flatnonzero(np.bincount(stage)):  # numpy's unique first imports its masked arrays
         turn[stage == one] = np.arange(np.count_nonzero(stage == one))
     turns = int(turn.max(initial=0)) + 1
     rows = np.concatenate([rows + kind * columns.rows for kind in range(kinds)])
