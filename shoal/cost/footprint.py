@@ -15,7 +15,7 @@ from shoal.catalog.calibration import Calibration
 from shoal.cost.kernels import E, Kernels
 from shoal.cost.outside import GB, outside
 from shoal.cost.runs import Runs
-from shoal.cost.step import stages_of, weights_on_rank
+from shoal.cost.step import share_of, stages_of, weights_on_rank
 
 OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
 
@@ -96,8 +96,11 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
-    kept = np.choose(mode, [whole, whole - softmax, E * between * r.hidden])
-    return kept, np.where(mode == 2, whole, 0.0)
+    start = E * between * r.hidden
+    # Of queries, keys, values, output, gate, up and down every second one from the first; and what attention's core made.
+    products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
+    kept = np.choose(mode, [whole, whole - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
+    return kept, np.where(mode >= 2, whole, 0.0)
 
 
 def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,13 +108,13 @@ def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.nd
     r, c = k.runs, k.constants
     layer, end = weights_on_rank(r)
     ends = ends * end
-    weights, shard = layers * layer + ends, np.maximum(r.shard, 1)
-    sharded = r.zero > 0
+    weights = layers * layer + ends
+    share, sharded = share_of(r, weights, layers), r.zero > 0
     whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
-    states = np.where(r.zero == 3, weights * (cut + 4) / shard, weights * (whole + cut / shard))
+    states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
     gathered = np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
-    work = np.maximum(working, weights / shard * c["update_bytes"])
+    work = np.maximum(working, share * c["update_bytes"])
     allocated = states + gathered + work
     base = c["base"] * GB
     return allocated, states + gathered + work * (1 + k.of("fragmentation", "software")) + base

@@ -202,7 +202,8 @@ class Kernels:
     @cached_property
     def again(self) -> Value:
         """Of what a layer's backward computes again."""
-        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward])
+        half = self.products / 2 + self.elements + self.exchange
+        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, half])
 
     @cached_property
     def backward(self) -> Value:
@@ -217,7 +218,7 @@ class Kernels:
     @cached_property
     def launches_of_both(self) -> Value:
         """The same of a forward and a backward, with what is computed again."""
-        again = self.runs.code("recompute") == 2
+        again = self.runs.code("recompute") >= 2
         return self.launches * (1 + self.constants["launch_backward"] + again)
 
     @cached_property

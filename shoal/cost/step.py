@@ -72,6 +72,14 @@ def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
     return layers * layer + end
 
 
+def share_of(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """Parameters of a rank's shard, of all that it has of some layers and ends: of experts, which fewer ranks have
+    alike, more."""
+    experts = layers * r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep / r.tp
+    experts = np.where(r.experts > 1, experts, 0.0)
+    return (weights - experts) / np.maximum(r.shard, 1) + experts / np.maximum(r.shard / r.ep, 1)
+
+
 @dataclass(frozen=True)
 class Step:
     """Seconds of a step, by what takes them: arrays with one entry for each run.
@@ -126,7 +134,7 @@ def step(runs: Runs, constants: Calibration) -> Step:
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: read, and its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
-    update = weights / r.shard * c["update"] / k.hbm
+    update = share_of(r, weights, stages.most) * c["update"] / k.hbm
     return Step(
         busy=(busy + accumulate) * slower,
         bubble=bubble * slower,
@@ -146,15 +154,20 @@ def _hop(k: Kernels) -> np.ndarray:
 
 
 def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """What is left of reducing gradients once backward is over, and ZeRO-1's and 2's gather of the parameters."""
+    """What is left of reducing gradients once backward is over, and ZeRO-1's and 2's gather of the parameters.
+
+    With ZeRO-3 only shards are left to be reduced, between the groups that each hold all of them (hybrid sharding).
+    """
     r = k.runs
-    group = k.group(r.dp * r.cp, r.tp)
-    size = weights * r.reduce_bytes
+    size, ranks = weights * r.reduce_bytes, r.dp * r.cp
+    group = k.group(ranks, r.tp)
     whole = np.where(r.zero > 0, group.gather(size), group.reduce(size))
+    between = k.group(np.maximum(ranks / r.shard, 1), r.tp * r.shard).reduce(size / r.shard)
+    whole = np.where(r.zero == 3, between, whole)
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
     left = np.maximum(whole - hidden, LAST_BUCKET * whole)
     gather = k.group(r.shard, r.tp).gather(weights * E)
-    return np.where(r.zero == 3, 0.0, left + np.where(r.zero > 0, gather, 0.0))
+    return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 
 
 def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:

@@ -99,12 +99,14 @@ def attention(row: Row, default: str) -> str:
 
 
 def recomputed(row: Row) -> str | None:
-    """none, selective or full; "" where it is not stated, None where it is something else."""
+    """One of `shoal.cost.runs.RECOMPUTE`; "" where it is not stated, None where it is something else."""
     text = (row.get("recompute") or "").lower()
     if not text:
         return ""
     if text.startswith(("none", "0 of")):
         return "none"
+    if "op-level" in text:  # torchtitan's, of torch.utils.checkpoint's selective policies
+        return "operators"
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
 
 
@@ -126,9 +128,11 @@ def zero_stage(row: Row) -> int:
 
 
 def shards(row: Row, stage: int, dp: float) -> float:
-    """Ranks that ZeRO shards over."""
-    found = re.search(r"shard group=(\d+)", row.get("dp_mode") or "")
-    return 1.0 if not stage else min(dp, float(found[1])) if found else dp
+    """Ranks that ZeRO shards over; PyTorch's hybrid sharding does so inside a node, where nothing else is said."""
+    text = row.get("dp_mode") or ""
+    found = re.search(r"shard group=(\d+)", text)
+    group = float(found[1]) if found else (number(row, "gpus_per_node") or 8) if "HSDP" in text else dp
+    return min(dp, group) if stage else 1.0
 
 
 def eight_bits(row: Row) -> bool:

@@ -9,7 +9,7 @@ from shoal.catalog.calibration import calibration
 from shoal.cost.footprint import footprint
 from shoal.cost.kernels import Kernels
 from shoal.cost.runs import Runs
-from shoal.cost.step import stages_of, step, weights_of_stage
+from shoal.cost.step import share_of, stages_of, step, weights_of_stage
 
 LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocab": 128256,
@@ -77,6 +77,33 @@ def test_recomputation_trades_time_for_memory() -> None:
     times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
     assert (np.diff(times) > 0).all()
     assert (np.diff(sizes) < 0).all()
+
+
+def test_operators_are_between_a_layer_and_its_attention() -> None:
+    runs = Runs.of([LLAMA | {"recompute": mode} for mode in (0, 3, 2)])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
+    assert (np.diff(times) > 0).all()
+    assert (np.diff(sizes) < 0).all()
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
+    """Of 8 ranks with 2 groups of experts 4 have the same: each holds a quarter of their states, an eighth of others'."""
+    sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
+    runs = Runs.of([sparse, sparse | {"ep": 1}, LLAMA])
+    layers = stages_of(runs).most
+    weights = weights_of_stage(runs, layers)
+    matrices = 32 * 3 * 4096 * 14336
+    share, dense = share_of(runs, weights, layers), (weights[0] - 4 * matrices) / 8
+    assert share[0] == pytest.approx(dense + 4 * matrices / 4)
+    assert share[1] == pytest.approx(dense + 8 * matrices / 8)
+    assert share[2] == pytest.approx(weights[2] / 8)
+
+
+def test_hybrid_sharding_reduces_shards_between_its_groups() -> None:
+    nodes = {"zero": 3, "dp": 64, "nic": 5e9}
+    hybrid, everywhere, quick = seconds(**nodes, shard=8), seconds(**nodes, shard=64), {"nic": 50e9}
+    assert hybrid < everywhere  # parameters stay inside the nodes
+    assert seconds(**nodes | quick, shard=8) < hybrid
 
 
 def test_the_bubble_is_the_papers() -> None:

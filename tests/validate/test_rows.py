@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.catalog.calibration import GENERATIONS, NETWORKS, calibration
 from shoal.catalog.clusters import nodes
-from shoal.cost.runs import ATTENTION
+from shoal.cost.runs import ATTENTION, RECOMPUTE
 from shoal.errors import UsageError
 from shoal.validate import words
 from shoal.validate.rows import Inexpressible, read_folder, read_row
@@ -47,6 +47,19 @@ def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
 def test_what_is_not_stated_is_assumed_and_said() -> None:
     point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("FSDP", 64), ("HSDP", 8), ("HSDP, shard group=16", 16), ("ZeRO-1, optimizer shard group=4", 4)]
+)
+def test_how_many_ranks_have_a_share(mode: str, ranks: int) -> None:
+    assert read_row(row(layout=(64, 1, 1), dp_mode=mode, zero_stage=3, step_time_s=1), "file").run["shard"] == ranks
+
+
+def test_what_is_computed_again_has_a_name() -> None:
+    said = {"none": "none", "selective": "selective", "selective (op-level SAC)": "operators", "full": "full"}
+    found = {text: read_row(row(recompute=text, step_time_s=1), "file").run["recompute"] for text in said}
+    assert {text: RECOMPUTE[mode] for text, mode in found.items()} == said
 
 
 @pytest.mark.parametrize(
