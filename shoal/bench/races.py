@@ -21,7 +21,7 @@ LINK_GBS = 0.1  # with which the gradients of the default workload take more tha
 TENSOR_GBS = 0.2  # and the activations
 SLOW_GBS = 0.02  # with which they take longer than all else of it
 FEW_TOKENS = 512  # of a step, in which what is not computing weighs more
-FASTEST = ("interleaved-1f1b", "zb-v", "dualpipev", "dualpipe")  # of shoal's schedules, one of which takes on all of torch's
+FASTEST = ("interleaved-1f1b", "zb-v", "dualpipev", "dualpipe")  # of ours, one of which takes on all of torch's
 
 
 def races(workload: Workload, ranks: int = 2) -> list[Race]:

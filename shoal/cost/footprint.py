@@ -97,7 +97,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     start = E * between * r.hidden
-    # Of queries, keys, values, output, gate, up and down every second one from the first; and what attention's core made.
+    # Of queries, keys, values, output, gate, up, down every second one from the first; and what attention's core made.
     products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
     kept = np.choose(mode, [whole, whole - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
     return kept, np.where(mode >= 2, whole, 0.0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.cost.either import Value
 
 RECOMPUTE = ("none", "selective", "full", "operators")
-"""What a backward computes again: attention's core; a layer; or of a layer all but every second product and attention."""
+"""What a backward computes again: attention's core; a layer; or all of it but every second product and attention."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Of kernels, in the order in which they came."""
 

@@ -87,7 +87,7 @@ def test_operators_are_between_a_layer_and_its_attention() -> None:
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
-    """Of 8 ranks with 2 groups of experts 4 have the same: each holds a quarter of their states, an eighth of others'."""
+    """Of 8 ranks with ep 2, 4 have the same experts: each has a quarter of their states, an eighth of all others."""
     sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
     runs = Runs.of([sparse, sparse | {"ep": 1}, LLAMA])
     layers = stages_of(runs).most

@@ -16,7 +16,8 @@ LAYOUTS = [(8, 1, 1), (4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (16
 COLUMNS = (
     "row_id", "kind", "status", "quality", "framework", "year", "gpu", "gpu_mem_gb", "n_gpus", "gpus_per_node", "model",
     "layers", "hidden", "heads", "ffn", "mlp_type", "vocab", "seq", "global_batch", "micro_batch", "dp", "tp", "pp",
-    "vpp", "zero_stage", "dp_mode", "sp", "recompute", "precision", "attn_kernel", "step_time_s", "mem_gb", "mem_kind", "note",
+    "vpp", "zero_stage", "dp_mode", "sp", "recompute", "precision", "attn_kernel", "step_time_s", "mem_gb", "mem_kind",
+    "note",
 )  # fmt: skip
 
 
