@@ -201,9 +201,13 @@ class Kernels:
 
     @cached_property
     def again(self) -> Value:
-        """Of what a layer's backward computes again."""
-        half = self.products / 2 + self.elements + self.exchange
-        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, half])
+        """Of what a layer's backward computes again, by `RECOMPUTE`.
+
+        "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and what
+        is no product, no attention and no reduce-scatter; so of each exchange the gather.
+        """
+        operators = self.products / 2 + self.elements + self.exchange
+        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
 
     @cached_property
     def backward(self) -> Value:

@@ -57,11 +57,11 @@ class Placed:
 
     def may_fit(self, alive: float, room: float) -> bool:
         """Whether the first rank may fit with so many bytes alive, in any way."""
-        return self.emptiest + (1 + self.plain.fragmentation) * alive <= room * (1 + SLACK)
+        return self.emptiest + self.plain.with_holes(alive) <= room * (1 + SLACK)
 
     def fits(self, alive: float, room: float) -> np.ndarray:
-        """[ways] whether it may."""
-        return self.empty + (1 + self.plain.fragmentation) * alive <= room * (1 + SLACK)
+        """[ways] whether it may in each."""
+        return self.empty + self.plain.with_holes(alive) <= room * (1 + SLACK)
 
     @cached_property
     def times(self) -> np.ndarray:

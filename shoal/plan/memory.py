@@ -322,6 +322,10 @@ class StageMemory:
         """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
         return capacity_of(self.run.cluster, self.constants)
 
+    def with_holes(self, alive: float) -> float:
+        """Bytes that the allocator reserves for so many in activations."""
+        return (1 + self.fragmentation) * alive
+
     @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""

@@ -111,7 +111,7 @@ class Replicas:
 
     def reserved(self, plain: Stages, parts: Sequence[StagePart], alive: float) -> np.ndarray:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
-        return self._resting(plain, parts) + plain.unused + (1 + plain.fragmentation) * alive
+        return self._resting(plain, parts) + plain.unused + plain.with_holes(alive)
 
     def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.
