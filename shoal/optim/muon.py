@@ -16,7 +16,7 @@ from shoal.pieces import Piece
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_WHOLE = 128  # rows of a symmetric product that is made in one
+_ROWS = 128  # of a symmetric product that are made at once, or a quarter of all
 _MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
 
 
@@ -53,12 +53,13 @@ class Muon(Rule):
                     gradient, momentum = move.of(shards[move.shard].gradient), move.of(self.momentum[move.shard])
                     there = move.through(buffer)
                     torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov's
-                    there /= move.part.copies
+                    if move.part.copies > 1:
+                        there /= move.part.copies
                 holders.reduce_scatter(mine[piece], buffer)
             start = 0
             for matrix in turn.mine:
                 values = mine[start : start + matrix.numel].view(matrix.shape)
-                values.copy_(orthogonal(values) * (_MATCH * max(matrix.shape) ** 0.5))
+                torch.mul(orthogonal(values), _MATCH * max(matrix.shape) ** 0.5, out=values)
                 start += matrix.numel
             for piece, moves in turn.pieces:
                 buffer = whole[: holders.ranks * (piece.stop - piece.start)]
@@ -107,17 +108,15 @@ def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:
 
 
 def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and up to half of the
+    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and 3/8 of the
     products are saved. On the CPU, where smaller ones are no slower."""
     n = len(left)
     out = left.new_empty(n, n) if out is None else out
-    if n <= _WHOLE or left.is_cuda:
-        return torch.mm(left, right, out=out)
-    half = n // 2
-    _symmetric(left[:half], right[:, :half], out[:half, :half])
-    _symmetric(left[half:], right[:, half:], out[half:, half:])
-    out[half:, :half] = left[half:] @ right[:, :half]
-    out[:half, half:] = out[half:, :half].T
+    rows = n if left.is_cuda else max(_ROWS, -(-n // 4))
+    for start in range(0, n, rows):
+        end = min(start + rows, n)
+        torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])
+        out[:start, start:end] = out[start:end, :start].T
     return out
 
 

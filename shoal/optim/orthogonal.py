@@ -7,14 +7,14 @@ AT_ONCE = 1 << 25
 def nearly_square(shape: tuple[int, int]) -> bool:
     """Whether multiplying the polynomials of a matrix with each other first takes no fewer FLOPs than step by step, and
     more memory."""
-    return 4 * max(shape) <= 5 * min(shape)
+    return 13 * max(shape) <= 15 * min(shape)
 
 
 def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
     """Of the products that make one matrix orthogonal (`shoal.optim.muon.orthogonal`).
 
     Each of five steps has a product of [n, m] with itself, n <= m, of 2 n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m.
-    In wide formats what is symmetric counts half; and there are one of the first kind, one of the last, and 17 of
+    In wide formats what is symmetric counts 5/8; and there are one of the first kind, one of the last, and 17 of
     [n, n], unless it is nearly square.
 
     Args:
@@ -23,5 +23,5 @@ def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
     """
     n, m = min(shape), max(shape)
     if wide:
-        return 5 * (3 * n * n * m + n**3) if nearly_square(shape) else 3 * n * n * m + 17 * n**3
+        return 5 * (13 * n * n * m + 5 * n**3) // 4 if nearly_square(shape) else (13 * n * n * m + 85 * n**3) // 4
     return 5 * (4 * n * n * m + 2 * n**3)
