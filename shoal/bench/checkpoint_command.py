@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.checkpoint import TARGET, Cost, measure, seconds_to_restore
+from shoal.bench.progress import telling
 from shoal.bench.workload import Workload
 from shoal.config import FailoverConfig, Section
 from shoal.errors import UsageError
@@ -56,9 +57,9 @@ def checkpoint(options: CheckpointOptions, console: Console) -> int:
         if not (folder := getattr(options, name)).is_dir():
             raise UsageError(f"bench checkpoint --{name} {folder}: there is no such folder.")
     workload = Workload(options.model, sequences=options.sequences)
-    with console.status("") as status:
+    with telling(console) as tell:
         costs = measure(
-            workload, options.ranks, options.every, options.turns, options.disk, options.memory, say=status.update
+            workload, options.ranks, options.every, options.turns, options.disk, options.memory, say=tell
         )
         restoring = seconds_to_restore(workload, options.ranks, options.memory, repeats=5)
     console.print(table(costs, options.every))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.collectives import BACKEND, Row, measure
+from shoal.bench.progress import telling
 from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.cost.units import BYTES, parse, show_bytes, show_seconds
@@ -59,8 +60,8 @@ def collectives(options: CollectivesOptions, console: Console) -> int:
     for path, suffix, option in ((options.out, ".csv", "--out"), (options.plot, ".svg", "--plot")):
         if path is not None and (path.suffix != suffix or not path.parent.is_dir()):
             raise UsageError(f"{option} {path}: give a file in a folder that exists, ending in {suffix}")
-    with console.status("") as status:
-        rows = list(measure(wanted, sorted(set(options.ranks)), sizes, options.turns, status.update))
+    with telling(console) as tell:
+        rows = list(measure(wanted, sorted(set(options.ranks)), sizes, options.turns, tell))
     console.print(table(rows))
     if options.out:
         write(rows, options.out)

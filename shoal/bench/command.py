@@ -29,6 +29,7 @@ from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.numerics_command import NumericsOptions, numerics
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
 from shoal.bench.pipelining import MICROBATCHES
+from shoal.bench.progress import telling
 from shoal.bench.race import Race, Row, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
@@ -175,9 +176,9 @@ def step(options: StepOptions, console: Console) -> int:
     _check_work(options, wanted)
     turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
     rows: list[Row] = []
-    with console.status("") as status:
+    with telling(console) as tell:
         for race in wanted:
-            found = run(race, turns, steps, warmup=2, say=status.update)
+            found = run(race, turns, steps, warmup=2, say=tell)
             rows += found
             for row in found:
                 if row.target is not None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.depths import KINDS, draw, measure, of_kind, write_csv
+from shoal.bench.progress import telling
 from shoal.config import Section
 from shoal.errors import UsageError
 
@@ -38,9 +39,9 @@ def depths(options: DepthsOptions, console: Console) -> int:
     """Train, print, and draw."""
     if options.out is not None and not options.out.is_dir():
         raise UsageError(f"bench depths --out {options.out}: there is no such folder.")
-    with console.status("") as status:
+    with telling(console) as tell:
         runs = measure(
-            options.seeds, steps=options.steps, capacity=options.capacity, weight=options.weight, say=status.update,
+            options.seeds, steps=options.steps, capacity=options.capacity, weight=options.weight, say=tell,
         )
     table = Table(title=f"capacity {options.capacity:g} in every other layer, {options.steps} steps, "
                         f"mean of {options.seeds} seeds")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shoal.bench import switch
 from shoal.bench.experts import measure
+from shoal.bench.progress import telling
 from shoal.comm.world import pick_device
 from shoal.config import Section
 from shoal.errors import UsageError
@@ -106,10 +107,10 @@ def _learning(options: ExpertsOptions, console: Console) -> int:
         raise UsageError(f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and there are 4 "
                          "heads of an even width.\n  Use 2 layers or more, and a width that is a multiple of 8.")
     every = max(1, options.steps // 20)
-    with console.status("") as status:
+    with telling(console) as tell:
         runs = switch.measure(
             options.seeds, steps=options.steps, every=every, experts=options.experts[0], shape=options.shape,
-            say=status.update,
+            say=tell,
         )
     for kind in switch.KINDS:
         mine = [run for run in runs if run.kind == kind]

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.numerics import FAILS, REFERENCE, RUNS, SHOWN, draw, measure, rows, write_csv, wrong
+from shoal.bench.progress import telling
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 
@@ -43,8 +44,8 @@ def numerics(options: NumericsOptions, console: Console) -> int:
     if options.out is not None and not options.out.is_dir():
         raise UsageError(f"bench numerics --out {options.out}: there is no such folder.")
     names = [name for name in RUNS if name in wanted or name == REFERENCE]
-    with console.status("") as status:
-        curves = measure(names, options.seeds, options.steps, status.update)
+    with telling(console) as tell:
+        curves = measure(names, options.seeds, options.steps, tell)
     table = Table(title=f"{options.steps} steps, {options.seeds} seeds, nats per token")
     table.add_column("")
     for column in ("validation loss", "std", "from float32's", "most apart, training", "skipped steps", ""):

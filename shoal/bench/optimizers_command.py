@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.optimizers import Timing, measure
+from shoal.bench.progress import telling
 from shoal.comm.world import usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
@@ -46,10 +47,10 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
     tune_allocator()
     torch.set_num_threads(options.threads)
     timings = []
-    with console.status("") as status:
+    with telling(console) as tell:
         for parameters in options.parameters:
             for name in names:
-                status.update(f"{name}, {parameters:,} parameters")
+                tell(f"{name}, {parameters:,} parameters")
                 timings.append(measure(name, parameters, options.turns))
     console.print(table(timings))
     console.print(f"torch {torch.__version__}, {options.threads} of {usable_cores()} cores", highlight=False)

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
+from shoal.bench.progress import telling
 from shoal.bench.relaxed import MARGINS, METHODS, OVER_LINKS, REFERENCE, draw, measure, summaries, write_csv
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
@@ -64,10 +65,10 @@ def relaxed(options: RelaxedOptions, console: Console) -> int:
         raise UsageError(f"bench relaxed --out {options.out}: there is no such folder.")
     methods = [name for name in METHODS if name in wanted or name == REFERENCE]
     slow = f"{options.ranks - 1}={options.straggler:g}" if options.straggler > 1 else ""
-    with console.status("") as status:
+    with telling(console) as tell:
         runs = measure(
             methods, options.seeds, ranks=options.ranks, steps=options.steps, pace=options.pace, straggler=slow,
-            link_gbs=options.link_gbs, say=status.update,
+            link_gbs=options.link_gbs, say=tell,
         )
     rows = summaries(runs)
     margins = {method: options.margin or MARGINS[method] for method in methods}
