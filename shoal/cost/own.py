@@ -22,7 +22,7 @@ class Layer(NamedTuple):
         attention_backward: of the core of its attention.
         exchange: of one sum over tensor-parallel ranks; a forward has two.
         exposed: of such sums in its backward, what products do not hide.
-        launches, launches_backward: what the host's launches add to a forward and a backward.
+        launches, launches_backward: the host's, to launch a forward and a backward.
         head: of the output matrix' forward, on the last stage.
         loss: of the loss, forward and backward.
     """
@@ -115,17 +115,12 @@ def layer_of(
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
     hidden = min(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
-    forward = k.products + attention + k.elements + 2 * k.exchange
-    again = {"none": 0.0, "selective": attention, "full": forward}[recompute]
-    backward = 2 * k.products + attention_backward + 2 * k.elements + exposed + again
-    launches = max(0.0, k.launches - forward)  # the host launches ahead, and waits for nothing
-    host = k.launches * (1 + c["launch_backward"] + (recompute == "full"))
-    launches_backward = host - forward - backward - launches
+    launches_backward = k.launches * (c["launch_backward"] + (recompute == "full"))
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     return Layer(
-        k.products, attention, k.elements, attention_backward, k.exchange, exposed, launches,
-        max(launches_backward, 0.0), head, loss,
+        k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches,
+        launches_backward, head, loss,
     )  # fmt: skip
 
 

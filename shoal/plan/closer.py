@@ -70,7 +70,7 @@ class Placed:
 
     @cached_property
     def _by_kind(self) -> np.ndarray:
-        return self.plain.linear @ self.outline.counts.T
+        return self.plain.linear[:3] @ self.outline.counts.T
 
     @cached_property
     def added(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,6 +101,7 @@ class Candidate(NamedTuple):
         levels: its fields.
         stages: of its layout, priced.
         times, finishing: [3, stages] as the outline has them.
+        launched: seconds that a host needs for a step at least.
         outline: its pipeline's.
     """
 
@@ -108,4 +109,5 @@ class Candidate(NamedTuple):
     stages: Stages
     times: np.ndarray
     finishing: np.ndarray
+    launched: float
     outline: Outline

@@ -59,7 +59,7 @@ class Estimate(Stages):
     @cached_property
     def passes(self) -> list[tuple[float, float, float]]:
         """[stages] seconds of a forward and of both halves of a backward."""
-        return [(s.forward, s.backward_input, s.backward_weight) for s in self.stages]
+        return [stage.passes for stage in self.stages]
 
     @cached_property
     def finishes(self) -> list[tuple[float, float, float]]:
@@ -68,8 +68,17 @@ class Estimate(Stages):
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one step."""
-        return self._step.seconds
+        """Of one step: as it is played, or as long as a host launches it ahead of its accelerator."""
+        return max(self._step.seconds, self._launched)
+
+    @cached_property
+    def _launched(self) -> float:
+        """Seconds that the slowest host needs for a step at least."""
+        each = [
+            len(self.program.microbatches_of(stage)) * times.launched + sum(finish)
+            for stage, (times, finish) in enumerate(zip(self.stages, self.finishes, strict=True))
+        ]
+        return max(sum(each[stage] for stage in self.program.stages_of(rank)) for rank in range(self.program.ranks))
 
     @cached_property
     def _step(self) -> Played:
@@ -165,7 +174,8 @@ class Estimate(Stages):
     def breakdown(self) -> dict[str, float]:
         """Seconds of a step on the busiest pipeline rank, by what takes them; they add up to the step.
 
-        Of its waiting, messages are what the step would be shorter by without them; the rest is the bubble.
+        Of its waiting, messages are what the step would be shorter by without them; the rest is the bubble. Launches
+        are what an infinitely fast host would save.
         """
         busiest = max(range(self.program.ranks), key=self._step.busy.__getitem__)
         stages = self.program.stages_of(busiest)
@@ -174,7 +184,7 @@ class Estimate(Stages):
             times, count = self.stages[stage], len(self.program.microbatches_of(stage))
             of["matrix products"] += count * 3 * times.matrices
             of["attention"] += count * (1 + ATTENTION_BACKWARD) * times.attention
-            of["element by element"] += count * 3 * times.elements
+            of["element by element"] += count * (3 * times.elements + times.adding)
             of["recomputation"] += count * times.recompute
             of["tensor parallelism"] += count * (times.tensor + times.tensor_backward)
             of["expert parallelism"] += count * 2 * times.experts
@@ -183,11 +193,12 @@ class Estimate(Stages):
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
             of["gathers and reductions"] += self.finishes[stage][0] + self.finishes[stage][2]
             of["optimizer"] += self.finishes[stage][1]
-        waiting = max(0.0, self.step_seconds - sum(of.values()))
+        waiting = max(0.0, self._step.seconds - sum(of.values()))
         if self.program.ranks > 1:
-            longer = self.step_seconds - self._without_messages.seconds
+            longer = self._step.seconds - self._without_messages.seconds
             of["messages between stages"] = min(max(0.0, longer), waiting)
         of["bubble"] = waiting - of["messages between stages"]
+        of["launches"] += self.step_seconds - self._step.seconds
         return of
 
     @cached_property

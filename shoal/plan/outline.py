@@ -65,7 +65,7 @@ class Outline:
     def times(self, stages: Stages) -> np.ndarray:
         """[3, stages] seconds of forwards and of both halves of backwards."""
         priced = [stages.stage_of(part) for part in self.kinds]
-        return np.array([(s.forward, s.backward_input, s.backward_weight) for s in priced]).T[:, self.kind]
+        return np.array([s.passes for s in priced]).T[:, self.kind]
 
     def finishing(self, stages: Stages) -> np.ndarray:
         """[3, kinds] seconds: reduction, update, gather."""
@@ -83,13 +83,24 @@ class Outline:
         """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
 
         Args:
-            linear: [layouts, 3, 5], as `Stages.linear`.
+            linear: [layouts, 4, 5], as `Stages.linear`.
             hops: [layouts] seconds of a message.
             microbatches: [layouts] of each replica.
         """
         times = (linear @ self.counts.T)[:, :, self.kind]
         busy, firsts = self.chain.ends(times[:, 0], times[:, 1], times[:, 2], hops, microbatches, order)
-        return np.maximum(busy.max(axis=1), firsts)
+        launched = self.chain.by_rank(self.chain.through(microbatches) * times[:, 3])
+        return np.maximum(np.maximum(busy, launched).max(axis=1), firsts)
+
+    def launched(self, stages: Stages, finishing: np.ndarray, microbatches: int) -> float:
+        """Seconds that the slowest host needs for a step at least.
+
+        Args:
+            finishing: [3, kinds] of `finishing`.
+        """
+        each = np.array([stages.stage_of(part).launched for part in self.kinds])[self.kind]
+        through = self.chain.through(np.array([microbatches]))[0]
+        return float(self.chain.by_rank(through * each + finishing.sum(axis=0)[self.kind]).max())
 
     @cached_property
     def _held(self) -> np.ndarray:

@@ -233,6 +233,7 @@ class Search:
             return None
         ends = outline.ends(placed.times[:, None], plain.hop, microbatches, branch.order)
         of_way = np.where(fits, outline.least(ends, placed.added, microbatches) * (1 - SLACK), np.inf)
+        of_way = np.maximum(of_way, branch.least)  # which the host may decide
         least = float(of_way.min())
         return Closer(least, branch, of_way, placed) if least <= self.limit else None
 
@@ -249,9 +250,10 @@ class Search:
             return
         replay = self._replay(together[0].branch)
         times = np.stack([_table(candidate) for candidate, _ in found], axis=2)
-        seconds = replay.step_times(times, [candidate.stages.link for candidate, _ in found])
+        played = replay.step_times(times, [candidate.stages.link for candidate, _ in found])
+        seconds = np.maximum(played, [candidate.launched for candidate, _ in found])
         self.plan.played += len(found)
-        steps = [self._step(candidate, float(played)) for played, (candidate, _) in zip(seconds, found, strict=True)]
+        steps = [self._step(candidate, float(least)) for least, (candidate, _) in zip(seconds, found, strict=True)]
         for i in np.argsort(steps, kind="stable"):
             candidate, alive = found[i]
             layout = layout_of(self.space, *candidate.levels)
@@ -260,10 +262,10 @@ class Search:
                 if memory.reserved <= self.room:
                     self._keep(Found(steps[i], layout, memory))
 
-    def _step(self, candidate: Candidate, played: float) -> float:
+    def _step(self, candidate: Candidate, least: float) -> float:
         """Seconds of a step, where devices may be fewer cores than there are ranks."""
-        if self.run.cluster.at_once is None or played > self.limit:
-            return played
+        if self.run.cluster.at_once is None or least > self.limit:
+            return least
         run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
@@ -294,7 +296,10 @@ class Search:
         left = np.flatnonzero(outline.least(ends, added, microbatches) * (1 - SLACK) <= self.limit)
         levels = (degrees, way, branch.pipe, branch.split)
         return [
-            Candidate((*levels, shards[i]), every[i], times[:, i], finishing[:, i][:, outline.kind], outline)
+            Candidate(
+                (*levels, shards[i]), every[i], times[:, i], finishing[:, i][:, outline.kind],
+                outline.launched(every[i], finishing[:, i], microbatches), outline,
+            )
             for i in left
         ]
 

@@ -41,6 +41,7 @@ class StageTimes(NamedTuple):
 
     Attributes:
         matrices, attention, elements: of its forward.
+        adding: of adding gradients to their sums over micro-batches.
         tensor: of its forward's tensor-parallel collectives.
         recompute: of what backward computes again, collectives included.
         tensor_backward: of backward's collectives, those that wait.
@@ -48,12 +49,14 @@ class StageTimes(NamedTuple):
         context_backward: of backward's.
         experts: of the exchanges of rows, of experts or of tokens that pass through a layer, in each direction.
         gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
-        launches, launches_backward: what the host adds, where it is slower than the accelerator.
+        launches, launches_backward: the host's in a forward and a backward, where the host is what computes.
+        launched: the host's for both, where it launches ahead of an accelerator; the gathers' beside it.
     """
 
     matrices: float
     attention: float
     elements: float
+    adding: float
     tensor: float
     recompute: float
     tensor_backward: float
@@ -64,6 +67,12 @@ class StageTimes(NamedTuple):
     gather_backward: float
     launches: float
     launches_backward: float
+    launched: float
+
+    @property
+    def passes(self) -> tuple[float, float, float]:
+        """A forward and both halves of a backward."""
+        return self.forward, self.backward_input, self.backward_weight
 
     @property
     def forward(self) -> float:
@@ -74,7 +83,7 @@ class StageTimes(NamedTuple):
     @property
     def backward_weight(self) -> float:
         """The half that makes the gradients of the weights: one product for each of the forward's."""
-        return self.matrices
+        return self.matrices + self.adding
 
     @property
     def backward_input(self) -> float:
@@ -131,8 +140,9 @@ class Stages(StageMemory):
 
     @property
     def linear(self) -> np.ndarray:
-        """[3, 5] seconds of a forward and of both halves of a backward: of a layer, of one with experts, of being the
-        first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make up all stages."""
+        """[4, 5] seconds of a forward, of both halves of a backward and of launching them: of a layer, of one with
+        experts, of being the first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make
+        up all stages."""
         key = ("linear", self.passing, self.run.layout.cp_order)
         if key not in self.known:
             import numpy as np  # which an estimate of one layout does without
@@ -140,7 +150,7 @@ class Stages(StageMemory):
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
             counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
             found = [self._stage(*of) for of in counts]
-            any_stage, *others = np.array([(s.forward, s.backward_input, s.backward_weight) for s in found])
+            any_stage, *others = np.array([(*s.passes, s.launched) for s in found])
             first, last, dense, *sparse = (other - any_stage for other in others)
             self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
         return self.known[key]
@@ -241,23 +251,42 @@ class Stages(StageMemory):
         overlapped = reduce if layout.overlap else 0.0
         contention = self.constants["contention"]  # what travels behind computation slows it down
         backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
+        gathers = max(0.0, gather - compute) + contention * gather, backward + reduce - overlapped
+        host = layers * layer.launches + self.constants["micro_batch"], layers * layer.launches_backward
+        ahead = self.run.cluster.at_once is None  # else its cores are what computes
         found = StageTimes(
             matrices=layers * layer.products + head,
             attention=layers * layer.attention,
             elements=layers * layer.elements + loss / 3,
+            adding=self._adding(kinds, first, last),
             tensor=layers * 2 * layer.exchange + ends,
             recompute=layers * again,
             tensor_backward=layers * layer.exposed + ends,
             context=layers * context,
             context_backward=layers * context_backward,
             experts=layers * rows,
-            gather_forward=max(0.0, gather - compute) + contention * gather,
-            gather_backward=backward + reduce - overlapped,
-            launches=layers * layer.launches + self.constants["micro_batch"],
-            launches_backward=layers * layer.launches_backward,
+            gather_forward=gathers[0],
+            gather_backward=gathers[1],
+            launches=0.0 if ahead else host[0],
+            launches_backward=0.0 if ahead else host[1],
+            launched=sum(host) + sum(gathers) if ahead else 0.0,
         )
         slower = self.slower * self.run.passes
         return StageTimes(*[slower * seconds for seconds in found])
+
+    def _adding(self, kinds: Kinds, first: bool, last: bool) -> float:
+        """Seconds in which each gradient of a stage is read, and its sum over micro-batches is read and written. Of a
+        tied embedding there is one."""
+        shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
+        weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
+        for (sparse, _), count in kinds:
+            key = ("weights", sparse, self.passing)
+            if key not in self.known:
+                layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)  # else of no account
+                self.known[key] = sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
+            weights += count * self.known[key]
+        moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
+        return self.constants["accumulate"] * moved / self.hbm
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
         """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
@@ -331,7 +360,7 @@ class Stages(StageMemory):
         """Seconds for which a message to the next pipeline rank occupies its link, and until it is there after that."""
         run, pipeline = self.run, self.group("pp")
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
-        return moved / pipeline.hop, max(pipeline.latency, pipeline.outer_latency)
+        return moved / pipeline.hop, max(pipeline.latency, pipeline.outer_latency) + self.constants["hop"]
 
     @property
     def hop(self) -> float:

@@ -63,15 +63,47 @@ def test_an_interval_is_wider_where_more_can_be_off() -> None:
         assert low < found.fullest.reserved < high and 1.1 < high / low < 2
 
 
-def test_a_layer_is_slower_than_its_roofline_and_than_its_launches() -> None:
+def test_a_layer_is_slower_than_its_roofline() -> None:
     found = estimate(Layout(tp=8), "8xH100", batch=8)
     run, layer = found.run, found.layer()
     flops = 2 * run.shape.layer_matrices(0) / 8 * run.sequence_length
     assert layer.products > flops / found.peak
     assert layer.attention > 2 * run.shape.hidden / 8 * run.sequence_length**2 / found.peak
-    short = Estimate(Run(run.shape, run.layout, run.cluster, 128, 8)).layer()
-    assert short.launches_backward > short.products, "128 tokens are launched more slowly than computed"
-    assert layer.launches_backward < 0.05 * layer.products
+
+
+def test_a_host_ahead_of_its_accelerator_is_a_floor_under_the_step() -> None:
+    """It launches in the bubble, too: more stages are no slower for it than their share of the layers."""
+    shape, machine = model_shape("llama-3-8b"), cluster("8xH100")
+    found = [Estimate(Run(shape, Layout(pp=8, dp=1), machine, length, 64)) for length in (32, 8192)]
+    few, many = found
+    launches = few.layer().launches + few.layer().launches_backward
+    assert 64 * 4 * launches < few.step_seconds < 1.5 * 64 * 4 * launches
+    assert few.breakdown["launches"] > 0.1 * few.step_seconds and few.step_seconds > few.timeline.step_time
+    assert many.breakdown["launches"] == 0 and many.step_seconds == many.timeline.step_time
+    for one in found:
+        assert sum(one.breakdown.values()) == pytest.approx(one.step_seconds)
+
+
+def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
+    found = estimate(LAYOUT)
+    for part, times in zip(found.parts, found.stages, strict=True):
+        moved = (2 + 4 + 4) * sum(found.elements_of(part))  # bfloat16, and sums in float32
+        assert times.adding == pytest.approx(found.slower * moved / found.hbm, rel=1e-4)
+        assert times.backward_weight == times.matrices + times.adding
+
+
+def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
+    shape = model_shape("llama-3-8b").model_copy(update={"layers": 4, "vocab": 64})
+    machine = cluster("2xH100")
+    beside, itself = (
+        Estimate(Run(shape, Layout(pp=2, dp=1), replace(machine, at_once=cores), 512, 8)) for cores in (None, 2)
+    )
+    times, layer = itself.stages[0], itself.layer()
+    assert times.launches > 2 * layer.launches  # of its two layers, and what a micro-batch takes besides
+    assert times.launches_backward == pytest.approx(2 * layer.launches_backward)
+    assert times.forward == pytest.approx(beside.stages[0].forward + times.launches)
+    assert times.launched == 0 < beside.stages[0].launched
+    assert itself.step_seconds > 1.2 * beside.step_seconds, "the bubble is as much longer"
 
 
 @pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])
