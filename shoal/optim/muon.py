@@ -112,7 +112,9 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
     products are saved. On the CPU, where smaller ones are no slower."""
     n = len(left)
     out = left.new_empty(n, n) if out is None else out
-    rows = n if left.is_cuda else max(_ROWS, -(-n // 4))
+    if left.is_cuda:
+        return torch.mm(left, right, out=out)
+    rows = max(_ROWS, -(-n // 4))
     for start in range(0, n, rows):
         end = min(start + rows, n)
         torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])
