@@ -26,9 +26,10 @@ class Footprint:
 
     Attributes:
         allocated: by tensors, on the fullest pipeline rank.
-        reserved: by torch's allocator, with what it leaves unused.
+        reserved: by torch's allocator, with what it leaves unused, on the one that has most.
         first_reserved: the same of the first pipeline rank.
         process: reserved, with the context and libraries: what `nvidia-smi` shows.
+        needed: of these, without what the allocator takes back before it says that there is no memory.
         capacity: of the accelerator, as far as a process can have it.
     """
 
@@ -36,12 +37,13 @@ class Footprint:
     reserved: np.ndarray
     first_reserved: np.ndarray
     process: np.ndarray
+    needed: np.ndarray
     capacity: np.ndarray
 
     @property
     def fits(self) -> np.ndarray:
         """Whether it runs."""
-        return self.process <= self.capacity
+        return self.needed <= self.capacity
 
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
@@ -51,17 +53,16 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
-    after = np.where(alone, 1.0, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive)
+    after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.of("logit_bytes", "software")
-    loss = np.where(alone, logits, 0.0)
     held = again + k.constants["gather_buffers"] * _gathered(k)
-    first = _rank(k, stages.first, 1, _in_flight(k, alive, stages.first, kept) + held + loss)
-    second = np.where(r.pp > 2, _in_flight(k, after, stages.most, kept) + held, 0.0)
-    second = _rank(k, stages.most, r.pp == 2, second)
-    last = _rank(k, stages.last, 1, _in_flight(k, waiting, stages.last, kept) + held + logits)
-    allocated, reserved = (np.maximum(np.maximum(*ends), more) for *ends, more in zip(first, last, second, strict=True))
-    return Footprint(allocated, reserved, first[1], reserved + outside(r.memory, c), r.memory * c["usable"])
+    first = _rank(k, stages.first, 1, alive, kept, held + np.where(alone, logits, 0.0))
+    second = _rank(k, stages.most, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
+    last = _rank(k, stages.last, 1, waiting, kept, held + logits)
+    allocated, reserved, needed = np.maximum.reduce([first, second, last])
+    beside = outside(r.memory, c)
+    return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
 
 
 def _gathered(k: Kernels) -> np.ndarray:
@@ -70,17 +71,19 @@ def _gathered(k: Kernels) -> np.ndarray:
     return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
 
 
-def _in_flight(k: Kernels, alive: np.ndarray, layers: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Bytes that micro-batches hold in the layers of a stage: what is kept, and what collectives are still to read.
+def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Bytes of freed tensors in the layers of a stage that collectives are still to read.
 
-    Tensors that go to another stream are no one's until the device has come to them (`torch.Tensor.record_stream`), and
-    the host goes on allocating meanwhile. It is ahead of the device by all that a stage launches before it first waits
-    for another, which is all but two of the micro-batches in flight, and by what the device takes longer for than the
-    host.
+    Tensors that go to another stream can be used again only when the device has come to them
+    (`torch.Tensor.record_stream`), and the host goes on allocating meanwhile. It is ahead of the device by all that a
+    stage launches before it first waits for another, which is all but two of the micro-batches in flight, and by what
+    the device takes longer for than the host: after one whole micro-batch by four times as much as after a forward.
+    Launches wait in a queue, which is full at some point.
     """
-    ahead = np.maximum(1 - k.launches / k.forward, 0.0)
-    unread = np.maximum(alive - 2, 0.0) + np.minimum(alive, 2.0) * ahead
-    return layers * (alive * kept + unread * k.runs.reduced_apart * _gathered(k))
+    r = k.runs
+    lead = np.maximum(1 - k.launches / k.forward, 0.0) * np.where(r.microbatches > r.pp, 4.0, 1.0)
+    ahead = np.maximum(alive - 2, 0.0) + np.minimum(alive, 2.0) * np.minimum(lead, 1.0)
+    return np.minimum(layers * ahead, k.constants["queue"]) * r.reduced_apart * _gathered(k)
 
 
 def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
@@ -103,8 +106,20 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     return kept, np.where(mode >= 2, whole, 0.0)
 
 
-def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes allocated and reserved on a rank of a stage."""
+def _rank(
+    k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray, beside: np.ndarray
+) -> np.ndarray:
+    """[3, runs] bytes allocated and reserved on a rank of a stage, and needed (`Footprint`).
+
+    Holes between blocks come about where forwards follow backwards: until then all is freed in the order in which it
+    was made. Where memory ends, the allocator waits for all that is unread (pytorch/pytorch#19222).
+
+    Args:
+        ends: of the model's, on the rank.
+        alive: micro-batches.
+        kept: of each, bytes of a layer.
+        beside: bytes that come and go.
+    """
     r, c = k.runs, k.constants
     layer, end = weights_on_rank(r)
     ends = ends * end
@@ -113,8 +128,10 @@ def _rank(k: Kernels, layers: np.ndarray, ends: np.ndarray | int, working: np.nd
     whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
     states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
-    gathered = np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
-    work = np.maximum(working, share * c["update_bytes"])
-    allocated = states + gathered + work
-    base = c["base"] * GB
-    return allocated, states + gathered + work * (1 + k.of("fragmentation", "software")) + base
+    states += np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
+    working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
+    holes = np.where(r.microbatches > r.pp, k.of("fragmentation", "software"), 0.0) * (working + unread)
+    needed = states + working + holes + update + c["base"] * GB
+    room = r.memory * c["usable"] - outside(r.memory, c)
+    reserved = np.minimum(needed + unread, np.maximum(needed, room))
+    return np.stack([states + np.maximum(working, update), reserved, needed])

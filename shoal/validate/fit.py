@@ -57,7 +57,7 @@ def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.n
     memory = footprint(runs, constants)
     size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
     size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
-    return size, memory.process / memory.capacity
+    return size, memory.needed / memory.capacity
 
 
 class Problem:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.catalog.calibration import calibration
+from shoal.catalog.calibration import Calibration, calibration
 from shoal.cost.footprint import footprint
 from shoal.cost.outside import outside
 from shoal.cost.runs import Runs
@@ -14,21 +14,57 @@ SPLIT = LLAMA | {"tp": 4, "dp": 2, "shard": 2, "sequence_parallel": 1, "overlap_
 WHOLE = 2 * 8192 * 4096  # bytes of [b, s, h]
 
 
+ROOM = {"memory": 1e15}  # so that nothing is taken back
+
+
 def allocated(**change: float) -> float:
     return float(footprint(Runs.of([SPLIT | change]), calibration()).allocated[0])
+
+
+def unread(constants: Calibration, **change: float) -> float:
+    """Bytes that collectives on a stream of their own add to what is reserved."""
+    runs = Runs.of([SPLIT | change | {"reduced_apart": apart} for apart in (2, 0)])
+    apart, none = footprint(runs, constants).reserved
+    return float(apart - none)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])
 def test_a_host_that_runs_ahead_holds_what_collectives_have_not_read(pp: int) -> None:
     """A device with nothing to wait for but its launches holds that of all but two micro-batches in flight."""
-    layers, layout = 32 // pp, {"pp": pp, "vocab": 1}
-    fast = layout | {"peak": 1e30, "hbm": 1e30, "inside": 1e30}
-    at_once = allocated(**fast, reduced_apart=2) - allocated(**fast)
+    layers, layout = 32 // pp, {"pp": pp, "vocab": 1, **ROOM}
+    solid = calibration().with_values({
+        "queue": np.float64(100), "fragmentation": np.zeros_like(calibration()["fragmentation"])
+    })  # fmt: skip
+    at_once = unread(solid, **layout, peak=1e30, hbm=1e30, inside=1e30)
     assert at_once == pytest.approx(2 * layers * max(pp - 2, 0) * WHOLE, abs=1)
-    slow = layout | {"peak": 1e9}
-    behind = allocated(**slow, reduced_apart=2) - allocated(**slow)
-    assert behind == pytest.approx(2 * layers * pp * WHOLE, rel=0.01)
-    assert allocated(**layout, reduced_apart=2, tp=1) == allocated(**layout, tp=1), "no collectives, nothing to read"
+    assert unread(solid, **layout, peak=1e9) == pytest.approx(2 * layers * pp * WHOLE, rel=0.01)
+    full = solid.with_values({"queue": np.float64(3)})
+    assert unread(full, **layout, peak=1e9) == pytest.approx(2 * 3 * WHOLE), "the queue of launches has an end"
+    assert unread(solid, **layout, tp=1) == 0, "no collectives, nothing to read"
+
+
+def test_a_host_gains_more_in_a_backward_than_in_a_forward() -> None:
+    layout = {"vocab": 1, "s": 1024, **ROOM}
+    one, two = (unread(calibration(), **layout, microbatches=m, dp=1, shard=1) for m in (1, 2))
+    assert 1.9 * one < two, "four times as much, or all"
+
+
+def test_what_is_unread_is_taken_back_where_memory_ends() -> None:
+    row = SPLIT | {"reduced_apart": 2, "peak": 1e9, "b": 4, **ROOM}
+    much = footprint(Runs.of([row]), calibration())
+    between = (much.needed[0] + much.process[0]) / 2 / float(calibration()["usable"])
+    assert between > 80e9, "as much as others need beside the allocator"
+    little = footprint(Runs.of([row | {"memory": between}]), calibration())
+    assert little.fits[0] and little.needed[0] == much.needed[0]
+    assert little.process[0] == pytest.approx(little.capacity[0])
+
+
+def test_holes_come_about_where_forwards_follow_backwards() -> None:
+    few, many = ({"pp": 4, "dp": 4, "shard": 4, "microbatches": m, **ROOM} for m in (4, 5))
+    first, steady = footprint(Runs.of([SPLIT | few, SPLIT | many]), calibration()).reserved
+    solid = calibration().with_values({"fragmentation": np.zeros_like(calibration()["fragmentation"])})
+    none = footprint(Runs.of([SPLIT | few, SPLIT | many]), solid).reserved
+    assert first == none[0] == none[1] < steady
 
 
 def test_buckets_are_kept_where_there_are_replicas() -> None:
