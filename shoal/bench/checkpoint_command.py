@@ -58,9 +58,7 @@ def checkpoint(options: CheckpointOptions, console: Console) -> int:
             raise UsageError(f"bench checkpoint --{name} {folder}: there is no such folder.")
     workload = Workload(options.model, sequences=options.sequences)
     with telling(console) as tell:
-        costs = measure(
-            workload, options.ranks, options.every, options.turns, options.disk, options.memory, say=tell
-        )
+        costs = measure(workload, options.ranks, options.every, options.turns, options.disk, options.memory, say=tell)
         restoring = seconds_to_restore(workload, options.ranks, options.memory, repeats=5)
     console.print(table(costs, options.every))
     console.print(

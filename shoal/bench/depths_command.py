@@ -41,7 +41,7 @@ def depths(options: DepthsOptions, console: Console) -> int:
         raise UsageError(f"bench depths --out {options.out}: there is no such folder.")
     with telling(console) as tell:
         runs = measure(
-            options.seeds, steps=options.steps, capacity=options.capacity, weight=options.weight, say=tell,
+            options.seeds, steps=options.steps, capacity=options.capacity, weight=options.weight, say=tell
         )
     table = Table(title=f"capacity {options.capacity:g} in every other layer, {options.steps} steps, "
                         f"mean of {options.seeds} seeds")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Called with what comes next. Lines go to the standard error, so that a table's file has the table alone.
+    """What to call with what comes next. Lines go to the standard error, so that a table's file has the table alone.
 
     Args:
         console: what results are printed on.

@@ -26,7 +26,8 @@ class Priced(NamedTuple):
     """A schedule with its times in seconds.
 
     Attributes:
-        step_seconds: as it is estimated; longer than it is played where ranks take turns on fewer cores.
+        step_seconds: as it is estimated; longer than it is played where ranks take turns on fewer cores, or where
+            hosts need longer to launch it.
     """
 
     columns: Columns
