@@ -12,7 +12,7 @@ from shoal.failover.stragglers import slowest
 from shoal.train.check import check
 from tests.train.runs import FOUR_RANKS, checkpoints, curve, same_bits, small_config
 
-from .trainings import Drifts, LeavesOut, Spikes, SpikesAndDies, Tells, train
+from .trainings import BAD_LOSS, FAR, Drifts, LeavesOut, Spikes, SpikesAndDies, Tells, train
 
 STEPS = 14
 
@@ -57,7 +57,7 @@ def test_a_spike_is_left_behind_with_the_batches_since_also_by_a_restart(
 
     What was left out is left out by the run that goes on after a failure, too.
     """
-    settings = {"spike_factor": 10, "spike_window": 8, "spike_rollbacks": 1, "spike_margin": 2}
+    settings = {"spike_factor": FAR, "spike_window": 8, "spike_rollbacks": 1, "spike_margin": 2}
     run = config(memory_every=memory_every, every=100 if memory_every else 3, **settings)
     train(pool, Spikes, run, tmp_path / "whole")
     assert same_end(tmp_path / "whole", without_the_batches)
@@ -70,9 +70,9 @@ def test_a_spike_is_left_behind_with_the_batches_since_also_by_a_restart(
 
 
 def test_without_a_roll_back_left_a_spike_is_only_told(config, pool, tmp_path):
-    run = config(spike_factor=10, spike_window=8)
+    run = config(spike_factor=FAR, spike_window=8)
     train(pool, Spikes, run, tmp_path / "run")
-    assert [step for step, loss, _ in curve(tmp_path / "run") if loss == 50.0] == [10]
+    assert [step for step, loss, _ in curve(tmp_path / "run") if loss == BAD_LOSS] == [10]
     assert len(curve(tmp_path / "run")) == STEPS
 
 
@@ -95,7 +95,7 @@ def test_what_was_saved_since_replicas_last_agreed_is_not_gone_on_from(config, p
 def test_a_healthy_run_with_every_check_is_the_same_run(config, pool, tmp_path):
     plain = config(FOUR_RANKS, memory_every=0)
     watched = config(
-        FOUR_RANKS, check_replicas_every=2, spike_factor=20, spike_rollbacks=2, stragglers_every=5, reexecute_every=4,
+        FOUR_RANKS, check_replicas_every=2, spike_factor=FAR, spike_rollbacks=2, stragglers_every=5, reexecute_every=4,
         reexecute_on="replica",
     )
     train(pool, Tells, plain, tmp_path / "plain")

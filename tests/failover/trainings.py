@@ -15,6 +15,9 @@ from tests.train.runs import train_here
 DEATH, BAD = 10, 9
 """The step after which a rank is lost; the batch that makes a spike."""
 
+BAD_LOSS, FAR = 1e4, 1000
+"""Of that spike, nats; and from how many deviations on one counts: more than any batch makes by itself."""
+
 
 class Tells(Trainer):
     """Says where it went on from."""
@@ -61,7 +64,7 @@ class Spikes(Tells):
             for _, weights, _ in engine.parameters.runs():
                 weights.mul_(3)
             engine.parameters.gather()
-            return replace(result, loss=50.0)
+            return replace(result, loss=BAD_LOSS)
 
         engine.step = spoiling
 
