@@ -282,7 +282,8 @@ class Stages(StageMemory):
         for (sparse, _), count in kinds:
             key = ("weights", sparse, self.passing)
             if key not in self.known:
-                layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)  # else of no account
+                # `linear` asks for a dense layer, too, where the model has none, and nobody takes its answer.
+                layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
                 self.known[key] = sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
             weights += count * self.known[key]
         moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)

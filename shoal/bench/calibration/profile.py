@@ -38,7 +38,8 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     bandwidth = 2 * 4 * COPIED / found.copy
     constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
                   "collective_launch": 0.0, "wait": 0.0, "short_sequence": 0.0, "launch_exchange": 0.0,
-                  "launch_backward": 2.0, "hop": 0.0, "accumulate": 0.0}  # fmt: skip  # models add gradients up, too
+                  "launch_backward": 2.0, "hop": 0.0}  # fmt: skip
+    constants["accumulate"] = 0.0  # the models that are measured add their gradients up, too
     constants["stragglers"] = found.waits / max(1.0, log2(found.cores))
     constants["update_slow"] = found.update * bandwidth / (32 * UPDATED)  # 16 bytes of states, 16 of the rest
     constants |= attention(found, peaks["fp32"])
