@@ -61,8 +61,12 @@ def layer(
         taken = replace(run, s=run.shape.depths.taken(run.s))
         inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
         return [*_router(run, taken), *inside]
-    block = experts(run) if sparse else _mlp(run, number=number)
-    return [*_norm(run), *_attention(run, mode, number), *_norm(run), *block]
+    return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
+
+
+def behind_attention(run: Pass, sparse: bool, number: int = 0) -> list[Saved]:
+    """Of a layer, the second norm and the feed-forward block."""
+    return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
 
 
 def _router(run: Pass, taken: Pass) -> list[Saved]:

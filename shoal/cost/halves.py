@@ -34,7 +34,16 @@ def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     alone = y > shape.kv_heads  # keys and values, whose weights then lie elsewhere than the queries'
     found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
     found += _product(run, "attention output", number, ["attention.out"], width, h)
-    return found + (_experts(run) if sparse else block(run, shape.ffn, number))
+    return found + _behind(run, sparse, number)
+
+
+def behind_attention(run: Pass, sparse: bool) -> int:
+    """Of one layer's norm and feed-forward block."""
+    return activations.total(_behind(run, sparse, 0))
+
+
+def _behind(run: Pass, sparse: bool, number: int) -> list[Saved]:
+    return _experts(run) if sparse else block(run, run.shape.ffn, number)
 
 
 def block(run: Pass, width: int, number: int = 0) -> list[Saved]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shoal.cost import activations, halves
+from shoal.cost.context import kv_heads
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
 from shoal.cost.passes import Pass, once
@@ -127,6 +128,8 @@ def in_block(run: Pass, sparse: bool, kind: Half = "whole") -> Block:
         if kind == "weight":
             return [(making, MAKING), (0, COMPLETE)]
         again = activations.recomputed(run, sparse)
+        if run.layout.cp > 1:
+            making = max(making, _round_ring(run, sparse, kind))
         if kind == "input":
             return [(making + again, WAITING)]
         return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
@@ -170,6 +173,30 @@ def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
         return max(waiting), max(waiting)
     # A bias that is added behind the sum has its gradient first of all.
     return max(waiting), making if gated else max(*waiting, making)
+
+
+def _round_ring(run: Pass, sparse: bool, kind: Half) -> int:
+    """In attention's backward round a ring, where all behind it in the layer is gone.
+
+    The gradients of the output and of the queries are there, and those of blocks: of this place's, of the block whose
+    keys are here, and of those before it, on their way to the next place and from the one before
+    (`shoal.parallel.context.ring`).
+    """
+    layout, shape, e, n = run.layout, run.shape, run.itemsize, run.tokens
+    q, kv = n * shape.head_dim * shape.heads // layout.tp, n * shape.head_dim * kv_heads(shape, layout)
+    copies = 0 if q == kv else 2 * e * (q + kv)  # of keys and values for each query head; their gradients' sums
+    seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place, behind the others' keys
+    steps = [2 * e * kv * (layout.ring > 1) + 3 * e * q]  # with its own block, while the next one comes
+    for step in range(1, min(layout.ring, 3)):
+        blocks, gradients = 1 + (step < layout.ring - 1), 1 if step == 1 else 3
+        steps.append(2 * kv * (e * blocks + run.exact * gradients) + e * (seen + 2 * q))
+    # As it came, and with heads before tokens; over several ranks as these exchanged it, and what went is gone.
+    output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")
+    found = e * run.tokens_here * run.hidden_here + output + run.exact * (q + 2 * kv) + max(steps) + copies
+    if layout.recompute == "selective":  # what was kept of the core is beside what it makes again
+        found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
+    left = halves.behind_attention(run, sparse) if kind == "input" else 0
+    return found + left - activations.total(activations.behind_attention(run, sparse))
 
 
 class _Rows(NamedTuple):
@@ -262,7 +289,8 @@ def _in_experts(run: Pass, kind: Half) -> Block:
     complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)
     block = activations.total(activations.experts(run))
     attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_here * shape.hidden + joined
+    rest = attention - block if layout.cp == 1 else max(attention - block, _round_ring(run, True, kind))
     return [
         *found, (again + before + max(waiting), WAITING), (again + before - sent + max(making), MAKING),
-        (again + before - sent + complete, COMPLETE), (again - block + attention, REST), (_over(run, True), ALL),
+        (again + before - sent + complete, COMPLETE), (again + rest, REST), (_over(run, True), ALL),
     ]

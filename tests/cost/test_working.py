@@ -84,6 +84,9 @@ def test_a_peak_is_what_a_dry_run_counts(data: st.DataObject) -> None:
     # Experts' gradients are whole before those of a layer's other matrices; and rows come back from them in a forward.
     ({"zero": 2, "dp": 4, "ep": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 1024, "every": 2}}),
     ({"tp": 4, "ep": 1, "etp": 4, "pp": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 256, "shared": 1}}),
+    # Beside a narrow block attention's backward needs most, whose blocks' gradients go round the ring.
+    ({"cp": 4, "recompute": "full"}, {"ffn": 64, "vocab": 1000, "layers": 2}),
+    ({"cp": 4, "ulysses": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"}, {"ffn": 64, "layers": 4}),
 ])
 def test_a_peak_of_each_kind(parallel: dict[str, Any], model: dict[str, Any]) -> None:
     assert abs(off(parallel, model, s=512, microbatches=2, rank=0, precision="bf16")) < 0.01

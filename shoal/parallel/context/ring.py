@@ -126,6 +126,7 @@ class RingAttention(torch.autograd.Function):
                 )
                 for whole, part in zip((d_q[:, :, rows], *d_block[:, :, :, columns].unbind(0)), found, strict=True):
                     whole += part
+                del found, part  # before the next piece has its own
             if place == ring.place:
                 continue
             if coming is not None:
