@@ -97,10 +97,11 @@ def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
     """Concatenate the ranks' equal-shaped tensors along ``dim``, in rank order."""
     if group is None:
         return x
-    n = group.size()
-    out = x.new_empty(n * x.shape[0], *x.shape[1:]) if dim == 0 else x.new_empty(n, *x.shape)
+    n, in_place = group.size(), _outermost(x, dim)
+    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (n, *x.shape)
+    out = x.new_empty(shape)
     all_gather_flat(out.view(-1), x.contiguous().view(-1), group).wait()
-    return out if dim == 0 else torch.cat(out.unbind(0), dim)
+    return out if in_place else torch.cat(out.unbind(0), dim)
 
 
 def reduce_scatter(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
@@ -115,9 +116,14 @@ def reduce_scatter(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
 def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> tuple[Tensor, Pending]:
     """Start a `reduce_scatter`: (what it will fill, the collective)."""
     n = group.size()
-    parts = x if dim == 0 else torch.stack(x.chunk(n, dim))
+    parts = x if _outermost(x, dim) else torch.stack(x.chunk(n, dim))
     out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     return out, reduce_scatter_flat(out.view(-1), parts.contiguous().view(-1), group)
+
+
+def _outermost(x: Tensor, dim: int) -> bool:
+    """Whether parts along a dimension lie one behind the other in memory, as of a single sequence."""
+    return all(n == 1 for n in x.shape[:dim])
 
 
 @dataclass

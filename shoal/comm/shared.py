@@ -128,7 +128,7 @@ class SharedGroup:
             return self._start("all-reduce", x, self._come(), self._sum_everywhere(rows))
         pieces = self._pieces(flat.numel(), flat.element_size())
         pair, many = REDUCTIONS[op]
-        take = self._take_both(flat, pieces, pair) if self.size == 2 else self._take_all(flat, pieces, many)
+        take = self._take_other(flat, flat, pieces, pair) if self.size == 2 else self._take_all(flat, pieces, many)
         return self._start("all-reduce", x, self._post(flat, pieces), take)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Operation:
@@ -149,6 +149,10 @@ class SharedGroup:
         if (rows := self._rows_to_sum(whole)) is not None:
             column = rows.unflatten(1, (self.size, -1))[:, self.index]
             return self._start("reduce-scatter", whole, self._come(), self._sum_common(column, part))
+        if self.size == 2:  # each needs half of what the other has
+            pieces = self._pieces(part.numel(), part.element_size())
+            take = self._take_other(part, whole[self.index], pieces, torch.add)
+            return self._start("reduce-scatter", whole, self._post(whole[self.other], pieces), take)
         pieces = self._pieces(part.numel(), part.element_size() * self.size)
         return self._start(
             "reduce-scatter", whole, self._post_columns(whole, pieces), self._take_column(part, whole, pieces)
@@ -252,12 +256,13 @@ class SharedGroup:
             self._mine(x.dtype, self._posted, (count,), self.index).copy_(x[start : start + count])
             yield self._count_written(length)
 
-    def _take_both(self, x: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
+    def _take_other(self, out: Tensor, own: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
+        """Reduce what this rank has and what the other one has posted."""
         for start, count in pieces:
-            length = count * x.element_size()
+            length = count * own.element_size()
             yield from self._arrived(length)
-            piece = x[start : start + count]
-            reduce(piece, self._mine(x.dtype, self._taken, (count,), self.other), out=piece)
+            theirs = self._mine(own.dtype, self._taken, (count,), self.other)
+            reduce(own[start : start + count], theirs, out=out[start : start + count])
             yield self._count_consumed(length)
 
     def _take_all(self, x: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:

@@ -97,6 +97,23 @@ def same_bits(transport: str, numels: list[int]) -> list[Tensor]:
     return found
 
 
+def parts_along(transport: str) -> None:
+    """Along the first dimension, behind others of one element, whose parts lie end to end, and behind more."""
+    group, n, rank = world(transport), dist.get_world_size(), dist.get_rank()
+    for shape, dim in (((6, 5), 0), ((1, 6, 5), 1), ((1, 1, 6), 2), ((2, 6, 5), 1), ((3, 1, 6), 2)):
+        every = [torch.arange(30 * shape[0]).view(-1)[: torch.Size(shape).numel()].view(shape) + r for r in range(n)]
+        whole = sum(every)
+        part = ops.reduce_scatter(every[rank].clone(), group, dim)
+        assert torch.equal(part, whole.chunk(n, dim)[rank])
+        assert torch.equal(ops.all_gather(part, group, dim), whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@both
+def test_parts_along_any_dimension(pool: Pool, transport: str, ranks: int) -> None:
+    pool.run(parts_along, ranks, transport)
+
+
 @both
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sums_are_the_same_bits_on_every_rank(pool: Pool, transport: str, ranks: int) -> None:
