@@ -30,6 +30,8 @@ class Ring(NamedTuple):
         hop: bytes/s of a message to the next rank, where that is farthest.
         inside, outside: steps of the ring within nodes and between them.
         latency, outer_latency: of each, s.
+        through_memory: that all share, and in which each takes from all others at once: any collective has an
+            all-reduce's latency.
     """
 
     ranks: int
@@ -40,19 +42,26 @@ class Ring(NamedTuple):
     outside: int = 0
     latency: float = 0.0
     outer_latency: float = 0.0
+    through_memory: bool = False
 
     def all_gather(self, size: float, count: int = 1) -> float:
         """Seconds, for a whole of ``size`` bytes altogether, in ``count`` messages one after another."""
         steps = self.inside * self.latency + self.outside * self.outer_latency
-        return count * steps + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        latency = self._summing if self.through_memory else steps
+        return count * latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     reduce_scatter = all_gather
 
     def all_reduce(self, size: float, count: int = 1) -> float:
         """Seconds, for vectors of ``size`` bytes altogether, ``count`` of them."""
-        steps = self.inside * self.latency + self.outside * self.outer_latency
+        return count * self._summing + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
+
+    @property
+    def _summing(self) -> float:
+        """Latencies of an all-reduce, by a ring or by trees."""
+        ring = self.inside * self.latency + self.outside * self.outer_latency
         tree = self.inside.bit_length() * self.latency + self.outside.bit_length() * self.outer_latency
-        return 2 * count * min(steps, tree) + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return 2 * min(ring, tree)
 
     def all_to_all(self, size: float) -> float:
         """Seconds in which every rank sends ``size`` bytes, to all others together."""
@@ -94,7 +103,8 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:
     nodes = ranks // here
     inside = cluster.inside
     if nodes == 1 or cluster.nic is None:
-        return Ring(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency)
+        shared = cluster.at_once is not None
+        return Ring(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency, through_memory=shared)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
     near = inside.bandwidth if here > 1 else float("inf")
     exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)

@@ -35,6 +35,7 @@ class Group(NamedTuple):
         nodes: that they are spread over.
         bandwidth: bytes/s of the slowest link of their rings, of one rank's share of it.
         latency: s of one pass round.
+        passes: round, whose latency an all-gather or a reduce-scatter has; an all-reduce has two.
     """
 
     ranks: Value
@@ -42,15 +43,16 @@ class Group(NamedTuple):
     nodes: Value
     bandwidth: Value
     latency: Value
+    passes: Value = 1.0
 
     def gather(self, size: Value, count: Value = 1.0) -> Value:
         """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
-        time = count * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        time = count * self.passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
         return where(self.ranks > 1, time, 0.0)
 
     def reduce(self, size: Value, count: Value = 1.0) -> Value:
-        """Seconds of all-reduces: each a reduce-scatter and an all-gather."""
-        return 2 * self.gather(size, count)
+        """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
+        return 2 * self._replace(passes=1.0).gather(size, count)
 
 
 class Kernels:
@@ -90,11 +92,10 @@ class Kernels:
         thinner = (nodes / 2) ** -self.of("thin", "network")
         out = here * r.nic * self.of("outside", "network") * thinner
         out = minimum(out, where(here > 1, inside, float("inf")))
-        steps = (here - 1) * self.of("latency_inside", "generation") + (nodes - 1) * self.of(
-            "latency_outside", "network"
-        )
+        near = where(r.through_memory > 0, ceil(log2(here)), here - 1)
+        steps = near * self.of("latency_inside", "generation") + (nodes - 1) * self.of("latency_outside", "network")
         meeting = c["collective_launch"] + c["wait"] * log2(maximum(ranks, 1))
-        return Group(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps)
+        return Group(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
@@ -169,7 +170,8 @@ class Kernels:
         """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
         with half of what a layer's forward scatters and gathers along x."""
         r, (q, kv) = self.runs, self.widths
-        along_y = self.group(r.tp_y, r.tp_x).reduce(E * r.tokens * r.hidden / r.tp_x)
+        group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
+        along_y = where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
         inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
         return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 

@@ -106,7 +106,8 @@ def layer_of(
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
         "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
-        "network": NETWORKS.index(network_of(cluster)), "software": list(software_table()).index("shoal"),
+        "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
+        "software": list(software_table()).index("shoal"),
     })  # fmt: skip
     c = calibration_of(cluster).values
     k = Kernels(runs, c)

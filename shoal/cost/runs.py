@@ -41,6 +41,7 @@ class Runs(NamedTuple):
         peak, hbm, memory: FLOP/s, bytes/s, bytes of the accelerator.
         inside, nic: bytes/s of one accelerator to its node, and its share of what leaves the node.
         per_node: accelerators.
+        through_memory: 1 where ranks communicate through memory that they share, else 0.
         attainable: part of ``peak`` that the best-shaped product attains.
         fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, unit_messages,
@@ -91,6 +92,7 @@ class Runs(NamedTuple):
     nic: Value = float("inf")
     network: Value = 0
     per_node: Value = 8
+    through_memory: Value = 0
     gradient_bytes: Value = 4
     reduce_bytes: Value = 4
     overlap_data: Value = 1

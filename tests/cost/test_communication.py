@@ -33,6 +33,16 @@ def test_a_ring_inside_a_node_is_the_priced_one(ranks: int) -> None:
     assert ring.all_reduce(1e12) == pytest.approx(2 * ring.all_gather(1e12), rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_through_memory_any_collective_has_the_latency_of_an_all_reduce(ranks: int) -> None:
+    machine = cluster("8xH100")
+    rings, memory = ring_of(machine, ranks), ring_of(replace(machine, at_once=2), ranks)
+    latency = rings.all_reduce(0.0)
+    for size in (0.0, 64e6):
+        assert memory.all_reduce(size) == rings.all_reduce(size)
+        assert memory.all_gather(size, 3) == pytest.approx(3 * latency + (rings.all_reduce(size) - latency) / 2)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 16))
 def test_a_ring_of_one_rank_in_each_node_is_the_priced_one(nodes: int) -> None:

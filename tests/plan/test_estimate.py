@@ -106,6 +106,24 @@ def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
     assert itself.step_seconds > 1.2 * beside.step_seconds, "the bubble is as much longer"
 
 
+def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:
+    """A reduce-scatter and an all-gather each take as long as an all-reduce, but for their bytes."""
+    shape, machine = model_shape("llama-3-8b"), cluster("4xH100")
+
+    def exchange(*, cores: int | None, sequence_parallel: bool, sequences: int) -> float:
+        layout = Layout(tp=4, sequence_parallel=sequence_parallel, micro_batch=sequences)
+        return Estimate(Run(shape, layout, replace(machine, at_once=cores), 64, 4)).layer().exchange
+
+    latencies = []
+    for sequences in (1, 4):
+        sums, parts = (exchange(cores=2, sequence_parallel=way, sequences=sequences) for way in (False, True))
+        assert sums < parts < 2 * sums
+        latencies.append(parts - sums)
+    assert latencies[0] == pytest.approx(latencies[1])
+    beside = [exchange(cores=None, sequence_parallel=way, sequences=1) for way in (False, True)]
+    assert beside[0] == pytest.approx(beside[1])
+
+
 @pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])
 def test_the_bubble_is_the_papers(microbatches: int, stages: int) -> None:
     """(K-1)/(M+K-1) of equal stages (GPipe, section 2.3); here a head of almost nothing, and no messages."""
