@@ -261,7 +261,11 @@ def _serve(
             except EOFError:
                 return
             _take_signals(file)  # anew: the last call may have taken them for itself
+            imported = len(sys.modules)
             _answer(pipe, *pickle.loads(message))
+            if len(sys.modules) > imported:  # which stay too
+                gc.collect()
+                gc.freeze()
 
 
 def _take_signals(stack: IO[str]) -> None:

@@ -1,5 +1,7 @@
 """The pool: fresh groups of exactly n ranks, causes of failures by rank, and going on after them."""
 
+import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -137,6 +139,21 @@ def test_what_cannot_be_asked(pool):
     for ranks in (0, 9):
         with pytest.raises(ValueError, match="1 to 8"):
             pool.run(big_tensor, ranks)
+
+
+def imports(name: str) -> None:
+    importlib.import_module(name)
+
+
+def looked_through() -> int:
+    return len(gc.get_objects())
+
+
+def test_what_a_call_imports_is_looked_through_once_and_not_after_each_later_call(pool, tmp_path, monkeypatch):
+    (tmp_path / "of_many_objects.py").write_text("lists = [[i] for i in range(100_000)]")
+    monkeypatch.syspath_prepend(tmp_path)
+    pool.run(imports, 2, "of_many_objects")
+    assert max(pool.run(looked_through, 2)) < 50_000
 
 
 def test_closing_ends_the_workers():
