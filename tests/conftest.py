@@ -1,11 +1,13 @@
 """What all tests share."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from shoal.comm.forks import worker_context
 from shoal.comm.pool import Pool
 
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
@@ -15,6 +17,24 @@ settings.load_profile("shoal")
 
 # The models of tests are so small that a second thread mostly waits, on a core that the ranks need.
 torch.set_num_threads(1)
+
+# What the tests of ranks import besides is imported once too, before the last of these freezes what is there.
+worker_context().set_forkserver_preload([
+    "pytest", "hypothesis.strategies", "shoal.cli", "shoal.simulate.dry_run", "shoal.verify.rank",
+    "shoal.train.relaxed.trainers", "shoal.comm.preload",
+])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: no collection of cycles looks at it while tests are collected, which would take a third
+    of that time, nor while they run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
