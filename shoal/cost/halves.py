@@ -37,6 +37,11 @@ def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     return found + _behind(run, sparse, number)
 
 
+def layer(run: Pass, sparse: bool) -> int:
+    """Of one layer."""
+    return activations.total(_layer(run, sparse, 0))
+
+
 def behind_attention(run: Pass, sparse: bool) -> int:
     """Of one layer's norm and feed-forward block."""
     return activations.total(_behind(run, sparse, 0))

@@ -21,7 +21,7 @@ from shoal.cost.passes import Pass, once
 from shoal.cost.passing import ALL, COMPLETE, MAKING, REST, WAITING
 from shoal.layout import Layout
 
-Where = Literal["head", "layer", "end"]
+Where = Literal["loss", "head", "layer", "end"]
 Half = Literal["whole", "input", "weight", "forward"]
 PASSES: tuple[Half, ...] = ("whole", "input", "weight", "forward")
 """A backward, the halves of one that a schedule splits, and a forward, as it ends."""
@@ -31,7 +31,8 @@ class Moment(NamedTuple):
     """A time of a pass on a stage.
 
     Attributes:
-        where: in the loss and the output matrix, in a layer, or in the first unit.
+        where: in the loss, whose unit is gathered behind it if it is not there; in the output matrix, in a layer, or in
+            the first unit.
         bytes: alive besides what was kept of the micro-batch when the pass began; negative where much of that is gone.
         time: of this unit (`shoal.cost.passing`), which says what is whole.
         sparse: of a layer: it has experts.
@@ -52,9 +53,9 @@ def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) ->
         alone: the stage is all of the pipeline: no gradient comes from another, and none goes there.
     """
     passing = run.itemsize * run.tokens_here * run.hidden_here
-    # A gradient that has come, one that has gone, and a message that is yet to come.
-    between = 0 if alone else ((not part.last) + (not part.first) + 1) * passing
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
+    # A gradient that has come, which the first half uses up; one that has gone; and a message that is yet to come.
+    between = 0 if alone else ((not part.last and kind != "weight") + (not part.first) + 1) * passing
     table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
     # The layer of each kind that most is below of; a half may leave more than was kept, so that the first counts, too.
@@ -62,24 +63,28 @@ def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) ->
     layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - whole]}
     if kind == "weight":  # all that is needed is there, and stays until the end
         found = [Moment("layer", between + more, time, sparse, done) for sparse, done in layers
-                 for more, time in in_block(run, sparse, kind)]  # fmt: skip
+                 for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
         matrices: list[Where] = ["head"] * part.last + ["end"] * part.first
         return found + [moment for where in matrices for moment in _both(where, between + table, between)]
     kept = activations.total(activations.head(run)) if part.last else 0
-    if kind == "forward":  # less what it made after a layer with experts
-        after = [above(run, part, done) + (kept if part.last else passing) for sparse, done in layers if sparse]
-        return [Moment("head", max([0, *(_forward(run) - later for later in after)]))]
+    if kind == "forward":  # as it ends, and before, less what it makes behind a layer
+        inside = {sparse: _forward(run, sparse) - (kept if part.last else passing) for sparse in ends}
+        return [Moment("head", 0)] + [
+            Moment("layer", inside[sparse] - above(run, part, done), WAITING, sparse, done)
+            for sparse, done in layers if inside[sparse] > 0
+        ]  # fmt: skip
     found, gone = [], 0
     if part.last:
         gone = kept - (0 if whole else halves.head(run))
         making = between + _output(run, rows)
         # A matrix that another stage has as well is reduced by itself, as soon as its gradient is made.
         complete = making if run.shape.tied and not part.first else between + 2 * passing - gone
-        found.append(Moment("head", between + _loss(run, rows)))
+        found.append(Moment("loss", between + _loss(run, rows)))
         found += _both("head", making + table, complete) if whole else [Moment("head", making)]
     for sparse, done in layers:
         gradient = between + (passing if part.last else 0) - gone - above(run, part, done, kind)
-        found += [Moment("layer", gradient + more, time, sparse, done) for more, time in in_block(run, sparse, kind)]
+        found += [Moment("layer", gradient + more, time, sparse, done)
+                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
     if part.first:
         kept = activations.total(activations.stage(run, part.layers, first=True, last=part.last))
         kept -= 0 if whole else halves.between(run, part)
@@ -121,24 +126,47 @@ Block = list[tuple[int, int]]
 
 
 @once
-def in_block(run: Pass, sparse: bool, kind: Half = "whole") -> Block:
-    """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones."""
+def in_block(run: Pass, sparse: bool, kind: Half = "whole", last: bool = False) -> Block:
+    """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones.
+
+    Args:
+        last: the gradient that enters it is autograd's alone, and so is gone with the block.
+    """
     if not sparse:
         waiting, making = _in_dense(run, kind, run.shape.ffn)
         if kind == "weight":
             return [(making, MAKING), (0, COMPLETE)]
-        again = activations.recomputed(run, sparse)
+        again, gone = activations.recomputed(run, sparse), _here(run) * last
         if run.layout.cp > 1:
-            making = max(making, _round_ring(run, sparse, kind))
+            making = max(making, _round_ring(run, sparse, kind) - gone)
         if kind == "input":
-            return [(making + again, WAITING)]
+            return [(max(making + again, _entry(run, sparse) - gone), WAITING)]
         return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
-    return _in_experts(run, kind)
+    return _in_experts(run, kind, last)
+
+
+def _here(run: Pass) -> int:
+    """One tensor between layers."""
+    return run.itemsize * run.tokens_here * run.hidden_here
 
 
 def _over(run: Pass, sparse: bool) -> int:
     """At the end of a layer's backward."""
-    return run.itemsize * run.tokens_here * run.hidden_here - activations.total(activations.layer(run, sparse=sparse))
+    return _here(run) - activations.total(activations.layer(run, sparse=sparse))
+
+
+def _entry(run: Pass, sparse: bool) -> int:
+    """In the first half of a layer's backward, as it comes to attention's input: all that it leaves is there."""
+    shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
+    here, hidden = _here(run), e * n * shape.hidden
+    # The gradients of queries, keys and values were put together for one product; for biases (gpt) they stay, too.
+    joined = shape.family == "llama" and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
+    apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
+    summed = (hidden + here) * layout.sequence_parallel  # over tp
+    # The norm's input; and the residual stream's gradient, where that of attention's output is another one.
+    beside = here + here * layout.sequence_parallel
+    left = halves.layer(run, sparse) + beside + hidden + max(apart, summed)
+    return left - activations.total(activations.layer(run, sparse=sparse))
 
 
 def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
@@ -192,7 +220,7 @@ def _round_ring(run: Pass, sparse: bool, kind: Half) -> int:
         steps.append(2 * kv * (e * blocks + run.exact * gradients) + e * (seen + 2 * q))
     # As it came, and with heads before tokens; over several ranks as these exchanged it, and what went is gone.
     output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")
-    found = e * run.tokens_here * run.hidden_here + output + run.exact * (q + 2 * kv) + max(steps) + copies
+    found = _here(run) + output + run.exact * (q + 2 * kv) + max(steps) + copies
     if layout.recompute == "selective":  # what was kept of the core is beside what it makes again
         found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
     left = halves.behind_attention(run, sparse) if kind == "input" else 0
@@ -234,16 +262,41 @@ class _Rows(NamedTuple):
         return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and in another order
 
 
-def _forward(run: Pass) -> int:
-    """In the forward of a layer with experts, besides what it keeps: as results come back from the experts, where the
-    rows that went are still there, and as the ranks of tp put their tokens together."""
+def _forward(run: Pass, sparse: bool) -> int:
+    """In the forward of a layer, besides what it keeps; where that is its input alone, names hold the rest."""
+    if run.layout.recompute != "full":
+        return _routed(run) - _of_shared(run) if sparse else 0
+    of, here = run.shape.experts, _here(run)
+    if not sparse:
+        return 2 * here + _through(run, run.shape.ffn)  # behind attention, and its norm
+    rows, gated = _Rows.of(run), run.shape.family == "llama"
+    inside = 2 * rows.here + (2 if gated else 1) * rows.wide
+    routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
+    return 2 * here + max(routed, here + _through(run, of.shared * of.ffn) if of.shared else 0)
+
+
+def _through(run: Pass, ffn: int) -> int:
+    """In the forward of a feed-forward block, of which nothing is kept: at its last product.
+
+    Args:
+        ffn: its width.
+    """
+    hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
+    inside = (3 if run.shape.family == "llama" else 2) * wide
+    summed = 2 * hidden + _here(run) if run.layout.sequence_parallel else 0  # its input, gathered; its output, cut
+    return inside + hidden + summed
+
+
+def _routed(run: Pass) -> int:
+    """In the forward of a layer with experts, besides all that autograd keeps: as results come back from the experts,
+    where the rows that went are still there, and as the ranks of tp put their tokens together."""
     rows, layout = _Rows.of(run), run.layout
     weighted = rows.sent + rows.own
     back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
         back = max(back, 2 * rows.here + rows.gathered)
     whole = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
-    return max(weighted, back, whole) - _of_shared(run)
+    return max(weighted, back, whole)
 
 
 def _in_parts(run: Pass) -> bool:
@@ -255,7 +308,7 @@ def _of_shared(run: Pass) -> int:
     return activations.total(activations.shared(run))
 
 
-def _in_experts(run: Pass, kind: Half) -> Block:
+def _in_experts(run: Pass, kind: Half, last: bool) -> Block:
     """With experts, which are gone through one after the other; shared ones come before in backward."""
     shape, layout, e = run.shape, run.layout, run.itemsize
     own, sent, here, wide, *_ = rows = _Rows.of(run)
@@ -269,7 +322,9 @@ def _in_experts(run: Pass, kind: Half) -> Block:
         return [(first, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
     again, halved = activations.recomputed(run, True), kind == "input"
     full = again if layout.recompute == "full" else 0
-    found: Block = [(full + _forward(run), WAITING)] if full else []
+    # A shared block's backward comes first, and over tp has gathered the gradient of what comes out of it.
+    summed = e * run.tokens * shape.hidden if shared and layout.sequence_parallel else 0
+    found: Block = [(full + summed + _routed(run) - _of_shared(run), WAITING)] if full else []
     before = 0
     if shared:
         waiting, making = _in_dense(run, kind, shared)
@@ -283,13 +338,16 @@ def _in_experts(run: Pass, kind: Half) -> Block:
         inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
         waiting += [time - sent for time in inside]
         leaving = here - wide * gated + back - sent  # when the experts' parameters are needed no more
-        return [*found, (again + before + max(waiting), WAITING), (again + before + leaving, REST)]
+        rest = max(again + before + leaving, _entry(run, True) - _here(run) * last)
+        return [*found, (again + before + max(waiting), WAITING), (rest, REST)]
     making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
               else here - wide + matrix]  # fmt: skip
     complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)
     block = activations.total(activations.experts(run))
     attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_here * shape.hidden + joined
-    rest = attention - block if layout.cp == 1 else max(attention - block, _round_ring(run, True, kind))
+    rest = attention - block
+    if layout.cp > 1:
+        rest = max(rest, _round_ring(run, True, kind) - _here(run) * last)
     return [
         *found, (again + before + max(waiting), WAITING), (again + before - sent + max(making), MAKING),
         (again + before - sent + complete, COMPLETE), (again + rest, REST), (_over(run, True), ALL),

@@ -129,7 +129,8 @@ def before_backwards(
             after = sum(forward[s] for s in stages) - forward[stage]
             row = (kind * NTH + min(here, NTH - 1)) * NTH + min(others, NTH - 1)
             row = (row * 2 + forward[stage]) * 3 + min(after, SOME) + (0 < after == len(stages) - 1)
-            found[stage][row] = max(found[stage][row], now)
+            first = op == Op.BACKWARD and stage % program.depth > 0 and here == others == 0  # no gradient has gone yet
+            found[stage][row] = max(found[stage][row], now - passing * first)
             if kind < len(KINDS):
                 now -= (whole[stage], whole[stage] - half[stage], half[stage])[kind]
                 over[stage] += op in WEIGHTS

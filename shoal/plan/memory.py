@@ -245,8 +245,9 @@ class StageMemory:
 
     def working(self, parts: Sequence[StagePart]) -> int:
         """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
-        is less, the first half of one; on the stage that needs least. Not less than 0, which is where it begins."""
-        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]))
+        is less, the first half of one; on the stage that needs least, less a gradient on its way, which a first one
+        has not. Not less than 0, which is where it begins."""
+        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]) - self.message)
 
     def most(self, part: StagePart, kind: Half) -> int:
         """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
@@ -267,17 +268,17 @@ class StageMemory:
         found = []
         for moment in self._moments(part, kind):
             if moment.where != "layer":
-                places = [(0, getattr(there, moment.where)[moment.time])]
+                places = [(0, there.end[moment.time] if moment.where == "end" else there.head[moment.time])]
             else:
                 counted = self._above(part, moment.done, kind)
                 places = [(self._above(part, turn.done, kind) - counted, turn.times[moment.time])
                           for turn in there.layers if turn.sparse == moment.sparse]  # fmt: skip
             for gone, time in places:
-                gathered = (0, stays) if kind == "weight" else time.parameters
-                if kind == "forward":  # as it ends
-                    gathered = there.stays[1:] * 2
-                # The first half of a backward makes none of the weights' gradients.
-                made = there.carried if kind == "input" else time.gradients
+                gathered = (0, stays) if kind == "weight" or moment.where == "loss" else time.parameters
+                if kind == "forward":  # in a layer, or as it ends
+                    gathered = (time.parameters if moment.where == "layer" else there.stays)[1:] * 2
+                # Weights' gradients are made in a whole backward, or in its second half.
+                made = there.carried if kind in ("input", "forward") else time.gradients
                 found.append((gathered, moment.bytes - gone, made))
         return found
 

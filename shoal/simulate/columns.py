@@ -177,7 +177,8 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     Args:
         whole: [stages] bytes that a micro-batch's forward leaves.
         half: [stages] bytes that are there between the halves.
-        passing: bytes between two stages: those of a rank that follow each other have them once.
+        passing: bytes between two stages: those of a rank that follow each other have them once, and as long as none
+            of its stages has had a backward no gradient of one is on its way.
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     next_to = np.append(False, holder[1:] == holder[:-1]) & (np.arange(len(holder)) % columns.program.depth > 0)
@@ -190,6 +191,8 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     change[columns.part >= 0] /= columns.program.parts
     before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])])
     before -= np.where(columns.op == FORWARD, 0.0, change)
+    first = (columns.op == BACKWARD) & ~columns.told_apart[:2].any(0)  # of a rank, before which no gradient has gone
+    before -= passing * (first & (columns.stage % columns.program.depth > 0))
     found = np.full((*TOLD_APART, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code

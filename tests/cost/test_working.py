@@ -80,10 +80,11 @@ def test_a_peak_is_what_a_dry_run_counts(data: st.DataObject) -> None:
     ({}, {}),
     ({"zero": 3, "dp": 4}, {"tied": True, "vocab": 50257}),  # the embedding stays from the head to the end
     ({"zero": 2, "dp": 4}, {}),  # one bucket is reduced while the next micro-batch fills another
-    ({"tp": 4, "sequence_parallel": True, "pp": 2, "recompute": "full"}, {"name": "tiny-gpt"}),
+    ({"tp": 4, "sequence_parallel": True, "pp": 2, "recompute": "full"}, {"name": "tiny-gpt", "layers": 4}),
     # Experts' gradients are whole before those of a layer's other matrices; and rows come back from them in a forward.
     ({"zero": 2, "dp": 4, "ep": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 1024, "every": 2}}),
-    ({"tp": 4, "ep": 1, "etp": 4, "pp": 2}, {"experts": {"count": 8, "per_token": 2, "ffn": 256, "shared": 1}}),
+    ({"tp": 4, "ep": 1, "etp": 4, "pp": 2},
+     {"layers": 4, "experts": {"count": 8, "per_token": 2, "ffn": 256, "shared": 1}}),
     # Beside a narrow block attention's backward needs most, whose blocks' gradients go round the ring.
     ({"cp": 4, "recompute": "full"}, {"ffn": 64, "vocab": 1000, "layers": 2}),
     ({"cp": 4, "ulysses": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"}, {"ffn": 64, "layers": 4}),
@@ -98,6 +99,14 @@ def test_a_peak_of_each_kind(parallel: dict[str, Any], model: dict[str, Any]) ->
     ({"zero": 3, "dp": 2, "pp": 2, "schedule": "v-min", "reshard_after_forward": False}, {"vocab": 1000}, 2),
     # A tied matrix is reduced by itself, while the gradient of the logits is still there.
     ({"zero": 2, "tp": 2, "pp": 2, "dp": 2}, {"tied": True, "vocab": 50257}, 4),
+    # In the loss the last unit's parameters are not gathered again yet, nor those ahead of it.
+    ({"zero": 3, "dp": 2, "pp": 2, "schedule": "zb-h2", "prefetch": 2}, {"layers": 4}, 2),
+    # The most is alive in a forward, behind which first halves of backwards leave more than they find.
+    ({"tp": 4, "etp": 4, "pp": 2, "schedule": "v-min", "sequence_parallel": True, "recompute": "full"},
+     {"vocab": 1000, "layers": 4, "experts": {"count": 4, "per_token": 1, "gate": "switch", "ffn": 512, "shared": 2}},
+     4),
+    # In second halves the gradient that came is used up, and at the end of first ones all is there for them.
+    ({"tp": 4, "pp": 2, "schedule": "v-min"}, {"vocab": 1000, "layers": 4}, 4),
 ])
 def test_a_peak_as_passes_take_turns(parallel: dict[str, Any], model: dict[str, Any], rank: int) -> None:
-    assert abs(off(parallel, model, s=512, microbatches=4, rank=rank, precision="bf16")) < 0.01
+    assert abs(off(parallel, model, s=512, microbatches=4, rank=rank, precision="fp32")) < 0.01
