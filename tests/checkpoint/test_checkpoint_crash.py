@@ -1,54 +1,45 @@
 """``kill -9`` at every point of a save: what was committed loads, and what is torn is never seen."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, verify
+from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, storage, verify
+from shoal.comm.forks import worker_context
 from tests.checkpoint.cuts import whole
 
-# A run that stops for ever just before the given call on the file system, and says so by a file.
-RUN = """
-import sys, time
-from pathlib import Path
-import torch
-from shoal.checkpoint import Checkpointer, storage
-from shoal.pieces import Box, Piece
 
-folder, function, prefix = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-original = getattr(storage, function)
+def paused_run(folder: Path, function: str, prefix: str) -> None:
+    """A run that stops for ever just before the given call on the file system, and says so by a file."""
+    step, original = 0, getattr(storage, function)
 
-def paused(path, *args):
-    if step == 2 and path.name.startswith(prefix):
-        if function == "write":
-            path.write_bytes(b"half")
-        Path(folder, "paused").touch()
-        time.sleep(1000)
-    return original(path, *args)
+    def paused(path: Path, *args: object) -> object:
+        if step == 2 and path.name.startswith(prefix):
+            if function == "write":
+                path.write_bytes(b"half")
+            Path(folder, "paused").touch()
+            time.sleep(1000)
+        return original(path, *args)
 
-setattr(storage, function, paused)
-checkpointer = Checkpointer(folder, group=None, keep=1, asynchronous=True)
-for step in (1, 2):
-    w = torch.full((4, 4), float(step))
-    checkpointer.save(step, {"w": [Piece((4, 4), Box.whole((4, 4)), w)]}, {})
-    if step == 1:
-        checkpointer.wait()
-checkpointer.close()
-"""
+    setattr(storage, function, paused)
+    checkpointer = Checkpointer(folder, group=None, keep=1, asynchronous=True)
+    for step in (1, 2):
+        checkpointer.save(step, whole({"w": torch.full((4, 4), float(step))}), {})
+        if step == 1:
+            checkpointer.wait()
+    checkpointer.close()
 
 
-def start(folder: Path, function: str, prefix: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", RUN, str(folder), function, prefix]
-    run = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def start(folder: Path, function: str, prefix: str) -> BaseProcess:
+    """That run in a process of its own, once it has stopped."""
+    run = worker_context().Process(target=paused_run, args=(folder, function, prefix), daemon=True)
+    run.start()
     deadline = time.monotonic() + 60
     while not (folder / "paused").exists():
-        assert run.poll() is None, "the run ended before the pause"
+        assert run.is_alive(), "the run ended before the pause"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return run
@@ -67,8 +58,8 @@ def start(folder: Path, function: str, prefix: str) -> subprocess.Popen:
 )
 def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(tmp_path, function, prefix, survivor):
     run = start(tmp_path, function, prefix)
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
+    run.kill()
+    run.join()
 
     for _, path in list_checkpoints(tmp_path):
         verify(path)
@@ -94,5 +85,5 @@ def test_two_runs_cannot_save_into_one_folder(tmp_path):
         assert len(list(tmp_path.glob(".staging-*"))) == 1  # the living run's staging folder is left alone
     finally:
         run.kill()
-        run.wait()
+        run.join()
     Checkpointer(tmp_path, group=None, keep=1, asynchronous=True).close()

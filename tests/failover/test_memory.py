@@ -1,9 +1,8 @@
 """The state in host memory: what survives which loss, under any cut, and what never happens to it."""
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.checkpoint.write import Plan
+from shoal.comm.forks import worker_context
 from shoal.failover import slots
 from shoal.failover.memory import Memory, Places
 from tests.failover.states import flip, go_on, here, keep, on_disk, pieces_of
@@ -105,43 +106,35 @@ def test_with_every_copy_damaged_the_state_before_is_taken(pool, tmp_path):
 
 # ---- killed while writing --------------------------------------------------------------------------------------------
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from shoal.checkpoint.write import Plan
-from shoal.failover import memory, slots
-from tests.failover.states import keep
-moment, home = sys.argv[1], Path(sys.argv[2])
-saves = 0
 
-def die(when, before):
-    def called(*args, **options):
-        global saves
-        saves += 1
-        if saves == 3 and before:
-            os.kill(os.getpid(), 9)
-        result = when(*args, **options)
-        if saves == 3:
-            os.kill(os.getpid(), 9)
+
+def keep_and_die(moment: str, home: Path) -> None:
+    """Three saves, in the last of which the process is killed."""
+    owner, name = (Plan, "copy") if moment.endswith("copied") else (slots.Slot, "commit")
+    original, calls = getattr(owner, name), 0
+
+    def dies(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and moment.startswith("before"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **options)
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
         return result
-    return called
 
-if moment == "before it is copied": Plan.copy = die(Plan.copy, True)
-if moment == "when it is copied": Plan.copy = die(Plan.copy, False)
-if moment == "before it is described": slots.Slot.commit = die(slots.Slot.commit, True)
-if moment == "when it is described": slots.Slot.commit = die(slots.Slot.commit, False)
-keep([home], [1, 2, 3], 3)
-"""
+    setattr(owner, name, dies)
+    keep([home], [1, 2, 3], 3)
 
 
 @pytest.mark.parametrize(
     "moment", ["before it is copied", "when it is copied", "before it is described", "when it is described"]
 )
 def test_killed_while_it_writes_the_state_before_is_whole(moment, tmp_path):
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, moment, tmp_path / "home"], cwd=Path(__file__).parents[2], timeout=120
-    )
-    assert killed.returncode == -signal.SIGKILL
+    killed = worker_context().Process(target=keep_and_die, args=(moment, tmp_path / "home"))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
     assert right and not notes
     assert found.step == (3 if moment == "when it is described" else 2)
