@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -17,6 +18,10 @@ settings.load_profile("shoal")
 
 # The models of tests are so small that a second thread mostly waits, on a core that the ranks need.
 torch.set_num_threads(1)
+
+# Which vector instructions its C++ may use, torch's compiler would find out by starting Python several times, each of
+# which imports torch. What is made for one element at a time shows the same here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # What the tests of ranks import besides is imported once too, before the last of these freezes what is there.
 worker_context().set_forkserver_preload([
