@@ -118,7 +118,7 @@ def _loss(run: Pass, rows: int) -> int:
 def _output(run: Pass, rows: int) -> int:
     """The output matrix's gradient of its input; the probabilities are gone."""
     e, n, h = run.itemsize, run.tokens, run.shape.hidden
-    return (e - run.exact) * n * rows + e * n * h + (e * n * h if run.layout.sequence_parallel else 0)
+    return (e - run.exact) * n * rows + e * n * h + _copied(run)
 
 
 Block = list[tuple[int, int]]
@@ -150,6 +150,12 @@ def _here(run: Pass) -> int:
     return run.itemsize * run.tokens_here * run.hidden_here
 
 
+def _copied(run: Pass) -> int:
+    """Of a tensor of whole sequences that ranks of tp gather, or sum and cut: several are put in the order of ranks."""
+    several = run.layout.sequence_parallel and run.layout.micro_batch > 1
+    return run.itemsize * run.tokens * run.shape.hidden if several else 0
+
+
 def _over(run: Pass, sparse: bool) -> int:
     """At the end of a layer's backward."""
     return _here(run) - activations.total(activations.layer(run, sparse=sparse))
@@ -162,7 +168,7 @@ def _entry(run: Pass, sparse: bool) -> int:
     # The gradients of queries, keys and values were put together for one product; for biases (gpt) they stay, too.
     joined = shape.family == "llama" and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
-    summed = (hidden + here) * layout.sequence_parallel  # over tp
+    summed = _copied(run) + here * layout.sequence_parallel  # over tp
     # The norm's input; and the residual stream's gradient, where that of attention's output is another one.
     beside = here + here * layout.sequence_parallel
     left = halves.layer(run, sparse) + beside + hidden + max(apart, summed)
@@ -191,9 +197,9 @@ def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
         times = [wide + matrix, (2 * wide if gated else wide) + stays, first + stays]
         return 0, max(times)
     whole = hidden if run.layout.sequence_parallel else 0  # the gradient of the output, gathered
-    scattered = hidden + here if whole else 0
+    scattered = _copied(run) + here if whole else 0
     waiting = [
-        2 * whole, whole + wide, whole + (3 if gated else 2) * wide, whole + hidden + wide * gated,
+        whole + _copied(run), whole + wide, whole + (3 if gated else 2) * wide, whole + hidden + wide * gated,
         whole + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
     ]
     making = whole + hidden - wide * gated + max(matrix, into) + min(scattered, here)
@@ -283,7 +289,8 @@ def _through(run: Pass, ffn: int) -> int:
     """
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     inside = (3 if run.shape.family == "llama" else 2) * wide
-    summed = 2 * hidden + _here(run) if run.layout.sequence_parallel else 0  # its input, gathered; its output, cut
+    # Its input, gathered; its output, to be cut, and what is left of it.
+    summed = hidden + _copied(run) + _here(run) if run.layout.sequence_parallel else 0
     return inside + hidden + summed
 
 
