@@ -28,6 +28,7 @@ from shoal.train.allocator import tune_allocator
 
 NAME = "here"  # of the machine in its profile
 MEASURED = 8  # cores at most, all at once
+ROUNDS, CHECKED = 9, 5  # by themselves, of the machine and of a check
 ORDERED = 0.9  # Spearman's correlation, from which on an order is right
 
 
@@ -38,8 +39,8 @@ class CalibrateOptions(Section):
     out: Path = Path("here.toml")
     """The file to write; none is overwritten."""
 
-    rounds: PositiveInt = 5
-    """Measurements of everything; medians count."""
+    rounds: PositiveInt | None = None
+    """Measurements of everything; medians count. By itself 9 of the machine, and 5 with check."""
 
     ranks: tuple[PositiveInt, ...] = (2, 4)
     """Numbers of ranks whose collectives are measured."""
@@ -84,7 +85,7 @@ def run(options: CalibrateOptions) -> int:
     with _progress() as bar, Pool(max(cores, *options.ranks), tune_allocator) as pool:
         task = bar.add_task("starting", total=1.0)
         found = measure(
-            pool, cores, usable, list(options.ranks), options.rounds,
+            pool, cores, usable, list(options.ranks), options.rounds or ROUNDS,
             lambda done, what: bar.update(task, completed=done, description=what),
         )  # fmt: skip
     source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} of {usable} cores at once"
@@ -126,9 +127,9 @@ def _check(options: CalibrateOptions, console: Console) -> int:
             bar.update(task, completed=done, description=what)
 
         if options.pick:
-            found = pick(pool, options.pick, options.rounds, NAME, say)
+            found = pick(pool, options.pick, options.rounds or CHECKED, NAME, say)
         else:
-            found = compare(pool, drawn_layouts(options.layouts), options.rounds, NAME, say)
+            found = compare(pool, drawn_layouts(options.layouts), options.rounds or CHECKED, NAME, say)
     for line in lines(found):
         console.print(Text(line), soft_wrap=True)
     if options.scatter:
