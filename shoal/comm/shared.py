@@ -31,7 +31,7 @@ from shoal.comm.region import LINE, Region, alive
 CAPACITY = 4 * 2**20  # bytes of a rank's ring
 PIECE = 2**20  # bytes that are posted at once: with the ring's part of it they stay in a core's cache
 SMALL = 32 * 2**10  # bytes up to which more than two ranks add everything themselves and so wait once, not twice
-BLOCK = 2**14  # elements of common memory that are summed at once, of more than two ranks
+BLOCK = 2**18  # elements of common memory that are summed at once
 PAIR_CAPACITY = 8 * 2**20  # bytes that a rank can be ahead in what it sends to another
 
 # Counters of each rank; after them, those of each ordered pair.
@@ -311,7 +311,7 @@ class SharedGroup:
             yield self._count_consumed(length)
 
     # Collectives on common memory: all meet (each posts an empty line), read each other's rows, and part. Such a one is
-    # complete when nobody reads this rank's row any more, so that it may be written to, as after any other.
+    # complete when nobody uses this rank's row any more, so that it may be written to, as after any other.
 
     def _come(self) -> Steps:
         yield from self._room(LINE)
@@ -340,18 +340,15 @@ class SharedGroup:
         yield from self._part()
 
     def _sum_everywhere(self, rows: Tensor) -> Steps:
-        """Each rank sums an equal part, which the others copy."""
+        """Each rank sums an equal part and writes it to all rows: once it has read them, a cache has them."""
         yield from self._arrived(LINE)
         each = -(-rows.shape[1] // self.size // LINE) * LINE
-        columns = [rows[:, rank * each : (rank + 1) * each] for rank in range(self.size)]
-        self._sum(columns[self.index], columns[self.index][self.index])
-        reduced = self._taken + LINE
-        self._counters[self._of(self.index, REDUCED)] = reduced
-        for turn in range(1, self.size):
-            rank = (self.index + turn) % self.size
-            while self._counters[self._places[REDUCED][rank]] < reduced:
-                yield rank
-            columns[rank][self.index].copy_(columns[rank][rank])
+        for block in rows[:, self.index * each : (self.index + 1) * each].split(BLOCK, 1):
+            if self.size == 2:
+                torch.add(block[0], block[1], out=block[0])
+                block[1].copy_(block[0])
+            else:
+                block.copy_(torch.sum(block, 0, dtype=block.dtype))
         yield from self._part()
 
     def _sum(self, rows: Tensor, out: Tensor) -> None:
@@ -359,9 +356,8 @@ class SharedGroup:
         if self.size == 2:
             torch.add(rows[0], rows[1], out=out)
             return
-        for start in range(0, len(out), BLOCK):  # torch.sum begins by clearing its output
-            block = slice(start, start + BLOCK)
-            out[block].copy_(torch.sum(rows[:, block], 0, dtype=out.dtype))
+        for block, part in zip(rows.split(BLOCK, 1), out.split(BLOCK), strict=True):
+            part.copy_(torch.sum(block, 0, dtype=out.dtype))  # with out= it would begin by clearing it
 
     def _write(self, x: Tensor, source: int, target: int) -> Steps:
         sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
