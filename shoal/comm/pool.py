@@ -262,7 +262,8 @@ def _serve(
                 return
             _take_signals(file)  # anew: the last call may have taken them for itself
             imported = len(sys.modules)
-            _answer(pipe, *pickle.loads(message))
+            if not _answer(pipe, *pickle.loads(message)):
+                return
             if len(sys.modules) > imported:  # which stay too
                 gc.collect()
                 gc.freeze()
@@ -274,12 +275,17 @@ def _take_signals(stack: IO[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack)
 
 
-def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str, timeout: float, call: bytes) -> None:
+def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str, timeout: float, call: bytes) -> bool:
+    """Do one call as one of its ranks. Whether this process can take another: torch counts the groups that it began to
+    make in the names under which it looks for its peers, so one that could not join finds nobody any more."""
     sys.path[:] = path  # modules that the parent can import by now (a test's folder) can be imported here
     value = pickle.dumps(("finished", None))
+    fit = True
     try:
         fn, args = pickle.loads(call)
+        fit = False
         init_world(rank, ranks, dist.FileStore(store, ranks), "cpu", 0.75 * timeout)
+        fit = True
         value = pickle.dumps(("finished", fn(*args)))
         if dist.is_initialized():
             dist.barrier()  # nobody closes a connection that a peer still reads from
@@ -288,4 +294,6 @@ def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str
         pipe.send_bytes(pickle.dumps(("raised", (time.monotonic(), traceback.format_exc()))))
     gc.collect()  # groups that are left in reference cycles would keep their threads and connections
     destroy_world()
-    pipe.send_bytes(value)
+    if fit:
+        pipe.send_bytes(value)
+    return fit

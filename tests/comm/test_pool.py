@@ -16,7 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal.comm.pool
 from shoal.comm.pool import Pool, RankError
+from shoal.comm.world import init_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +116,24 @@ def test_a_worker_that_dies_is_named_and_replaced(pool, fn, said):
 def takes_the_signal():
     """As a trainer does, which is asked by it to stop."""
     signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+def meets_nobody_next_time(bad: int) -> None:
+    if dist.get_rank() == bad:
+        shoal.comm.pool.init_world = meet_nobody
+
+
+def meet_nobody(rank: int, ranks: int, *_: object) -> None:
+    shoal.comm.pool.init_world = init_world
+    init_world(rank, ranks, dist.HashStore(), "cpu", 0.5)
+
+
+def test_a_worker_that_could_not_join_is_replaced(pool):
+    """It has begun one more group than the others, by whose number they find each other."""
+    pool.run(meets_nobody_next_time, 2, 1)
+    with pytest.raises(RankError, match=r"--- rank 1: Traceback(.|\n)*meet_nobody"):
+        pool.run(sum_of_ranks, 2, 1.0)
+    assert pool.run(sum_of_ranks, 3, 1.0, timeout=20.0) == [(rank, 3, 3.0) for rank in range(3)]
 
 
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(pool):
