@@ -35,7 +35,7 @@ from shoal.plan.space import Space
 PEAK, BANDWIDTH = 1e11, 2e10
 TRUE = {
     "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "sharp": 1.0, "hbm": 1.0,
-    "short_sequence": 0.0,
+    "short_sequence": 40.0, "launch_backward": 1.5,
     "launch": 1e-4, "passes_loss": 9.0, **{name: 2 * value for name, value in PASSES.items()},
 }  # fmt: skip
 
@@ -49,20 +49,24 @@ def found() -> Measured:
         for kind, peak in rate.items() for m, k, n in PRODUCTS
     }  # fmt: skip
     attention = {
-        (heads, s, d): 3.5 * 2 * 1024 * s * heads * d / (PEAK * 0.3 * d / (d + 20)) for heads, s, d in ATTENTION
+        (heads, s, d): 3.5 * 2 * 1024 * heads * (s + 40) * (d + 20) / (PEAK * 0.3) for heads, s, d in ATTENTION
     }
     reduces = {
         (n, size): max(1, n / 2) * (2 * min(n - 1, (n - 1).bit_length()) * 1e-5 + 2 * (n - 1) / n * size / 4e9)
         for n in (2, 4) for size in REDUCED
     }  # fmt: skip
-    empty = Measured(2, 2, products, attention, dict.fromkeys(MODELS, 1.0), 8 * COPIED / BANDWIDTH,
+    ones = dict.fromkeys(MODELS, 1.0)
+    empty = Measured(2, 2, products, attention, ones, ones, 8 * COPIED / BANDWIDTH,
                      1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
     k = _kernels(empty, PEAK, BANDWIDTH, TRUE)
-    layer = 3 * k.products + 3.5 * k.attention[0] + 3 * k.elements + 3 * 1e-4
-    head = 3 * k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
-    seconds = k.runs.layers * layer + head + 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
-    models = dict(zip(MODELS, seconds.tolist(), strict=True))
-    return Measured(2, 2, products, attention, models, empty.copy, empty.update, empty.waits, reduces)
+    head = k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
+    loss = 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
+    layer = k.products + k.attention[0] + k.elements + 1e-4
+    backward = 2 * k.products + 2.5 * k.attention[0] + 2 * k.elements + 1.5e-4
+    forwards = k.runs.layers * layer + head + loss / 3 + 1e-4
+    models = k.runs.layers * (layer + backward) + 3 * head + loss + 3e-4
+    models, forwards = (dict(zip(MODELS, seconds.tolist(), strict=True)) for seconds in (models, forwards))
+    return Measured(2, 2, products, attention, models, forwards, empty.copy, empty.update, empty.waits, reduces)
 
 
 @pytest.fixture

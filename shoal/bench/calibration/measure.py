@@ -23,7 +23,11 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
-from shoal.models.transformer import Transformer, initialise
+from shoal.models.transformer import Transformer
+from shoal.parallel.apply import build_stages, initialise
+from shoal.parallel.context.order import spread
+from shoal.pipeline.choose import program_of
+from shoal.precision.policy import POLICIES
 from shoal.train.engine import attention_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -31,11 +35,11 @@ PRODUCTS = (
     (2048, 1024, 1024), (512, 256, 256), (128, 512, 512), (1024, 64, 1024), (1024, 1024, 64), (256, 256, 1024),
 )  # fmt: skip
 """m, k, n: large ones, and each side short."""
-ATTENTION = ((8, 256, 32), (4, 256, 64), (4, 512, 64))
+ATTENTION = ((8, 128, 32), (8, 256, 32), (4, 256, 64), (4, 512, 64))
 """Heads, tokens of a sequence and width of a head; 1,024 tokens in all."""
 MODELS = tuple(
     (layers, *size)
-    for layers in (1, 3) for size in ((32, 128), (256, 128), (128, 256), (128, 1024), (256, 512), (256, 1024))
+    for layers in (1, 3) for size in ((32, 128), (256, 128), (128, 256), (128, 1024), (256, 1024), (256, 2048))
 )
 """Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's; of the
 smallest nearly all is launches."""
@@ -45,6 +49,7 @@ REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of an all-reduce."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
 IN_A_ROW = 5  # collectives in one measurement
+LONG = 0.1  # seconds, of which one is as sure as several shorter ones
 PRODUCTS_BETWEEN, MEETINGS = 4, 20  # products between two meetings of all ranks: some 5 ms
 
 Times = dict[str, dict[tuple, float]]
@@ -61,6 +66,7 @@ class Measured:
         products: by (format, m, k, n).
         attention: by (heads, s, d), forward and backward.
         models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
+        forwards: the forward alone.
         copy: of `COPIED` float32 numbers.
         update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
         waits: by what part some milliseconds take longer if all then meet.
@@ -72,6 +78,7 @@ class Measured:
     products: dict[tuple[str, int, int, int], float]
     attention: dict[tuple[int, int, int], float]
     models: dict[tuple[int, int, int], float]
+    forwards: dict[tuple[int, int, int], float]
     copy: float
     update: float
     waits: float
@@ -115,8 +122,8 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
         every = pool.run(reductions, n, rounds, timeout=300.0)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
-        cores, usable, means["product"], means["attention"], means["model"], means["copy"][()], means["update"][()],
-        waiting, reduces,
+        cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["copy"][()],
+        means["update"][()], waiting, reduces,
     )  # fmt: skip
 
 
@@ -125,7 +132,10 @@ def compute(turn: int) -> Times:
     torch.manual_seed(turn)
     found: Times = {}
     for kind, key, step, repeats in steps():
+        begin = time.process_time()
         step()
+        if time.process_time() - begin > LONG:
+            repeats = 1
         dist.barrier()
         begin = time.process_time()
         for _ in range(repeats):
@@ -146,7 +156,9 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
     for layers, hidden, tokens in MODELS:
         model = _model(layers, hidden)
         ids = torch.randint(2048, (tokens // 128, 128))
-        yield "model", (layers, hidden, tokens), lambda model=model, ids=ids: model(ids, ids).backward(), 3
+        key = layers, hidden, tokens
+        yield "forward", key, lambda model=model, ids=ids: model(ids, ids), 2
+        yield "model", key, lambda model=model, ids=ids: model(ids, ids).backward(), 3
     source, target = torch.zeros(COPIED), torch.zeros(COPIED)
     yield "copy", (), lambda: target.copy_(source), 3
     weights = torch.zeros(UPDATED, requires_grad=True)
@@ -156,11 +168,15 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
 
 
 def _model(layers: int, hidden: int) -> Transformer:
-    built = Transformer(model_shape_of(layers, hidden))
-    for layer in built.layers.values():
-        layer.attention.core.kernel = attention_kernel("auto", torch.device("cpu"), torch.float32)
-    initialise(built, 0)
-    return built
+    """As a step of the engine has it on one device: its gradients are added up in buffers."""
+    shape, layout, device = model_shape_of(layers, hidden), Layout(), torch.device("cpu")
+    (stage,), parameters = build_stages(
+        shape, program_of(layout, microbatches=1), Mesh(layout, 0), POLICIES["fp32"],
+        spread(layout, shape.max_sequence), kernel=attention_kernel("auto", device, torch.float32),
+    )  # fmt: skip
+    initialise(parameters, shape, 0)
+    stage.parameters.begin()
+    return stage.module
 
 
 def _attention(q: torch.Tensor) -> None:

@@ -21,7 +21,9 @@ from shoal.cost.runs import Runs
 WIDE = 4 / E  # numbers in fp32, over those that the kernels' formulas count
 BACKWARD = 3.5  # of attention, both ways: five products for two
 PASSES = {"passes_hidden": 10.0, "passes_ffn": 3.0, "passes_heads": 3.0}  # what one expects of them, to be scaled
+MOST_SHORT = 512  # tokens, that attention may seem to have besides those of a sequence
 NOISE = 0.03  # of one measurement
+SHARE = 0.1  # how far off it is that a forward has a third of the products and passes, relative
 SURE = {"products": 0.1, "passes": 1.0}
 """How far layers may be from products by themselves, and from `PASSES`: one standard deviation, relative."""
 
@@ -37,8 +39,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     peaks, constants = rates(found)
     bandwidth = 2 * 4 * COPIED / found.copy
     constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,
-                  "collective_launch": 0.0, "wait": 0.0, "short_sequence": 0.0, "launch_exchange": 0.0,
-                  "launch_backward": 2.0, "hop": 0.0}  # fmt: skip
+                  "collective_launch": 0.0, "wait": 0.0, "launch_exchange": 0.0, "hop": 0.0}  # fmt: skip
     constants["accumulate"] = 0.0  # the models that are measured add their gradients up, too
     constants["stragglers"] = found.waits / max(1.0, log2(found.cores))
     constants["update_slow"] = found.update * bandwidth / (32 * UPDATED)  # 16 bytes of states, 16 of the rest
@@ -81,14 +82,20 @@ def rates(found: Measured) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def attention(found: Measured, peak: float) -> dict[str, float]:
-    """What part of the rate of products causal attention attains, by the width of heads."""
+    """What part of the rate of products causal attention attains, by the width of heads and the length of sequences."""
     heads, s, d = np.array(ATTENTION, float).T
     seconds = np.array([found.attention[key] for key in ATTENTION]) / BACKWARD
     flops = 4 * 1024 * s * heads * d / 2
-    # seconds peak / flops = (1 + narrow / d) / part
-    design = np.stack([np.ones_like(d), 1 / d], axis=1) * (flops / (seconds * peak))[:, None]
-    whole, narrow = fit(design, np.ones_like(d))
-    return {"flash_2": 1 / whole, "narrow_head": narrow / whole}
+
+    def with_short(short: float) -> tuple[float, float, float]:
+        # seconds peak / flops = (1 + narrow / d) (1 + short / s) / part
+        design = np.stack([np.ones_like(d), 1 / d], axis=1) * ((1 + short / s) * flops / (seconds * peak))[:, None]
+        whole, narrow = fit(design, np.ones_like(d))
+        return float(np.linalg.norm(design @ [whole, narrow] - 1)), whole, narrow
+
+    short = min(range(0, MOST_SHORT, 4), key=with_short)
+    _, whole, narrow = with_short(short)
+    return {"flash_2": 1 / whole, "narrow_head": narrow / whole, "short_sequence": float(short)}
 
 
 def layers(
@@ -97,21 +104,27 @@ def layers(
     """How much longer products take in a model; and what that adds to `short_m`, passes over memory and launches of a
     layer, passes of the loss, and what a micro-batch takes besides."""
     k = _kernels(found, peak, bandwidth, {**constants, **PASSES})
-    depth, seconds = k.runs.layers, np.array(list(found.models.values()))
-    products = 3 * (depth * k.products + k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate))
+    depth, one, none = k.runs.layers, np.ones(len(found.models)), np.zeros(len(found.models))
+    seconds, forwards = (np.array(list(of.values())) for of in (found.models, found.forwards))
+    products = depth * k.products + k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
     logits = 4 * k.runs.tokens * k.runs.vocab / (k.hbm * WIDE)
-    # seconds - attention = slower x products (1 + short / m) + scale x passes + launches + the loss + the rest
-    columns = [products, products / k.runs.tokens, 3 * depth * k.elements, 3 * depth, logits, np.ones_like(seconds)]
-    design = np.stack(columns, axis=1) / (NOISE * seconds)[:, None]
-    wanted = (seconds - depth * BACKWARD * k.attention[0]) / (NOISE * seconds)
-    expected = np.zeros((2, len(columns)))
+    # A forward's seconds - attention = slower x products (1 + short / m) + scale x passes + launches + the loss + the
+    # rest; of both ways three times the first two, the loss, and launches and a rest of their own.
+    both = [3 * products, 3 * products / k.runs.tokens, 3 * depth * k.elements, logits, depth, depth, one, one]
+    forward = [products, products / k.runs.tokens, depth * k.elements, logits / 3, depth, none, one, none]
+    weights = np.append(1 / (NOISE * seconds), 1 / (SHARE * forwards))
+    design = np.hstack([both, forward]).T * weights[:, None]
+    wanted = np.append(seconds - depth * BACKWARD * k.attention[0], forwards - depth * k.attention[0]) * weights
+    expected = np.zeros((2, len(both)))
     expected[0, 0], expected[1, 2] = 1 / SURE["products"], 1 / SURE["passes"]
-    slower, short, scale, launch, loss, besides = fit(
+    slower, short, scale, loss, launch, launch_backward, *besides = fit(
         np.vstack([design, expected]), np.append(wanted, expected.sum(axis=1))
     )
+    launch = max(launch, 1e-9)  # that of a backward is so many times as long
     return slower, {
         **{name: scale * value for name, value in PASSES.items()},
-        "short_m": short / slower, "launch": launch, "passes_loss": loss, "micro_batch": besides,
+        "short_m": short / slower, "launch": launch, "launch_backward": launch_backward / launch, "passes_loss": loss,
+        "micro_batch": sum(besides),
     }
 
 
