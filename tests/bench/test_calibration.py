@@ -151,6 +151,8 @@ def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Pat
     assert spearman(found) == 1.0
     assert spearman([Compared(one.layout, one.measured, 1 / one.measured) for one in found]) == -1.0
     assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
+    kept = Compared(Layout(dp=2, zero=3, recompute="full", reshard_after_forward=False), 1.0, 1.0)
+    assert kept.words == "dp 2 (ZeRO-3), micro-batch 1, recompute full, kept after forward"
     assert _right(found[:2]) and not _right(found[::2]), "4.4 for 4, and 0.8 for 1"
     others = [Compared(Layout(), one, one * off) for one, off in ((1.0, 1.09), (1.05, 1.0), (1.1, 0.93))]
     assert not _right(others), "near, but the other way round"

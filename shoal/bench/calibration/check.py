@@ -54,7 +54,8 @@ class Compared:
     def words(self) -> str:
         """The layout."""
         again = f", recompute {self.layout.recompute}" if self.layout.recompute != "none" else ""
-        return f"{self.layout.describe()}, micro-batch {self.layout.micro_batch}{again}"
+        kept = "" if self.layout.reshard_after_forward else ", kept after forward"
+        return f"{self.layout.describe()}, micro-batch {self.layout.micro_batch}{again}{kept}"
 
 
 @cache
