@@ -109,7 +109,8 @@ class Pool:
             Each rank's return value, in the order of the ranks.
 
         Raises:
-            RankError: a rank raised, died or hung. Ranks that died or hung are replaced; the pool goes on working.
+            RankError: a rank raised, died or hung. Ranks that died, hung or could not join are replaced; the
+                pool goes on working.
             ValueError: ``ranks`` is not in ``1 .. size``.
             TypeError: ``fn`` or an argument does not pickle.
         """
