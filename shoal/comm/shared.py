@@ -68,6 +68,7 @@ class SharedGroup:
         self._pairs: dict[tuple[int, int], Lane] = {}
         # By this rank's address, the rows of common memory: of every rank, or a single one that belongs to all.
         self._common: dict[int, Tensor] = {}
+        self._forth = True  # the next sum in it goes from its beginning to its end
         self._posted = self._taken = 0  # bytes of the rings, from the beginning of time
         self._counters[self._of(index, PROCESS)] = os.getpid()
         weakref.finalize(self, _leave, self._counters, self._of(index, LEFT))
@@ -340,10 +341,16 @@ class SharedGroup:
         yield from self._part()
 
     def _sum_everywhere(self, rows: Tensor) -> Steps:
-        """Each rank sums an equal part and writes it to all rows: once it has read them, a cache has them."""
+        """Each rank sums an equal part and writes it to all rows: once it has read them, a cache has them.
+
+        Every other sum begins at the end, which the one before has touched last: of rows that are as large as the
+        cache, it still has that.
+        """
         yield from self._arrived(LINE)
         each = -(-rows.shape[1] // self.size // LINE) * LINE
-        for block in rows[:, self.index * each : (self.index + 1) * each].split(BLOCK, 1):
+        blocks = rows[:, self.index * each : (self.index + 1) * each].split(BLOCK, 1)
+        self._forth = not self._forth
+        for block in blocks if self._forth else reversed(blocks):
             if self.size == 2:
                 torch.add(block[0], block[1], out=block[0])
                 block[1].copy_(block[0])
