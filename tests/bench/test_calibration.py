@@ -169,6 +169,28 @@ def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypat
     assert found[0].estimated < found[1].estimated and min(one.measured for one in found) > 0
 
 
+def test_the_fastest_are_measured_again_and_the_last_by_new_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [Layout(micro_batch=n) for n in range(1, 31)]
+    estimated = {layout: 1.0 if layout.micro_batch == 20 else 2.0 for layout in every}
+    asked = []
+
+    def compare(pool, chosen, rounds, name, say, steps=2):
+        say(1.0, "")
+        asked.append((rounds, {layout.micro_batch for layout in chosen}))
+        backwards = len(asked) == 2  # who was fastest in one step is not in ten
+        return [Compared(layout, 100 - m if backwards else m, estimated[layout])
+                for layout, m in ((layout, layout.micro_batch) for layout in chosen)]  # fmt: skip
+
+    monkeypatch.setattr("shoal.bench.calibration.pick.every_layout", lambda ranks: every)
+    monkeypatch.setattr("shoal.bench.calibration.pick.compare", compare)
+    said: list[float] = []
+    found = pick(None, 4, 5, "here", lambda done, what: said.append(done))
+    assert asked == [(1, set(range(1, 31))), (5, {20, *range(1, 13)}), (15, {20, 12, 11, 10})]
+    assert [one.layout.micro_batch for one in found] == [20, 12, 11, 10]
+    assert [one.measured for one in found] == [20, 12, 11, 10], "the last measurements alone"
+    assert said == sorted(said) and said[-1] == 1.0
+
+
 def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     said = []
     found = measure(pool, 1, 1, [2], 1, lambda done, what: said.append(what))

@@ -6,23 +6,33 @@ from collections.abc import Callable
 
 from shoal.bench.calibration.check import Compared, compare, every_layout
 from shoal.comm.pool import Pool
+from shoal.layout import Layout
 
-ROUND_TWO = 12
-"""Layouts that are measured again: one step says too little of those that are nearly as fast."""
+ROUND_TWO, FINAL = 12, 3
+"""Layouts that are measured again: one step says too little of those that are nearly as fast, and the fastest of twelve
+is so by luck in part, which measurements of its own do not have."""
 
 
 def pick(pool: Pool, ranks: int, rounds: int, name: str, say: Callable[[float, str], None]) -> list[Compared]:
-    """Measure every layout for a step, then in turn the fastest of them, and with them the one estimated fastest.
+    """Measure every layout for a step, then in turn the fastest of them, then by new measurements the fastest of these;
+    the one estimated fastest is among them each time.
 
     Args:
-        rounds: turns of each that is measured again.
+        rounds: turns of each that is measured again, and a third of those of the last.
         name: of the machine in the catalog.
 
     Returns:
-        Those that were measured again, the one that is estimated fastest first.
+        Those that were measured last, the one that is estimated fastest first.
     """
-    every = compare(pool, every_layout(ranks), 1, name, lambda done, what: say(0.8 * done, what), steps=1)
-    picked = min(every, key=lambda one: one.estimated)
-    others = [one for one in sorted(every, key=lambda one: one.measured) if one is not picked][:ROUND_TWO]
-    again = [one.layout for one in (picked, *others)]
-    return compare(pool, again, rounds, name, lambda done, what: say(0.8 + 0.2 * done, what))
+    found = compare(pool, every_layout(ranks), 1, name, lambda done, what: say(0.8 * done, what), steps=1)
+    picked = min(found, key=lambda one: one.estimated).layout
+    again = _fastest(found, picked, ROUND_TWO)
+    found = compare(pool, again, rounds, name, lambda done, what: say(0.8 + 0.1 * done, what))
+    last = _fastest(found, picked, FINAL)
+    return compare(pool, last, 3 * rounds, name, lambda done, what: say(0.9 + 0.1 * done, what))
+
+
+def _fastest(found: list[Compared], picked: Layout, count: int) -> list[Layout]:
+    """The picked one, and the fastest others."""
+    others = [one.layout for one in sorted(found, key=lambda one: one.measured) if one.layout != picked]
+    return [picked, *others[:count]]
