@@ -9,7 +9,8 @@ from torch.distributed.pipelining import schedules
 
 from shoal.bench.references import Step, adamw, best_kernel, model
 from shoal.bench.workload import Workload
-from shoal.models.transformer import CrossEntropy, Transformer
+from shoal.models.loss import CrossEntropy
+from shoal.models.transformer import Transformer
 from shoal.pipeline.split import even_layers, keep_stage
 
 MICROBATCHES = 8

@@ -284,15 +284,13 @@ def embedding(run: Pass) -> list[Saved]:
 def head(run: Pass) -> list[Saved]:
     """The final norm, the output matrix and the loss."""
     n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
-    saved = [
+    return [
         *_norm(run),
         Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),
         Saved("probabilities", "[b, s, v/t]", run.exact * n * rows),
-        Saved("targets", "[b, s]", 8 * n),
+        Saved("targets, and whether they are here", "[b, s]", 9 * n),
+        Saved("this rank's share", "[b, s]", run.exact * n),
     ]
-    if run.layout.tp > 1:
-        saved.append(Saved("this rank's share", "[b, s]", (run.exact + 2) * n))
-    return saved
 
 
 def stage(run: Pass, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:

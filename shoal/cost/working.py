@@ -109,9 +109,7 @@ def above(run: Pass, part: StagePart, done: int, kind: Half = "whole") -> int:
 
 
 def _loss(run: Pass, rows: int) -> int:
-    """Two gradients of the logits besides the probabilities; over tp the loss works in place, but for a cast."""
-    if run.layout.tp == 1:
-        return 2 * run.exact * run.tokens * rows
+    """The loss works in place, but for a cast of its gradient."""
     return (run.itemsize if run.itemsize < run.exact else 0) * run.tokens * rows
 
 

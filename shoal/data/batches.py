@@ -14,7 +14,7 @@ from shoal.data.order import SampleOrder
 from shoal.data.shards import SPLITS, TokenStream, open_shards
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import UsageError
-from shoal.models.transformer import IGNORE
+from shoal.models.loss import IGNORE
 
 Split = Literal["train", "validation"]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
@@ -27,11 +26,9 @@ from shoal.models.experts.layer import MoE
 from shoal.models.experts.router import RoutingContext
 from shoal.models.feedforward import MLP, SwiGLU
 from shoal.models.initial import Initial, fill
+from shoal.models.loss import CrossEntropy
 from shoal.models.norm import RMSNorm
 from shoal.pieces import Box
-
-IGNORE = -100
-"""A target that does not count in the loss, by F.cross_entropy's own convention."""
 
 
 class Context(NamedTuple):
@@ -126,15 +123,6 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.token(tokens)  # [b, s, h]
         return x if self.position is None else x + self.position(positions)
-
-
-class CrossEntropy(nn.Module):
-    """Sum of the negative log-likelihoods [nats] of the targets that count, in float32 at least."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Transformer(nn.Module):

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
@@ -26,7 +25,7 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
 from shoal.models.experts.layer import MoE
-from shoal.models.transformer import IGNORE
+from shoal.models.loss import IGNORE, SummedCrossEntropy
 from shoal.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.parallel.split import Split
 from shoal.parallel.weight import Passage, Postponed, look_up, product, project
@@ -192,8 +191,8 @@ class VocabularyLoss:
     def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
         rows = -(-at.shape.vocab // at.size)
         here = min(rows, max(0, at.shape.vocab - at.rank * rows))
-        module.forward = lambda logits, targets: VocabularyCrossEntropy.apply(
-            logits, targets - at.rank * rows, targets != IGNORE, here, at.group
+        module.forward = lambda logits, targets: SummedCrossEntropy.apply(
+            logits, targets - at.rank * rows, targets != IGNORE, here, lambda x: all_gather(x.unsqueeze(0), at.group)
         )
         return []
 
@@ -287,44 +286,3 @@ def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts
 def empty_like(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
     """Another of this shape, with no values yet."""
     return nn.Parameter(parameter.new_empty(shape))
-
-
-class VocabularyCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of logits split by token id, with one collective of 2 numbers a token.
-
-    Each rank's log-sum-exp and target logit are gathered and combined (the online softmax of Milakov & Gimelshein
-    2018); the gradient, softmax minus one-hot, is local.
-    """
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, counts: Tensor, here: int, group: Group | None) -> Tensor:
-        """The summed loss [nats].
-
-        Args:
-            logits: [b, s, v/tp], this rank's ids; those past ``here`` are padding.
-            targets: [b, s] ids relative to this rank's first.
-            counts: [b, s] bool, targets that count.
-        """
-        ctx.dtype, logits = logits.dtype, logits.detach()
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        # Finite, since a rank may hold nothing but padding.
-        logits[..., here:] = torch.finfo(logits.dtype).min
-        mine = (targets >= 0) & (targets < here) & counts
-        target = targets.masked_fill(~mine, 0).unsqueeze(-1)  # [b, s, 1]
-        at_target = logits.gather(-1, target).squeeze(-1).masked_fill(~mine, 0)
-        most = logits.amax(-1)
-        # In place, as in backward: nobody else reads the logits, and there is nothing larger in a step.
-        softmax = torch.softmax(logits, -1, out=logits)  # [b, s, v/tp], among this rank's ids
-        own = most - softmax.amax(-1).log()  # [b, s], their log-sum-exp
-        owns, at_targets = all_gather(torch.stack((own, at_target)).unsqueeze(0), group).unbind(1)  # each [tp, b, s]
-        total = owns.logsumexp(0)
-        ctx.save_for_backward(softmax, (own - total).exp(), target, mine, counts)
-        return (total - at_targets.sum(0)).masked_fill(~counts, 0).sum()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        softmax, share, target, mine, counts = ctx.saved_tensors
-        d_logits = softmax.mul_((share * counts * gradient).unsqueeze(-1))
-        d_logits.scatter_add_(-1, target, -(mine * gradient).unsqueeze(-1))
-        return d_logits.to(ctx.dtype), None, None, None, None

@@ -27,7 +27,7 @@ from shoal.comm.ops import all_gather, all_reduce
 from shoal.data.batches import Batch
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
-from shoal.models.transformer import IGNORE
+from shoal.models.loss import IGNORE
 from shoal.optim.shards import Shard
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from shoal.config import RunConfig
 from shoal.data.batches import Batch
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
-from shoal.models.transformer import IGNORE, Transformer
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer
 from shoal.optim.sophia import Sophia
 from shoal.pieces import Box
 from shoal.train.curvature import SHIFT

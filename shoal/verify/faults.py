@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.models.experts.router import Router
+from shoal.models.loss import SummedCrossEntropy
 from shoal.parallel import apply, data, depths, expert, overlap, tensor
 from shoal.parallel.context import sight
 from shoal.parallel.context.apply import ContextParallel
@@ -84,7 +85,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "vocabulary-padding": Fault(
         "the padding of the vocabulary takes part in the softmax",
-        tensor.VocabularyCrossEntropy, "forward", mistakes.leaking_padding, {"tp": 2},
+        SummedCrossEntropy, "forward", mistakes.leaking_padding, {"tp": 2},
     ),
     "norm-gradients": Fault(
         "gradients of norms are not summed over the parts of the sequence",

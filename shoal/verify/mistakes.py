@@ -129,8 +129,8 @@ def rest_dropped(right: Callable) -> Callable:
 
 
 def leaking_padding(right: Callable) -> Callable:
-    return lambda ctx, logits, targets, counts, here, group: right(
-        ctx, logits, targets, counts, logits.shape[-1], group
+    return lambda ctx, logits, targets, counts, here, gather: right(
+        ctx, logits, targets, counts, logits.shape[-1], gather
     )
 
 

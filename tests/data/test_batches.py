@@ -12,7 +12,7 @@ from shoal.data.commands import inspect, prepare, train_tokenizer
 from shoal.data.shards import TokenStream, open_shards
 from shoal.data.tokenizer import BytesTokenizer
 from shoal.errors import UsageError
-from shoal.models.transformer import IGNORE
+from shoal.models.loss import IGNORE
 
 END = BytesTokenizer.end_of_document
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from shoal.catalog import ModelShape
 from shoal.models.cache import Slice
-from shoal.models.transformer import IGNORE, Transformer
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer
 from shoal.parallel.recompute import apply_recompute
 from tests.models.test_transformer import SHAPES, random_model
 

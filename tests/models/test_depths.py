@@ -11,7 +11,8 @@ from shoal.cost.flops import layer_flops
 from shoal.errors import UsageError
 from shoal.models.cache import Slice
 from shoal.models.depths import begin, depths_of, highest
-from shoal.models.transformer import IGNORE, Block, Context, Transformer
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Block, Context, Transformer
 from shoal.parallel.recompute import apply_recompute
 
 S, VOCAB = 10, 31

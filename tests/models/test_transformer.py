@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from shoal.catalog import ModelShape
-from shoal.models.transformer import IGNORE, Transformer, initial, initialise
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer, initial, initialise
 
 LLAMA = ModelShape(
     family="llama", layers=2, hidden=12, heads=4, kv_heads=2, head_dim=6, ffn=10, vocab=11, max_sequence=9, tied=False

@@ -12,7 +12,8 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
-from shoal.models.transformer import IGNORE, Transformer
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer
 from shoal.parallel.grid import GRID, apply_grid
 from shoal.parallel.split import Split
 from shoal.parallel.tensor import TENSOR_PARALLEL, apply_tensor_parallel, matches

@@ -15,7 +15,8 @@ from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import NOBODYS, draw, key_of_step
-from shoal.models.transformer import IGNORE, Transformer, initialise
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer, initialise
 from shoal.pieces import Box
 from shoal.simulate.tracker import Tracker
 from shoal.train import curvature

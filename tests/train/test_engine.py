@@ -17,7 +17,8 @@ from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
 from shoal.data.batches import Batch, SyntheticDataset, open_dataset
 from shoal.errors import UsageError
-from shoal.models.transformer import IGNORE, Transformer
+from shoal.models.loss import IGNORE
+from shoal.models.transformer import Transformer
 from shoal.train.check import check
 from shoal.train.engine import Engine
 
