@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.bench.device import compute_elsewhere
 from shoal.bench.workload import OPTIMIZER, SEED, Workload
+from shoal.models.loss import IGNORE
 from shoal.models.transformer import Transformer, initialise
 from shoal.train.engine import attention_kernel
 
@@ -129,6 +131,11 @@ def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> 
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """torch's own, which is the one that `loss_parallel` knows."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
 def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Step:
     """DTensor's `parallelize_module` with a loss over the split vocabulary.
 
@@ -148,6 +155,7 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
         plan[f"layers.*.{block}.{last}"] = RowwiseParallel()
     plan["head"] = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module, init_device_mesh("cpu", (ranks,)), plan)
+    module.loss.forward = _cross_entropy
     share = 1.0 if rank == 0 else 0.0
     optimizer = adamw(module.parameters())
     return _loop(

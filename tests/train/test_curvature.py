@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -80,8 +81,11 @@ def test_hutchinson_is_the_product_with_the_hessian_as_autograd_has_it():
         whole = tuple(direction.shape)
         box, normal = Box.whole(whole), Initial(0.0, 1.0)
         fill(direction, name=f"hutchinson.0.{name}", whole=whole, box=box, initial=normal, seed=0)
-    with sdpa_kernel(SDPBackend.MATH):  # which has a second derivative
-        loss = sum(model(batch.tokens, batch.targets) for batch in batches) / tokens
+    with sdpa_kernel(SDPBackend.MATH):  # which has a second derivative, as torch's loss has
+        loss = sum(
+            F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.targets.flatten(), reduction="sum")
+            for batch in batches
+        ) / tokens  # fmt: skip
         gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
         along = sum((g * direction).sum() for g, direction in zip(gradients, u.values(), strict=True))
         products = dict(zip(parameters, torch.autograd.grad(along, list(parameters.values())), strict=True))
