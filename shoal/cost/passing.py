@@ -16,10 +16,10 @@ from shoal.cost.buckets import Filled
 from shoal.cost.parameters import StagePart
 from shoal.layout import Layout
 
-WAITING, MAKING, COMPLETE, REST, ALL = range(5)
+WAITING, MAKING, COMPLETE, REST, ALL, SHARED = range(6)
 """Times of a unit's backward: before any of its gradients has memory, as the first ones are made, and as the buckets
-that end with them are complete. In a layer with experts those are theirs, and there are two more: as the gradients of
-its other matrices are made, and complete."""
+that end with them are complete. In a layer with experts those are theirs, and there are three more: as the gradients of
+its other matrices are made, and complete; and as those of shared experts are made, which come first of all."""
 
 
 class Time(NamedTuple):
@@ -35,7 +35,7 @@ class Time(NamedTuple):
     gradients: tuple[int, int, int]
 
 
-NOTHING = (Time((0, 0), (0, 0, 0)),) * (ALL + 1)
+NOTHING = (Time((0, 0), (0, 0, 0)),) * (SHARED + 1)
 
 
 class Turn(NamedTuple):
@@ -146,6 +146,8 @@ class _Backward:
     ):
         self.layout, self.used, self.wholes, self.chunks = layout, stage.used, wholes, chunks
         self.shared = shape.experts is not None and shape.experts.shared > 0
+        # A bias that is added behind a sum over tp has its gradient first of all.
+        self.bias = self.shared and shape.family == "gpt" and layout.tp > 1
         self.experts = {b for b, kind in enumerate(stage.kind) if stage.sizes[kind].expert}
         self.tied = set(stage.used[-1]) - set(stage.of_unit[-1])  # the embedding, which is used from head to end
         self.ends = {b: unit for unit in reversed(range(len(stage.used))) for b in stage.used[unit]}
@@ -158,11 +160,15 @@ class _Backward:
         used = sorted(self.used[unit])
         routed = self.experts.intersection(used)
         needed = self._gathered(unit, set())
-        found = [self._now(needed)]
         if routed:
-            self.filling |= set(used) if self.shared else routed
-            found += self._step(needed, sorted(routed), unit)
-            return found + self._step(self._gathered(unit, routed), [b for b in used if b not in routed], unit)
+            others = [b for b in used if b not in routed]
+            waiting = self._now(needed)
+            if self.shared:
+                self.filling.update(others)
+            shared = self._now(needed)
+            found = [shared if self.bias else waiting, *self._step(needed, sorted(routed), unit)]
+            return [*found, *self._step(self._gathered(unit, routed), others, unit), shared]
+        found = [self._now(needed)]
         # The output matrix before the norm; the embedding after positions.
         first, *others = [[b] for b in (used if unit else used[::-1])]
         steps = [self._step(needed, step, unit) for step in (first, *others)]

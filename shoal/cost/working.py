@@ -18,7 +18,7 @@ from shoal.cost.context import kv_heads
 from shoal.cost.experts import routed_rows
 from shoal.cost.parameters import StagePart
 from shoal.cost.passes import Pass, once
-from shoal.cost.passing import ALL, COMPLETE, MAKING, REST, WAITING
+from shoal.cost.passing import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.layout import Layout
 
 Where = Literal["loss", "head", "layer", "end"]
@@ -46,26 +46,21 @@ class Moment(NamedTuple):
     done: int = 0
 
 
-def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) -> list[Moment]:
-    """The times at which a pass of one micro-batch may need most.
-
-    Args:
-        alone: the stage is all of the pipeline: no gradient comes from another, and none goes there.
-    """
+def moments(run: Pass, part: StagePart, kind: Half = "whole") -> list[Moment]:
+    """The times at which a pass of one micro-batch may need most, other messages of its rank left out."""
     passing = run.itemsize * run.tokens_here * run.hidden_here
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
-    # A gradient that has come, which the first half uses up; one that has gone; and a message that is yet to come.
-    between = 0 if alone else ((not part.last and kind != "weight") + (not part.first) + 1) * passing
+    come = 0 if part.last else passing  # a gradient, which the first half uses up
     table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
     # The layer of each kind that most is below of; a half may leave more than was kept, so that the first counts, too.
     ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
     layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - whole]}
     if kind == "weight":  # all that is needed is there, and stays until the end
-        found = [Moment("layer", between + more, time, sparse, done) for sparse, done in layers
+        found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
         matrices: list[Where] = ["head"] * part.last + ["end"] * part.first
-        return found + [moment for where in matrices for moment in _both(where, between + table, between)]
+        return found + [moment for where in matrices for moment in _both(where, table, 0)]
     kept = activations.total(activations.head(run)) if part.last else 0
     if kind == "forward":  # as it ends, and before, less what it makes behind a layer
         inside = {sparse: _forward(run, sparse) - (kept if part.last else passing) for sparse in ends}
@@ -76,21 +71,21 @@ def moments(run: Pass, part: StagePart, kind: Half = "whole", *, alone: bool) ->
     found, gone = [], 0
     if part.last:
         gone = kept - (0 if whole else halves.head(run))
-        making = between + _output(run, rows)
+        making = come + _output(run, rows)
         # A matrix that another stage has as well is reduced by itself, as soon as its gradient is made.
-        complete = making if run.shape.tied and not part.first else between + 2 * passing - gone
-        found.append(Moment("loss", between + _loss(run, rows)))
+        complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
+        found.append(Moment("loss", come + _loss(run, rows)))
         found += _both("head", making + table, complete) if whole else [Moment("head", making)]
     for sparse, done in layers:
-        gradient = between + (passing if part.last else 0) - gone - above(run, part, done, kind)
+        gradient = come + (passing if part.last else 0) - gone - above(run, part, done, kind)
         found += [Moment("layer", gradient + more, time, sparse, done)
                   for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
     if part.first:
         kept = activations.total(activations.stage(run, part.layers, first=True, last=part.last))
         kept -= 0 if whole else halves.between(run, part)
         masked = passing if run.layout.tp > 1 else 0
-        making = between + passing + masked + table * whole - kept
-        found += _both("end", making, between + passing - kept) if whole else [Moment("end", making)]
+        making = come + passing + masked + table * whole - kept
+        found += _both("end", making, come + passing - kept) if whole else [Moment("end", making)]
     return found
 
 
@@ -268,9 +263,9 @@ class _Rows(NamedTuple):
 
 def _forward(run: Pass, sparse: bool) -> int:
     """In the forward of a layer, besides what it keeps; where that is its input alone, names hold the rest."""
-    if run.layout.recompute != "full":
-        return _routed(run) - _of_shared(run) if sparse else 0
     of, here = run.shape.experts, _here(run)
+    if run.layout.recompute != "full":
+        return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # what it adds, and the sum
     if not sparse:
         return 2 * here + _through(run, run.shape.ffn)  # behind attention, and its norm
     rows, gated = _Rows.of(run), run.shape.family == "llama"
@@ -287,9 +282,15 @@ def _through(run: Pass, ffn: int) -> int:
     """
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     inside = (3 if run.shape.family == "llama" else 2) * wide
-    # Its input, gathered; its output, to be cut, and what is left of it.
-    summed = hidden + _copied(run) + _here(run) if run.layout.sequence_parallel else 0
-    return inside + hidden + summed
+    if run.layout.sequence_parallel:  # its input, gathered; its output, to be cut, and what is left of it
+        return inside + hidden + _summed(run) + _here(run)
+    biased = run.layout.tp > 1 and run.shape.family == "gpt"  # behind the sum
+    return inside + hidden + _here(run) * biased
+
+
+def _summed(run: Pass) -> int:
+    """Where tp has parts of the sequence, a block's output before it is summed and cut."""
+    return run.itemsize * run.tokens * run.shape.hidden + _copied(run) if run.layout.sequence_parallel else 0
 
 
 def _routed(run: Pass) -> int:
@@ -333,7 +334,7 @@ def _in_experts(run: Pass, kind: Half, last: bool) -> Block:
     before = 0
     if shared:
         waiting, making = _in_dense(run, kind, shared)
-        found += [(again + waiting, WAITING), (again + making, WAITING if halved else MAKING)]
+        found += [(again + waiting, WAITING), (again + making, WAITING if halved else SHARED)]
         left = activations.total(halves.block(run, shared)) if halved else 0
         before = e * run.tokens_here * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)
@@ -354,6 +355,6 @@ def _in_experts(run: Pass, kind: Half, last: bool) -> Block:
     if layout.cp > 1:
         rest = max(rest, _round_ring(run, True, kind) - _here(run) * last)
     return [
-        *found, (again + before + max(waiting), WAITING), (again + before - sent + max(making), MAKING),
+        *found, (again + before + max(waiting), SHARED), (again + before - sent + max(making), MAKING),
         (again + before - sent + complete, COMPLETE), (again + rest, REST), (_over(run, True), ALL),
     ]

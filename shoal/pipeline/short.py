@@ -111,29 +111,35 @@ def before_backwards(
         passing: what lies between two stages: those of a rank that follow each other have it once.
     """
     holder, found = program.stage_rank, [[-inf] * prod(TOLD_APART) for _ in program.stage_rank]
-    whole = [
-        kept - passing * (s % program.depth > 0 and holder[s] == holder[s - 1]) for s, kept in enumerate(whole)
-    ]
+    here = [s % program.depth > 0 and holder[s] == holder[s - 1] for s in range(program.stages)]
+    far = [s % program.depth > 0 and holder[s] != holder[s - 1] for s in range(program.stages)]
+    here_behind, far_behind = [*here[1:], False], [*far[1:], False]
+    whole = [kept - passing * beside for kept, beside in zip(whole, here, strict=True)]
     over, forward = [0] * len(found), [False] * len(found)
     for rank, actions in enumerate(program.actions):
-        now, stages = 0.0, program.stages_of(rank)
-        for op, stage, *_ in actions:
+        now, messages, gone, stages = 0.0, 0, False, program.stages_of(rank)
+        passes = [action for action in actions if action.op in FORWARDS or action.op in KINDS]
+        comes = [
+            (op in FORWARDS and far[stage]) or (op in BACKWARDS and far_behind[stage]) for op, stage, *_ in passes
+        ]  # fmt: skip
+        for (op, stage, *_), next_comes in zip(passes, [*comes, False][1:], strict=True):
             if op in FORWARDS:
                 now += whole[stage]
                 kind = len(KINDS)
-            elif op in KINDS:
-                kind = KINDS.index(op)
             else:
-                continue
-            here, others = over[stage], sum(over[s] for s in stages) - over[stage]
+                kind = KINDS.index(op)
+            messages -= op in BACKWARDS and here_behind[stage]
+            made, others = over[stage], sum(over[s] for s in stages) - over[stage]
             after = sum(forward[s] for s in stages) - forward[stage]
-            row = (kind * NTH + min(here, NTH - 1)) * NTH + min(others, NTH - 1)
+            row = (kind * NTH + min(made, NTH - 1)) * NTH + min(others, NTH - 1)
             row = (row * 2 + forward[stage]) * 3 + min(after, SOME) + (0 < after == len(stages) - 1)
-            first = op == Op.BACKWARD and stage % program.depth > 0 and here == others == 0  # no gradient has gone yet
-            found[stage][row] = max(found[stage][row], now - passing * first)
+            found[stage][row] = max(found[stage][row], now + passing * (messages + gone + next_comes))
             if kind < len(KINDS):
                 now -= (whole[stage], whole[stage] - half[stage], half[stage])[kind]
                 over[stage] += op in WEIGHTS
             if op in FORWARDS | BACKWARDS:
                 forward[stage] = op in FORWARDS
+                messages += op in BACKWARDS and here[stage]
+                if (far_behind if op in FORWARDS else far)[stage]:
+                    gone = op in BACKWARDS
     return found

@@ -245,13 +245,12 @@ class StageMemory:
 
     def working(self, parts: Sequence[StagePart]) -> int:
         """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
-        is less, the first half of one; on the stage that needs least, less a gradient on its way, which a first one
-        has not. Not less than 0, which is where it begins."""
-        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]) - self.message)
+        is less, the first half of one; on the stage that needs least. Not less than 0, which is where it begins."""
+        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]))
 
     def most(self, part: StagePart, kind: Half) -> int:
         """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
-        key = ("most", kind, self.passing, self.run.layout.pp == 1, self._layers(part), part.first, part.last)
+        key = ("most", kind, self.passing, self._layers(part), part.first, part.last)
         if key not in self.known:
             self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
         return self.known[key]
@@ -307,10 +306,9 @@ class StageMemory:
 
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
         """Of a backward or of a half of one, found once for stages that are alike."""
-        alone = self.run.layout.pp == 1
-        key = ("moments", kind, self.passing, alone, self._layers(part), part.first, part.last)
+        key = ("moments", kind, self.passing, self._layers(part), part.first, part.last)
         if key not in self.known:
-            self.known[key] = moments(self.forward, part, kind, alone=alone)
+            self.known[key] = moments(self.forward, part, kind)
         return self.known[key]
 
     @cached_property

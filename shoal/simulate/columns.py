@@ -6,7 +6,7 @@ follow from the computations, and a row only knows behind which other its result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -174,30 +174,60 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     or a backward, and where it was a forward; and each of these where that of no other stage of the rank was a forward,
     that of some, and that of every one. -inf where there is none.
 
+    With it are the messages that are there but for those that the pass itself has taken: one that the pass behind it
+    waits for (`add_transfers`), a gradient if that was sent last, and those between stages of this rank.
+
     Args:
         whole: [stages] bytes that a micro-batch's forward leaves.
         half: [stages] bytes that are there between the halves.
-        passing: bytes between two stages: those of a rank that follow each other have them once, and as long as none
-            of its stages has had a backward no gradient of one is on its way.
+        passing: bytes between two stages: those of a rank that follow each other have them once.
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
-    next_to = np.append(False, holder[1:] == holder[:-1]) & (np.arange(len(holder)) % columns.program.depth > 0)
-    whole, half = np.array(whole) - passing * next_to, np.array(half)
+    follows = np.arange(stages) % columns.program.depth > 0
+    here = follows & np.append(False, holder[1:] == holder[:-1])
+    whole, half = np.array(whole) - passing * here, np.array(half)
     kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half), (FORWARD, whole))
     change = np.zeros(columns.rows)
     for code, bytes_of in kinds:
         rows = columns.op == code
         change[rows] = bytes_of[columns.stage[rows]]
+    messages = passing * _messages(columns, here, follows & ~here)
     change[columns.part >= 0] /= columns.program.parts
-    before = np.concatenate([np.cumsum(rank) for rank in np.split(change, columns.offset[1:-1])])
-    before -= np.where(columns.op == FORWARD, 0.0, change)
-    first = (columns.op == BACKWARD) & ~columns.told_apart[:2].any(0)  # of a rank, before which no gradient has gone
-    before -= passing * (first & (columns.stage % columns.program.depth > 0))
+    messages[columns.part >= 0] /= columns.program.parts
+    before = _by_rank(np.cumsum, change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
     found = np.full((*TOLD_APART, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code
         np.maximum.at(found[i], (*columns.told_apart[:, rows], columns.stage[rows]), before[rows])
     return found.reshape(-1, stages)
+
+
+def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray:
+    """[rows] how many messages a rank has in a pass, but for those that the pass itself has taken.
+
+    Args:
+        here, far: [stages] whether the one before it is on the same rank, and whether it is on another.
+    """
+    stage, forward = columns.stage, columns.op == FORWARD
+    backward = (columns.op == BACKWARD) | (columns.op == INPUT)
+    here_behind, far_behind = (np.append(of[1:], False) for of in (here, far))
+    found = np.zeros(columns.rows)
+    passes = np.flatnonzero(columns.op <= COMPUTING)
+    comes = (forward & far[stage] | backward & far_behind[stage])[passes]
+    same = columns.rank[passes[1:]] == columns.rank[passes[:-1]]
+    found[passes[:-1]] += comes[1:] & same
+    # Of the last that was sent: a forward's is what the stage keeps, or nothing.
+    sent = forward * -far_behind[stage].astype(int) + backward * far[stage]
+    sends = np.maximum.accumulate(np.where(sent != 0, np.arange(columns.rows), -1))
+    sends = np.append(-1, sends[:-1])
+    found += (sends >= columns.offset[columns.rank]) & (sent[sends] > 0)
+    made, taken = backward & here[stage], backward & here_behind[stage]
+    return found + _by_rank(np.cumsum, made.astype(int) - taken, columns) - made
+
+
+def _by_rank(function: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray, columns: Columns) -> np.ndarray:
+    """[rows] what a function makes of each rank's rows."""
+    return np.concatenate([function(rank) for rank in np.split(numbers, columns.offset[1:-1])])
 
 
 def _counted(made: np.ndarray, of: Integers) -> Integers:
