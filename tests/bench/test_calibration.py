@@ -15,13 +15,17 @@ from shoal.bench.calibration.measure import (
     MODELS,
     PRODUCTS,
     REDUCED,
+    SPLIT,
+    SPLIT_MODELS,
     UPDATED,
     Measured,
     measure,
+    model_shape_of,
+    passes,
     waits,
 )  # fmt: skip
 from shoal.bench.calibration.pick import pick
-from shoal.bench.calibration.profile import PASSES, _kernels, fit, profile
+from shoal.bench.calibration.profile import PASSES, _both, _kernels, fit, profile
 from shoal.catalog import tables
 from shoal.catalog.clusters import cluster
 from shoal.cli import main
@@ -58,7 +62,7 @@ def found() -> Measured:
     ones = dict.fromkeys(MODELS, 1.0)
     empty = Measured(2, 2, products, attention, ones, ones, 8 * COPIED / BANDWIDTH,
                      1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
-    k = _kernels(empty, PEAK, BANDWIDTH, TRUE)
+    k = _kernels(MODELS, PEAK, BANDWIDTH, TRUE)
     head = k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
     loss = 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
     layer = k.products + k.attention[0] + k.elements + 1e-4
@@ -66,7 +70,27 @@ def found() -> Measured:
     forwards = k.runs.layers * layer + head + loss / 3 + 1e-4
     models = k.runs.layers * (layer + backward) + 3 * head + loss + 3e-4
     models, forwards = (dict(zip(MODELS, seconds.tolist(), strict=True)) for seconds in (models, forwards))
-    return Measured(2, 2, products, attention, models, forwards, empty.copy, empty.update, empty.waits, reduces)
+    return replace(empty, models=models, forwards=forwards, split=_split())
+
+
+def _split() -> dict[tuple[str, int, int, int], float]:
+    """Two ranks on that machine: collectives take three times as long as in a row, and tp launches 20 % more; of ranks
+    that meet the last is 10 % later."""
+    more = {"micro_batch": 3e-4, "latency_inside": 3e-5, "launch_exchange": 0.2, "inside": 1 / 3, "wait": 0.0}
+    more["collective_launch"] = 0.0
+    copies, tp, sequence = (
+        _both(_kernels(SPLIT_MODELS, PEAK, BANDWIDTH, {**TRUE, **more}, tp=n, sequence_parallel=cut, inside=2 * 4e9 / 4,
+                       per_node=2, through_memory=1)) for n, cut in ((1, False), (2, False), (2, True))
+    )  # fmt: skip
+    zero = [
+        alone + 3 * (layers + 2) * 2 * 3e-5 + 3 * 6 * model_shape_of(layers, hidden).parameters() / 4e9
+        for alone, (layers, hidden, _) in zip(copies, SPLIT_MODELS, strict=True)
+    ]
+    ways = {"copies": copies, "zero 3": zero, "tp": tp, "sequence": sequence}
+    return {
+        (way, *size): (1.0 if way == "copies" else 1.1) * float(one)
+        for way, of in ways.items() for size, one in zip(SPLIT_MODELS, of, strict=True)
+    }
 
 
 @pytest.fixture
@@ -85,9 +109,17 @@ def test_a_profile_recovers_the_machine(found: Measured) -> None:
     assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}, rel=0.03)
     assert machine["memory_bandwidth"] == pytest.approx(BANDWIDTH)
     assert made["links"]["here"]["bandwidth"] == pytest.approx(4e9, rel=1e-3)
-    assert node["constants"]["latency_inside"] == pytest.approx(1e-5, rel=1e-3)
+    assert made["links"]["here"]["latency"] == pytest.approx(1e-5, rel=1e-3)
+    assert node["constants"]["latency_inside"] == pytest.approx(3e-5, rel=0.1)
+    assert node["constants"]["inside"] == pytest.approx(1 / 3, rel=0.1)
+    assert node["constants"]["launch_exchange"] == pytest.approx(0.2, abs=0.1)
     assert node["constants"]["update_slow"] == pytest.approx(1.5, rel=1e-3)
     assert {name: node["constants"][name] for name in TRUE} == pytest.approx(TRUE, rel=0.2)
+
+
+def test_of_a_single_core_collectives_take_what_they_take_alone(found: Measured) -> None:
+    constants = profile(replace(found, split={}), "here", 4e9, "a test")["nodes"]["here"]["constants"]
+    assert constants["latency_inside"] == pytest.approx(1e-5, rel=1e-3) and constants["launch_exchange"] == 0
 
 
 def test_no_factor_is_negative() -> None:
@@ -199,6 +231,9 @@ def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())
     assert len(said) == 3 and found.waits == 0
     assert 0 <= pool.run(waits, 2, 1)[0] < 5
+    every = pool.run(passes, 2, 1)
+    assert set(every[0]) == set(every[1]) == {(way, *size) for way in SPLIT for size in SPLIT_MODELS}
+    assert min(every[0].values()) > 1e-3
 
 
 def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -24,7 +24,7 @@ from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
 from shoal.models.transformer import Transformer
-from shoal.parallel.apply import build_stages, initialise
+from shoal.parallel.apply import Stage, build_stages, initialise
 from shoal.parallel.context.order import spread
 from shoal.pipeline.choose import program_of
 from shoal.precision.policy import POLICIES
@@ -47,6 +47,13 @@ REFERENCE = (1, 256, 1024)
 """The one of `MODELS` that tells how fast the machine is just now."""
 REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of an all-reduce."""
+SPLIT = {
+    "copies": Layout(dp=2, zero=0), "zero 3": Layout(dp=2, zero=3), "tp": Layout(tp=2),
+    "sequence": Layout(tp=2, sequence_parallel=True),
+}  # fmt: skip
+"""Ways in which two ranks do a model's passes, the first without a collective in them."""
+SPLIT_MODELS = ((4, 128, 128), (4, 256, 128), (4, 256, 512))
+"""Layers, hidden, tokens of a rank's micro-batch: so little that collectives weigh."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
 IN_A_ROW = 5  # collectives in one measurement
 LONG = 0.1  # seconds, of which one is as sure as several shorter ones
@@ -71,6 +78,7 @@ class Measured:
         update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
         waits: by what part some milliseconds take longer if all then meet.
         reduces: by (ranks, bytes).
+        split: by (way of `SPLIT`, layers, hidden, tokens), forward and backward on two ranks, on the clock.
     """
 
     cores: int
@@ -83,6 +91,7 @@ class Measured:
     update: float
     waits: float
     reduces: dict[tuple[int, int], float]
+    split: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
 
 
 def model_shape_of(layers: int, hidden: int) -> ModelShape:
@@ -116,14 +125,18 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
         kind: {key: median(seconds[cores:]) for key, seconds in times.items()} for kind, times in found.items()
     }
     waiting = median(pool.run(waits, cores, rounds, timeout=300.0)) if cores > 1 else 0.0
-    reduces = {}
+    reduces, split = {}, {}
+    if cores > 1:
+        say(0.7, "models on two ranks")
+        every = pool.run(passes, 2, rounds, timeout=300.0)
+        split = {key: max(rank[key] for rank in every) for key in every[0]}
     for i, n in enumerate(ranks):
-        say(0.7 + 0.3 * i / len(ranks), f"collectives of {n} ranks")
+        say(0.8 + 0.2 * i / len(ranks), f"collectives of {n} ranks")
         every = pool.run(reductions, n, rounds, timeout=300.0)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
         cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["copy"][()],
-        means["update"][()], waiting, reduces,
+        means["update"][()], waiting, reduces, split,
     )  # fmt: skip
 
 
@@ -169,14 +182,18 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
 
 def _model(layers: int, hidden: int) -> Transformer:
     """As a step of the engine has it on one device: its gradients are added up in buffers."""
-    shape, layout, device = model_shape_of(layers, hidden), Layout(), torch.device("cpu")
+    return _stage(model_shape_of(layers, hidden), Layout(), 0).module
+
+
+def _stage(shape: ModelShape, layout: Layout, rank: int) -> Stage:
+    """One that is all of a model, as a step of the engine has it."""
     (stage,), parameters = build_stages(
-        shape, program_of(layout, microbatches=1), Mesh(layout, 0), POLICIES["fp32"],
-        spread(layout, shape.max_sequence), kernel=attention_kernel("auto", device, torch.float32),
+        shape, program_of(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],
+        spread(layout, shape.max_sequence), kernel=attention_kernel("auto", torch.device("cpu"), torch.float32),
     )  # fmt: skip
     initialise(parameters, shape, 0)
     stage.parameters.begin()
-    return stage.module
+    return stage
 
 
 def _attention(q: torch.Tensor) -> None:
@@ -219,6 +236,29 @@ def waits(rounds: int) -> float:
         if turn:
             found.append((together - seconds_of(0, meet=True)) / apart - 1)
     return max(0.0, min(found))  # what else happens on the machine only adds to it
+
+
+def passes(rounds: int) -> dict[tuple[str, int, int, int], float]:
+    """Seconds of a micro-batch of each of `SPLIT_MODELS` in each way of `SPLIT`, as those before the last of a step."""
+    found: dict[tuple[str, int, int, int], list[float]] = {}
+    for layers, hidden, tokens in SPLIT_MODELS:
+        ids = torch.randint(2048, (tokens // 128, 128))
+        stages = {
+            name: _stage(model_shape_of(layers, hidden), layout, dist.get_rank()) for name, layout in SPLIT.items()
+        }
+        for turn in range(rounds + 1):
+            for name, stage in stages.items():
+                stage.parameters.last_microbatch = False
+                dist.barrier()
+                seconds = []
+                for _ in range(IN_A_ROW):
+                    begin = time.perf_counter()
+                    stage.module(ids, ids).backward()
+                    stage.parameters.backward_done()
+                    seconds.append(time.perf_counter() - begin)
+                if turn:
+                    found.setdefault((name, layers, hidden, tokens), []).append(median(seconds))
+    return {key: median(seconds) for key, seconds in found.items()}
 
 
 def reductions(rounds: int) -> dict[int, float]:

@@ -6,14 +6,23 @@ held: products give a rate and how short sides slow it down, then attention, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from math import log2
 from typing import Any
 
 import numpy as np
 
-from shoal.bench.calibration.measure import ATTENTION, COPIED, DTYPES, REFERENCE, UPDATED, Measured, model_shape_of
+from shoal.bench.calibration.measure import (
+    ATTENTION,
+    COPIED,
+    DTYPES,
+    REFERENCE,
+    SPLIT,
+    UPDATED,
+    Measured,
+    model_shape_of,
+)  # fmt: skip
 from shoal.catalog.calibration import calibration
 from shoal.cost.kernels import E, Kernels
 from shoal.cost.runs import Runs
@@ -50,7 +59,8 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     of_layers["short_m"] += constants["short_m"]
     constants |= of_layers
     latency, rate = links(found)
-    constants["latency_inside"] = latency
+    later, attained, launched = in_place(found, peaks["fp32"], bandwidth, rate, constants)
+    constants |= {"latency_inside": max(latency, later), "inside": attained, "launch_exchange": launched}
     return {
         "accelerators": {name: {
             "peak_flops": peaks, "memory_bytes": memory, "memory_bandwidth": bandwidth, "matmul_efficiency": 1.0,
@@ -103,7 +113,7 @@ def layers(
 ) -> tuple[float, dict[str, float]]:
     """How much longer products take in a model; and what that adds to `short_m`, passes over memory and launches of a
     layer, passes of the loss, and what a micro-batch takes besides."""
-    k = _kernels(found, peak, bandwidth, {**constants, **PASSES})
+    k = _kernels(found.models, peak, bandwidth, {**constants, **PASSES})
     depth, one, none = k.runs.layers, np.ones(len(found.models)), np.zeros(len(found.models))
     seconds, forwards = (np.array(list(of.values())) for of in (found.models, found.forwards))
     products = depth * k.products + k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
@@ -128,14 +138,74 @@ def layers(
     }
 
 
-def _kernels(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> Kernels:
+def in_place(
+    found: Measured, peak: float, bandwidth: float, rate: float, constants: Mapping[str, float]
+) -> tuple[float, float, float]:
+    """Of collectives among the passes of a model, which autograd calls, and whose code and data are in no cache: the
+    latency of a step of a ring [s], what part of the rate in a row they attain, and what tensor parallelism launches
+    besides, of a layer's launches.
+
+    What two ranks need for half of a model each is compared with what they should, were they off as far as those that
+    have a copy each; ZeRO-3 with these.
+
+    Args:
+        rate: bytes/s between ranks of collectives in a row.
+    """
+    if not found.split:
+        return 0.0, 1.0, 0.0
+    sizes = [tuple(size) for way, *size in found.split if way == "copies"]
+    late = {way: 1 + constants["stragglers"] * (way != "copies") for way in SPLIT}
+    seconds = {way: np.array([found.split[way, *size] for size in sizes]) / late[way] for way in SPLIT}
+    weights = {way: 1 / (NOISE * times) for way, times in seconds.items()}
+    off = seconds["copies"] / _both(_kernels(sizes, peak, bandwidth, constants))
+
+    def tensor(way: str, share: float = 1.0, **more: float) -> np.ndarray:
+        extra = {"latency_inside": 0.0, "launch_exchange": 0.0, **more}
+        between = {"tp": 2, "inside": share * rate / WIDE, "per_node": 2, "through_memory": 1}
+        split = {**between, "sequence_parallel": way == "sequence"}
+        return off * _both(_kernels(sizes, peak, bandwidth, {**constants, **extra}, **split))
+
+    design, wanted = [], []
+    for way in ("tp", "sequence"):
+        alone = tensor(way)
+        more = tensor(way, latency_inside=1.0), tensor(way, share=0.5), tensor(way, launch_exchange=1.0)
+        design.append((np.stack(more) - alone) * weights[way])
+        wanted.append((seconds[way] - alone) * weights[way])
+    # Two gathers and a reduction of each layer, of the embedding and of the head; a rank has half of each.
+    units, elements = np.array([
+        (layers + 2, model_shape_of(layers, hidden).parameters()) for layers, hidden, _ in sizes
+    ]).T  # fmt: skip
+    moved = 3 * 4 * elements / 2 / rate
+    design.append(np.stack([3 * 2 * units, moved, 0 * units]) * weights["zero 3"])
+    wanted.append((seconds["zero 3"] - seconds["copies"] - moved) * weights["zero 3"])
+    latency, slower, launches = fit(np.hstack(design).T, np.concatenate(wanted))
+    return float(latency), float(1 / (1 + slower)), float(launches)
+
+
+def _both(k: Kernels) -> np.ndarray:
+    """Seconds of a forward and a backward of whole models."""
+    r, c = k.runs, k.constants
+    layer = 3 * (k.products + k.elements) + BACKWARD * k.attention[0] + (1 + c["launch_backward"]) * k.launches
+    head = 3 * k.product(r.tokens, r.hidden, r.vocab / r.tp, k.rate)
+    loss = 4 * k.of("passes_loss", "software") * r.tokens * r.vocab / r.tp / (k.hbm * WIDE)
+    return r.layers * (layer + 4 * k.exchange) + 2 * k.exchange + head + loss + c["micro_batch"]
+
+
+def _kernels(
+    sizes: Iterable[tuple[int, ...]], peak: float, bandwidth: float, constants: Mapping[str, float], **split: float
+) -> Kernels:
+    """Of models by layers, hidden and tokens.
+
+    Args:
+        split: how each is over ranks, and what is between these.
+    """
     rows = []
-    for depth, hidden, tokens in found.models:
+    for depth, hidden, tokens in sizes:
         shape = model_shape_of(depth, hidden)
         rows.append({
             "layers": depth, "hidden": hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
             "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "s": 128, "b": tokens / 128,
-            "microbatches": 1, "peak": peak, "hbm": bandwidth / WIDE, "memory": 1.0,
+            "microbatches": 1, "peak": peak, "hbm": bandwidth / WIDE, "memory": 1.0, **split,
         })  # fmt: skip
     return Kernels(Runs.of(rows), calibration().measured(constants))
 
