@@ -116,7 +116,8 @@ def layer_of(
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
     hidden = min(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
-    launches_backward = k.launches * (c["launch_backward"] + (recompute == "full"))
+    launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[recompute]
+    launches_backward = k.launches * (c["launch_backward"] + launches_again)
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     return Layer(

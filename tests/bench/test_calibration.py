@@ -10,6 +10,7 @@ import tomli_w
 from shoal.bench.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
 from shoal.bench.calibration.command import CalibrateOptions, _right, lines, run
 from shoal.bench.calibration.measure import (
+    AGAIN,
     ATTENTION,
     COPIED,
     MODELS,
@@ -39,7 +40,7 @@ from shoal.plan.space import Space
 PEAK, BANDWIDTH = 1e11, 2e10
 TRUE = {
     "product": 1.0, "short_m": 20.0, "short_k": 30.0, "flash_2": 0.3, "narrow_head": 20.0, "sharp": 1.0, "hbm": 1.0,
-    "short_sequence": 40.0, "launch_backward": 1.5,
+    "short_sequence": 40.0, "launch_backward": 1.5, "launch_selective": 0.7,
     "launch": 1e-4, "passes_loss": 9.0, **{name: 2 * value for name, value in PASSES.items()},
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ def found() -> Measured:
         for n in (2, 4) for size in REDUCED
     }  # fmt: skip
     ones = dict.fromkeys(MODELS, 1.0)
-    empty = Measured(2, 2, products, attention, ones, ones, 8 * COPIED / BANDWIDTH,
+    empty = Measured(2, 2, products, attention, ones, ones, {}, 8 * COPIED / BANDWIDTH,
                      1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
     k = _kernels(MODELS, PEAK, BANDWIDTH, TRUE)
     head = k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
@@ -70,7 +71,9 @@ def found() -> Measured:
     forwards = k.runs.layers * layer + head + loss / 3 + 1e-4
     models = k.runs.layers * (layer + backward) + 3 * head + loss + 3e-4
     models, forwards = (dict(zip(MODELS, seconds.tolist(), strict=True)) for seconds in (models, forwards))
-    return replace(empty, models=models, forwards=forwards, split=_split())
+    more = dict(zip(MODELS, (k.runs.layers * (k.attention[0] + 0.7e-4)).tolist(), strict=True))
+    again = {size: models[size] + more[size] for size in AGAIN}
+    return replace(empty, models=models, forwards=forwards, again=again, split=_split())
 
 
 def _split() -> dict[tuple[str, int, int, int], float]:

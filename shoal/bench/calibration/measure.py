@@ -22,7 +22,7 @@ from shoal.comm.group import allocate
 from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
-from shoal.layout import Layout
+from shoal.layout import Layout, Recompute
 from shoal.models.transformer import Transformer
 from shoal.parallel.apply import Stage, build_stages, initialise
 from shoal.parallel.context.order import spread
@@ -43,6 +43,8 @@ MODELS = tuple(
 )
 """Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's; of the
 smallest nearly all is launches."""
+AGAIN = MODELS[6:8]
+"""Those that compute attention's core again, too: where launches weigh most."""
 REFERENCE = (1, 256, 1024)
 """The one of `MODELS` that tells how fast the machine is just now."""
 REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -74,6 +76,7 @@ class Measured:
         attention: by (heads, s, d), forward and backward.
         models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
         forwards: the forward alone.
+        again: of `AGAIN`, forward and backward, which computes attention's core again.
         copy: of `COPIED` float32 numbers.
         update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
         waits: by what part some milliseconds take longer if all then meet.
@@ -87,6 +90,7 @@ class Measured:
     attention: dict[tuple[int, int, int], float]
     models: dict[tuple[int, int, int], float]
     forwards: dict[tuple[int, int, int], float]
+    again: dict[tuple[int, int, int], float]
     copy: float
     update: float
     waits: float
@@ -135,8 +139,8 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
         every = pool.run(reductions, n, rounds, timeout=300.0)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
-        cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["copy"][()],
-        means["update"][()], waiting, reduces, split,
+        cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["again"],
+        means["copy"][()], means["update"][()], waiting, reduces, split,
     )  # fmt: skip
 
 
@@ -172,6 +176,9 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
         key = layers, hidden, tokens
         yield "forward", key, lambda model=model, ids=ids: model(ids, ids), 2
         yield "model", key, lambda model=model, ids=ids: model(ids, ids).backward(), 3
+        if key in AGAIN:
+            model = _model(layers, hidden, "selective")
+            yield "again", key, lambda model=model, ids=ids: model(ids, ids).backward(), 3
     source, target = torch.zeros(COPIED), torch.zeros(COPIED)
     yield "copy", (), lambda: target.copy_(source), 3
     weights = torch.zeros(UPDATED, requires_grad=True)
@@ -180,9 +187,9 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
     yield "update", (), lambda: (torch.linalg.vector_norm(weights.grad), rule.step()), 2
 
 
-def _model(layers: int, hidden: int) -> Transformer:
+def _model(layers: int, hidden: int, recompute: Recompute = "none") -> Transformer:
     """As a step of the engine has it on one device: its gradients are added up in buffers."""
-    return _stage(model_shape_of(layers, hidden), Layout(), 0).module
+    return _stage(model_shape_of(layers, hidden), Layout(recompute=recompute), 0).module
 
 
 def _stage(shape: ModelShape, layout: Layout, rank: int) -> Stage:

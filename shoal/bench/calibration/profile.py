@@ -58,6 +58,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     constants["flash_2"] *= slower
     of_layers["short_m"] += constants["short_m"]
     constants |= of_layers
+    constants["launch_selective"] = again(found, peaks["fp32"], bandwidth, constants)
     latency, rate = links(found)
     later, attained, launched = in_place(found, peaks["fp32"], bandwidth, rate, constants)
     constants |= {"latency_inside": max(latency, later), "inside": attained, "launch_exchange": launched}
@@ -136,6 +137,13 @@ def layers(
         "short_m": short / slower, "launch": launch, "launch_backward": launch_backward / launch, "passes_loss": loss,
         "micro_batch": sum(besides),
     }
+
+
+def again(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> float:
+    """What a backward that computes attention's core again launches for it, of a layer's launches."""
+    k = _kernels(found.again, peak, bandwidth, constants)
+    more = np.array([seconds - found.models[size] for size, seconds in found.again.items()]) / k.runs.layers
+    return max(0.0, float(np.median((more - k.attention[0]) / k.launches)))
 
 
 def in_place(
