@@ -151,6 +151,8 @@ class _Backward:
         self.experts = {b for b, kind in enumerate(stage.kind) if stage.sizes[kind].expert}
         self.tied = set(stage.used[-1]) - set(stage.of_unit[-1])  # the embedding, which is used from head to end
         self.ends = {b: unit for unit in reversed(range(len(stage.used))) for b in stage.used[unit]}
+        before = min(set(stage.used[0]) - self.experts, default=0)  # what a backward completes last
+        self.before = (wholes[before] + chunks[before]) * layout.overlap
         self.filling: set[int] = set()
         self.on_its_way: int | None = None
         self.first = True
@@ -173,7 +175,7 @@ class _Backward:
         first, *others = [[b] for b in (used if unit else used[::-1])]
         steps = [self._step(needed, step, unit) for step in (first, *others)]
         making = steps[0 if unit else -1][0]
-        return [*found, making, max((time for step in steps for time in step), key=self._bytes)]
+        return [*found, making, max((time for step in steps for time in step), key=self._elements)]
 
     def _gathered(self, unit: int, gone: set[int]) -> tuple[int, int]:
         """Elements of a unit's parameters but for some, and of those ahead, or of all that are below it."""
@@ -184,8 +186,10 @@ class _Backward:
         near, below = (self.tied.union(*self.used[begin : unit + 1]) - gone for begin in (ahead, every))
         return sum([self.wholes[b] for b in near]), sum([self.wholes[b] for b in below])
 
-    def _bytes(self, there: Alive) -> int:
-        return sum([self.wholes[b] for b in there.whole]) + sum([self.chunks[b] for b in there.sums])
+    def _elements(self, there: Alive) -> int:
+        """Of all gradients, with those of the backward before."""
+        whole, sums = sum([self.wholes[b] for b in there.whole]), sum([self.chunks[b] for b in there.sums])
+        return whole + sums + self.before * there.first
 
     def _step(self, needed: tuple[int, int], buckets: Sequence[int], unit: int) -> list[Alive]:
         """Gradients of some buckets are made; then those that end here are reduced, one after the other."""

@@ -6,7 +6,7 @@ follow from the computations, and a row only knows behind which other its result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -194,7 +194,7 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     messages = passing * _messages(columns, here, follows & ~here)
     change[columns.part >= 0] /= columns.program.parts
     messages[columns.part >= 0] /= columns.program.parts
-    before = _by_rank(np.cumsum, change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
+    before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
     found = np.full((*TOLD_APART, stages), -np.inf)
     for i, (code, _) in enumerate(kinds):
         rows = columns.op == code
@@ -222,12 +222,12 @@ def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray
     sends = np.append(-1, sends[:-1])
     found += (sends >= columns.offset[columns.rank]) & (sent[sends] > 0)
     made, taken = backward & here[stage], backward & here_behind[stage]
-    return found + _by_rank(np.cumsum, made.astype(int) - taken, columns) - made
+    return found + _sums(made.astype(int) - taken, columns) - made
 
 
-def _by_rank(function: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray, columns: Columns) -> np.ndarray:
-    """[rows] what a function makes of each rank's rows."""
-    return np.concatenate([function(rank) for rank in np.split(numbers, columns.offset[1:-1])])
+def _sums(numbers: np.ndarray, columns: Columns) -> np.ndarray:
+    """[rows] the sum of each rank's numbers up to there."""
+    return np.concatenate([np.cumsum(rank) for rank in np.split(numbers, columns.offset[1:-1])])
 
 
 def _counted(made: np.ndarray, of: Integers) -> Integers:
