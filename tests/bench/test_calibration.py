@@ -22,7 +22,7 @@ from shoal.bench.calibration.measure import (
     Measured,
     measure,
     model_shape_of,
-    passes,
+    on_two_ranks,
     waits,
 )  # fmt: skip
 from shoal.bench.calibration.pick import pick
@@ -234,7 +234,7 @@ def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())
     assert len(said) == 3 and found.waits == 0
     assert 0 <= pool.run(waits, 2, 1)[0] < 5
-    every = pool.run(passes, 2, 1)
+    every = pool.run(on_two_ranks, 2, 1)
     assert set(every[0]) == set(every[1]) == {(way, *size) for way in SPLIT for size in SPLIT_MODELS}
     assert min(every[0].values()) > 1e-3
 

@@ -132,7 +132,7 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
     reduces, split = {}, {}
     if cores > 1:
         say(0.7, "models on two ranks")
-        every = pool.run(passes, 2, rounds, timeout=300.0)
+        every = pool.run(on_two_ranks, 2, rounds, timeout=300.0)
         split = {key: max(rank[key] for rank in every) for key in every[0]}
     for i, n in enumerate(ranks):
         say(0.8 + 0.2 * i / len(ranks), f"collectives of {n} ranks")
@@ -245,7 +245,7 @@ def waits(rounds: int) -> float:
     return max(0.0, min(found))  # what else happens on the machine only adds to it
 
 
-def passes(rounds: int) -> dict[tuple[str, int, int, int], float]:
+def on_two_ranks(rounds: int) -> dict[tuple[str, int, int, int], float]:
     """Seconds of a micro-batch of each of `SPLIT_MODELS` in each way of `SPLIT`, as those before the last of a step."""
     found: dict[tuple[str, int, int, int], list[float]] = {}
     for layers, hidden, tokens in SPLIT_MODELS:

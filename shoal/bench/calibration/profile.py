@@ -60,7 +60,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     constants |= of_layers
     constants["launch_selective"] = again(found, peaks["fp32"], bandwidth, constants)
     latency, rate = links(found)
-    later, attained, launched = in_place(found, peaks["fp32"], bandwidth, rate, constants)
+    later, attained, launched = among_passes(found, peaks["fp32"], bandwidth, rate, constants)
     constants |= {"latency_inside": max(latency, later), "inside": attained, "launch_exchange": launched}
     return {
         "accelerators": {name: {
@@ -146,7 +146,7 @@ def again(found: Measured, peak: float, bandwidth: float, constants: Mapping[str
     return max(0.0, float(np.median((more - k.attention[0]) / k.launches)))
 
 
-def in_place(
+def among_passes(
     found: Measured, peak: float, bandwidth: float, rate: float, constants: Mapping[str, float]
 ) -> tuple[float, float, float]:
     """Of collectives among the passes of a model, which autograd calls, and whose code and data are in no cache: the
