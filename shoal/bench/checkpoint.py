@@ -27,8 +27,8 @@ from shoal.checkpoint import Checkpointer
 from shoal.comm.pool import Pool
 from shoal.failover.memory import Memory
 from shoal.failover.restore import restore
-from shoal.train.allocator import tune_allocator
 from shoal.train.engine import Engine
+from shoal.train.tuning import tune_process
 
 KINDS = {
     "nothing saved": "none",
@@ -139,7 +139,7 @@ def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int
 
 def seconds_to_restore(workload: Workload, ranks: int, memory: Path, repeats: int) -> list[float]:
     """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""
-    with tempfile.TemporaryDirectory(dir=memory) as folder, Pool(ranks, tune_allocator) as pool:
+    with tempfile.TemporaryDirectory(dir=memory) as folder, Pool(ranks, tune_process) as pool:
         return [max(times) for times in zip(*pool.run(_restored, ranks, workload, Path(folder), repeats), strict=True)]
 
 

@@ -16,7 +16,7 @@ from shoal.comm.algorithms.run import run_blocks, run_vector
 from shoal.comm.algorithms.textbook import TEXTBOOK, describe
 from shoal.comm.pool import Pool
 from shoal.cost.collectives import bus_bandwidth
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 BACKEND = "backend"
 TIMEOUT = 170.0  # seconds for one collective on so many ranks with one size
@@ -63,7 +63,7 @@ def measure(
     Raises:
         RankError: an algorithm's result is not the backend's.
     """
-    with Pool(max(ranks), tune_allocator) as pool:
+    with Pool(max(ranks), tune_process) as pool:
         for collective in collectives:
             for n in ranks:
                 for wanted in sizes:

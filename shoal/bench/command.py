@@ -40,7 +40,8 @@ from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
-from shoal.train.allocator import allocator_environment, tune_allocator
+from shoal.train.allocator import allocator_environment
+from shoal.train.tuning import tune_process
 
 WIDTH = 140  # of tables that no terminal shows
 SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
@@ -277,7 +278,7 @@ def attention_kernels(options: AttentionOptions, console: Console) -> int:
     """Time the kernels for each dtype and length."""
     device = pick_device(options.device)
     if device.type == "cpu":
-        tune_allocator()
+        tune_process()
     table = Table(title=f"causal attention, forward and backward, {options.tokens} tokens, on {device}")
     for column in ("dtype", "sequence", "sdpa ms", "explicit ms", "sdpa / explicit", "difference", "faster"):
         table.add_column(column, justify="right")
@@ -300,7 +301,7 @@ def sequence_slices(options: SlicesOptions, console: Console) -> int:
     """Time slices, and print the best for each number of stages."""
     device = pick_device(options.device)
     if device.type == "cpu":
-        tune_allocator()
+        tune_process()
     shape = model_shape(options.model)
     shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, options.length)})
     layer = slices.Layer(shape, options.micro_batch, options.precision, device)

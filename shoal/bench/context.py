@@ -24,8 +24,8 @@ from shoal.layout import ContextOrder, Layout
 from shoal.parallel.context.order import spread
 from shoal.parallel.context.ring import Ring, RingAttention
 from shoal.parallel.context.sight import Sight
-from shoal.train.allocator import tune_allocator
 from shoal.train.engine import Engine
+from shoal.train.tuning import tune_process
 
 WAYS = ("ring", "bound")
 """As it runs, and with every place's keys and values there already."""
@@ -71,7 +71,7 @@ class Idle(Ring):
 
 def seconds_of_a_step(what: Attention, repeats: int) -> dict[str, list[float]]:
     """Seconds of every repeat by way: A B A B, of the slower rank each."""
-    with Pool(what.ranks, setup=tune_allocator) as pool:
+    with Pool(what.ranks, setup=tune_process) as pool:
         every = pool.run(_time, what.ranks, what, repeats, timeout=900.0)
     return {way: [max(times) for times in zip(*(found[way] for found in every), strict=True)] for way in WAYS}
 
@@ -132,7 +132,7 @@ class Kept:
 def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:
     """Train on synthetic data with all ranks of the config on this machine, one thread each."""
     ranks = config.parallel.world_size
-    with Pool(ranks, setup=tune_allocator) as pool:
+    with Pool(ranks, setup=tune_process) as pool:
         return pool.run(_train, ranks, config, shape, steps, timeout=3600.0)
 
 

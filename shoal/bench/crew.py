@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shoal.bench.workload import Workload
 from shoal.comm.forks import become_worker, worker_context
 from shoal.comm.world import destroy_world, init_world, loopback, peak_memory
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 Step = Callable[[int], float]
 
@@ -143,7 +143,7 @@ def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(contender.threads)
     if contender.tuned:
-        tune_allocator()
+        tune_process()
     try:
         if contender.ranks > 1:
             shared = dist.FileStore(store, contender.ranks)

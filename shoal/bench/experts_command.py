@@ -16,7 +16,7 @@ from shoal.bench.progress import telling
 from shoal.comm.world import pick_device
 from shoal.config import Section
 from shoal.errors import UsageError
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 TARGETS = {8: 1.0, 64: 1.5}
 """How many times as fast as the loop the grouped experts are at least, on CPU, by experts of a layer."""
@@ -75,7 +75,7 @@ def experts(options: ExpertsOptions, console: Console) -> int:
         raise UsageError(f"bench experts --per-token {options.per_token}: more than --experts {min(options.experts)}.")
     if uneven := [count for count in options.experts if options.width % count]:
         raise UsageError(f"bench experts --width {options.width} is not a multiple of --experts {uneven[0]}.")
-    tune_allocator()  # as training does, for both
+    tune_process()  # as training does, for both
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left",
                   title=f"{options.tokens} tokens, k {options.per_token}, h {options.hidden}, "
                         f"{options.precision} on {device.type}")

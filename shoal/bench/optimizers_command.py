@@ -15,7 +15,7 @@ from shoal.comm.world import usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.optim.build import RULES
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 
 class OptimizersOptions(Section):
@@ -44,7 +44,7 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
     for name in names:
         if name not in RULES:
             raise UsageError(f"bench optimizers --rules {options.rules}: no rule '{name}'; {did_you_mean(name, RULES)}")
-    tune_allocator()
+    tune_process()
     torch.set_num_threads(options.threads)
     timings = []
     with telling(console) as tell:

@@ -14,7 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_reduce
 from shoal.comm.pool import Pool
 from shoal.layout import Layout
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 IN_A_ROW = 5  # all-reduces in one measurement, as many layers make them
 WAYS = ("shared memory", "common memory", "gloo")
@@ -40,7 +40,7 @@ class Timing:
 
 def measure(ranks: int, sizes: list[int], repeats: int) -> list[Timing]:
     """Time all `WAYS` in turn, on processes of one thread each."""
-    with Pool(ranks, setup=tune_allocator) as pool:
+    with Pool(ranks, setup=tune_process) as pool:
         return pool.run(_measure, ranks, sizes, repeats, timeout=600.0)[0]
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.products import backward_of_small_blocks, of_small_blocks
+
 # Blocks of queries in attention written out: more of them skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
 
@@ -35,9 +37,11 @@ class AttentionCore(nn.Module):
         """
         if self.kernel == "explicit":
             return explicit_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        with of_small_blocks(k):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return backward_of_small_blocks(out, k)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from shoal.comm.world import COLLECTIVE_SECONDS, die_with_parent, init_world, pick_device, usable_cores
 from shoal.errors import UsageError, redact
 from shoal.failover.watchdog import STACK_SIGNAL
-from shoal.train.allocator import tune_allocator
 from shoal.train.meeting import meeting_store
+from shoal.train.tuning import tune_process
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def become_rank(
         torch.set_num_threads(int(named))
     picked = membership.device(device)
     if picked.type == "cpu":
-        tune_allocator()
+        tune_process()
     store = None
     if membership.how == "local":
         store = dist.FileStore(str(scratch_folder() / "store"), membership.world_size)

@@ -24,7 +24,7 @@ from shoal.comm.world import host_memory, usable_cores
 from shoal.config import Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
-from shoal.train.allocator import tune_allocator
+from shoal.train.tuning import tune_process
 
 NAME = "here"  # of the machine in its profile
 MEASURED = 8  # cores at most, all at once
@@ -82,7 +82,7 @@ def run(options: CalibrateOptions) -> int:
     begin = time.monotonic()
     usable = usable_cores()
     cores = min(usable, MEASURED)
-    with _progress() as bar, Pool(max(cores, *options.ranks), tune_allocator) as pool:
+    with _progress() as bar, Pool(max(cores, *options.ranks), tune_process) as pool:
         task = bar.add_task("starting", total=1.0)
         found = measure(
             pool, cores, usable, list(options.ranks), options.rounds or ROUNDS,
@@ -120,7 +120,7 @@ def _check(options: CalibrateOptions, console: Console) -> int:
             f"--check {options.check}: it is no profile of this version: [nodes.{NAME}] with `reference` and `at_once` "
             "is wanted.\n  Make one with shoal calibrate --out FILE."
         )
-    with _progress() as bar, Pool(4, tune_allocator) as pool:
+    with _progress() as bar, Pool(4, tune_process) as pool:
         task = bar.add_task("starting", total=1.0)
 
         def say(done: float, what: str) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
+from shoal.models.products import of_any_shape
 
 _ALIGN = 16  # bytes: torch's grouped products take rows that are a multiple of it
 
@@ -79,9 +80,10 @@ def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     if _one_kernel(x, matrices):
         return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts, x.device))
     y = x.new_empty(len(x), matrices.shape[-1])
-    for run, matrix in zip(runs(counts), matrices.unbind(), strict=True):
-        if run.start < run.stop:
-            torch.mm(x[run], matrix, out=y[run])
+    with of_any_shape():
+        for run, matrix in zip(runs(counts), matrices.unbind(), strict=True):
+            if run.start < run.stop:
+                torch.mm(x[run], matrix, out=y[run])
     return y
 
 
@@ -97,16 +99,17 @@ def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor,
             product[[e for e, count in enumerate(counts) if count == 0]] = 0
         (total.copy_ if fresh else total.add_)(product)
         return
-    for run, part in zip(runs(counts), total.unbind(), strict=True):
-        if run.start == run.stop:
-            if fresh:
-                part.zero_()
-        elif total.dtype != x.dtype:  # in bf16: sums are kept in float32
-            (part.copy_ if fresh else part.add_)(d_y[run].t() @ x[run])
-        elif fresh:
-            torch.mm(d_y[run].t(), x[run], out=part)
-        else:
-            part.addmm_(d_y[run].t(), x[run])
+    with of_any_shape():
+        for run, part in zip(runs(counts), total.unbind(), strict=True):
+            if run.start == run.stop:
+                if fresh:
+                    part.zero_()
+            elif total.dtype != x.dtype:  # in bf16: sums are kept in float32
+                (part.copy_ if fresh else part.add_)(d_y[run].t() @ x[run])
+            elif fresh:
+                torch.mm(d_y[run].t(), x[run], out=part)
+            else:
+                part.addmm_(d_y[run].t(), x[run])
 
 
 def runs(counts: Sequence[int]) -> list[slice]:

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.models.products import of_small_blocks
+
 Kernel = Literal["sdpa", "explicit"]
 _ROWS = 256  # of queries whose scores are alive at once in attention written out
 
@@ -46,9 +48,10 @@ def attend(
     if which == "flash":
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     bias = _bias(mask, q.dtype)
-    out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal and mask is None, attn_mask=bias
-    )
+    with of_small_blocks(k):
+        out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal and mask is None, attn_mask=bias
+        )
     if mask is not None:
         total = total.masked_fill(~mask.any(-1), -math.inf)
     return out, total
@@ -79,9 +82,10 @@ def attend_backward(
             gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
         )
     else:
-        d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, total, 0.0, causal and mask is None, attn_mask=_bias(mask, q.dtype)
-        )
+        with of_small_blocks(k):
+            d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, q, k, v, out, total, 0.0, causal and mask is None, attn_mask=_bias(mask, q.dtype)
+            )
     if groups > 1:
         d_k, d_v = (d.unflatten(1, (-1, groups)).sum(2) for d in (d_k, d_v))
     return d_q, d_k, d_v

@@ -1,0 +1,12 @@
+"""What a process is set to before it computes on the CPU: the allocator, and who multiplies."""
+
+from __future__ import annotations
+
+from shoal.models.products import tune_products
+from shoal.train.allocator import tune_allocator
+
+
+def tune_process() -> None:
+    """Set both for what is allocated and multiplied from now on, each where it helps."""
+    tune_allocator()
+    tune_products()
