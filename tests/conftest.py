@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from shoal.comm.forks import worker_context
 from shoal.comm.pool import Pool
+from shoal.models.products import tune_products
 
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
 # them at once says how many.
@@ -18,6 +19,9 @@ settings.load_profile("shoal")
 
 # The models of tests are so small that a second thread mostly waits, on a core that the ranks need.
 torch.set_num_threads(1)
+
+# What is computed here is compared with what ranks compute, to the last bit in places.
+tune_products()
 
 # Which vector instructions its C++ may use, torch's compiler would find out by starting Python several times, each of
 # which imports torch. What is made for one element at a time shows the same here.
@@ -44,6 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Up to 8 ranks on the CPU: ``pool.run(function, ranks, *args)``. Workers start when first needed."""
-    with Pool(8) as pool:
+    """Up to 8 ranks on the CPU, which multiply as a run's: ``pool.run(function, ranks, *args)``. Workers start when
+    first needed."""
+    with Pool(8, tune_products) as pool:
         yield pool

@@ -28,6 +28,7 @@ from shoal.train.check import check
 from shoal.train.metrics import read_metrics
 from shoal.train.relaxed.choose import FREE, POOLED, trainer_of
 from shoal.train.run_folder import new_run
+from shoal.train.tuning import tune_process
 
 FAMILIES = {
     "compressed all-reduce": ("powersgd", "topk", "onebit", "int8"),
@@ -101,7 +102,7 @@ def measure(
         settings: as of `config_of`.
     """
     runs = []
-    with Pool(ranks) as pool, tempfile.TemporaryDirectory(prefix="shoal-relaxed-") as scratch:
+    with Pool(ranks, tune_process) as pool, tempfile.TemporaryDirectory(prefix="shoal-relaxed-") as scratch:
         for seed in range(seeds):
             for method in methods:
                 say(f"{method}, seed {seed}")

@@ -70,7 +70,7 @@ class Pool:
 
     Args:
         size: the most ranks that a call can ask for.
-        setup: called once in each new worker (such as `shoal.train.allocator.tune_allocator`).
+        setup: called once in each new worker (such as `shoal.train.tuning.tune_process`).
     """
 
     def __init__(self, size: int, setup: Callable[[], object] | None = None):

@@ -14,6 +14,7 @@ from shoal.comm.pool import Pool
 from shoal.config import RunConfig, save
 from shoal.errors import UsageError, did_you_mean
 from shoal.optim.build import RULES
+from shoal.train.tuning import tune_process
 from shoal.verify.case import Case, prepare, run_case
 from shoal.verify.draw import draw_run, draw_run_of
 from shoal.verify.faults import FAULTS, Fault
@@ -82,7 +83,7 @@ def verify(
     if plant:
         console.print(f"[bold]planted[/]   {plant}: {FAULTS[plant].what}")
     start = time.monotonic()
-    with Pool(case.config.parallel.world_size) as pool:
+    with Pool(case.config.parallel.world_size, tune_process) as pool:  # as the run itself is
         verdict, facts = run_case(case, pool, steps=steps, plant=plant or "")
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
     if plant and not verdict.findings:

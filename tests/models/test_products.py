@@ -18,8 +18,10 @@ def precision() -> str:
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    yield
+    before = products._by_onednn
     products._choose(onednn=False)
+    yield
+    products._choose(onednn=before)
 
 
 @pytest.fixture
