@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -38,6 +39,7 @@ from shoal.catalog import model_shape
 from shoal.comm.world import pick_device, usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
+from shoal.models.products import of_any_shape, tune_products
 from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.allocator import allocator_environment
@@ -327,12 +329,15 @@ def sequence_slices(options: SlicesOptions, console: Console) -> int:
 
 def matrix_peak(options: PeakOptions, console: Console) -> int:
     """Time the products."""
+    ways = {"as torch has it": of_any_shape} | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
     table = Table(title=f"matrix products, {torch.get_num_threads()} threads")
-    for column in ("dtype", "side", "GFLOP / s"):
+    for column in ("dtype", "by", "side", "GFLOP / s"):
         table.add_column(column, justify="right")
     for precision in peak.DTYPES:
-        for side in options.sides:
-            table.add_row(precision, str(side), f"{peak.measure(side, precision) / 1e9:.1f}")
+        for way, inside in ways.items() if precision == "fp32" else (("as torch has it", nullcontext),):
+            for side in options.sides:
+                with inside():
+                    table.add_row(precision, way, str(side), f"{peak.measure(side, precision) / 1e9:.1f}")
     console.print(table)
     console.print(machine(), highlight=False)
     return 0

@@ -1,11 +1,13 @@
 """What comes out of a race, and that contenders which do different work are refused."""
 
 import csv
+import io
 import json
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
 from shoal.bench import command, transport
 from shoal.bench.attention import measure
@@ -69,6 +71,15 @@ def test_share_of_a_peak_compares_flops():
     product = Lap(Contender("product", build, Product(side=1000)), [Turn([1.0], [1.0], [0.0])])
     race = Race("x", (ours.contender,), (product.contender,), target=0.5)
     assert rows(race, [ours, product])[0].ratio == pytest.approx(WORK.flops / 2.0 / 2e9)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_peak_is_told_for_each_library_that_multiplies(tuned, monkeypatch):
+    monkeypatch.setattr(command, "tune_products", lambda: tuned)
+    out = io.StringIO()
+    assert command.matrix_peak(command.PeakOptions(sides=(64,)), Console(file=out, width=120)) == 0
+    assert out.getvalue().count("fp32") == 1 + tuned and out.getvalue().count("bf16") == 1
+    assert ("oneDNN" in out.getvalue()) == tuned
 
 
 def test_flops_of_a_step_are_those_of_the_definition():
