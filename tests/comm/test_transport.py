@@ -59,6 +59,9 @@ def collectives(transport: str, numels: list[int], dtype: torch.dtype) -> None:
         if dtype != torch.bool:  # gloo has no sums of truth values
             ops.all_reduce(summed, group)
             assert torch.equal(summed, total)
+            started = every[rank].clone()
+            ops.start_all_reduce(started, group).wait()
+            assert torch.equal(started, total)
             ops.all_reduce(most, group, dist.ReduceOp.MAX)
             assert torch.equal(most, every.amax(0))
         gathered = every.new_empty(n * numel)
@@ -95,6 +98,21 @@ def same_bits(transport: str, numels: list[int]) -> list[Tensor]:
         x = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
         found.append(ops.all_reduce(x, group))
     return found
+
+
+def sum_of_two(transport: str, numel: int) -> None:
+    """The bits of one addition, whichever way the numbers go."""
+    mine, theirs = (torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2))
+    total = mine + theirs
+    x = (mine, theirs)[dist.get_rank()]
+    ops.start_all_reduce(x, world(transport)).wait()
+    assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@both
+def test_two_ranks_sum_what_is_large_to_the_same_bits(pool: Pool, transport: str, beyond: int) -> None:
+    pool.run(sum_of_two, 2, transport, ops._EXCHANGED // 4 + beyond)
 
 
 def parts_along(transport: str) -> None:
