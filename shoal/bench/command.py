@@ -39,7 +39,7 @@ from shoal.catalog import model_shape
 from shoal.comm.world import pick_device, usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
-from shoal.models.products import of_any_shape, tune_products
+from shoal.models.products import by_mkl, tune_products
 from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.allocator import allocator_environment
@@ -329,7 +329,7 @@ def sequence_slices(options: SlicesOptions, console: Console) -> int:
 
 def matrix_peak(options: PeakOptions, console: Console) -> int:
     """Time the products."""
-    ways = {"as torch has it": of_any_shape} | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
+    ways = {"as torch has it": by_mkl} | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
     table = Table(title=f"matrix products, {torch.get_num_threads()} threads")
     for column in ("dtype", "by", "side", "GFLOP / s"):
         table.add_column(column, justify="right")

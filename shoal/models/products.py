@@ -5,8 +5,8 @@ less than half of its rate. oneDNN, which torch has for narrower formats, takes 
 torch hands it float32 matrices where they may be rounded to bfloat16 on the way, and it rounds them on processors with
 AMX alone, which AMD's have not: `tune_products` looks.
 
-For each shape that it meets first oneDNN makes code, which takes 0.3 to 1.5 ms. What has ever new shapes is multiplied
-by MKL as before (`of_any_shape`).
+For each shape that it meets first oneDNN makes code, which takes 0.3 to 1.5 ms, and it is slow with vectors. What has
+ever new shapes, and what is small, is multiplied by MKL as before (`by_mkl`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tune_products() -> bool:
 
 
 @contextmanager
-def of_any_shape() -> Iterator[None]:
+def by_mkl() -> Iterator[None]:
     """Float32 products inside are MKL's, in all threads of the process."""
     if not _by_onednn or torch.compiler.is_compiling():
         yield
@@ -52,7 +52,7 @@ def of_any_shape() -> Iterator[None]:
 def of_small_blocks(k: Tensor) -> AbstractContextManager:
     """The same for torch's attention kernel over some keys, [b, k, t, d], if they are few: the products of its blocks
     are then so small that a call of oneDNN's takes longer."""
-    return of_any_shape() if _few(k) else nullcontext()
+    return by_mkl() if _few(k) else nullcontext()
 
 
 def backward_of_small_blocks(out: Tensor, k: Tensor) -> Tensor:

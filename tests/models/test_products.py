@@ -9,7 +9,8 @@ import torch
 from shoal.models import products
 from shoal.models.attention import AttentionCore
 from shoal.models.experts.grouped import grouped
-from shoal.models.products import of_any_shape, tune_products
+from shoal.models.norm import RMSNorm
+from shoal.models.products import by_mkl, tune_products
 
 
 def precision() -> str:
@@ -87,13 +88,26 @@ def test_tuned_products_are_float32s(
         assert (got - exact).abs().max() < products._EXACT * exact.abs().max()
 
 
-def test_what_has_any_shape_is_mkls(onednn: None) -> None:
-    with pytest.raises(ZeroDivisionError), of_any_shape():
+def test_what_is_mkls_inside(onednn: None) -> None:
+    with pytest.raises(ZeroDivisionError), by_mkl():
         assert precision() == "highest"
-        with of_any_shape():  # as inner ones are
+        with by_mkl():  # as inner ones are
             pass
         assert precision() == "highest"
         _ = 1 / 0
+    assert precision() == "medium"
+
+
+def test_the_vectors_of_a_norms_backward_are_mkls(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, multiply = [], torch.Tensor.__matmul__
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(precision())
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    RMSNorm(8)(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert seen == ["highest"] * 2
     assert precision() == "medium"
 
 

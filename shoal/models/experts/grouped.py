@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalog import ModelShape
-from shoal.models.products import of_any_shape
+from shoal.models.products import by_mkl
 
 _ALIGN = 16  # bytes: torch's grouped products take rows that are a multiple of it
 
@@ -80,7 +80,7 @@ def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     if _one_kernel(x, matrices):
         return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts, x.device))
     y = x.new_empty(len(x), matrices.shape[-1])
-    with of_any_shape():
+    with by_mkl():
         for run, matrix in zip(runs(counts), matrices.unbind(), strict=True):
             if run.start < run.stop:
                 torch.mm(x[run], matrix, out=y[run])
@@ -99,7 +99,7 @@ def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor,
             product[[e for e, count in enumerate(counts) if count == 0]] = 0
         (total.copy_ if fresh else total.add_)(product)
         return
-    with of_any_shape():
+    with by_mkl():
         for run, part in zip(runs(counts), total.unbind(), strict=True):
             if run.start == run.stop:
                 if fresh:
