@@ -42,7 +42,7 @@ class Contender:
         build: from (workload, rank, ranks) to a step; a top-level function or a `functools.partial` of one.
         ranks: processes.
         threads: of torch in each.
-        tuned: whether the allocator is set as shoal sets it for its ranks.
+        tuned: whether its processes are set as shoal sets its ranks (`shoal.train.tuning`).
         workload: what it processes.
     """
 

@@ -1,7 +1,8 @@
 """The races of `shoal bench step`: which of shoal's layouts runs against what of torch, and what it must reach.
 
-2 ranks of 1 thread each, or one process of 2 threads (or as many as asked for); the same allocator setting on both
-sides, except in ``single``, which compares with a loop as people write it, on the allocator as the system sets it.
+2 ranks of 1 thread each, or one process of 2 threads (or as many as asked for); the same allocator setting
+and library of products on both sides, except in ``single``, which compares with a loop as people write it, on those as
+the system and torch set them.
 """
 
 from __future__ import annotations
