@@ -50,13 +50,13 @@ def by_mkl() -> Iterator[None]:
 
 
 def of_small_blocks(k: Tensor) -> AbstractContextManager:
-    """The same for torch's attention kernel over some keys, [b, k, t, d], if they are few: the products of its blocks
-    are then so small that a call of oneDNN's takes longer."""
+    """As `by_mkl`, for torch's attention kernel over some keys, [b, k, t, d], if they are few: the products of its
+    blocks are then so small that a call of oneDNN's takes longer."""
     return by_mkl() if _few(k) else nullcontext()
 
 
 def backward_of_small_blocks(out: Tensor, k: Tensor) -> Tensor:
-    """The same for the backward of what the kernel made, which is returned."""
+    """As `of_small_blocks`, for the backward of what the kernel made, which is returned."""
     node = out.grad_fn
     if node is not None and _by_onednn and _few(k) and not torch.compiler.is_compiling():
         node.register_prehook(lambda gradients: _choose(onednn=False))
