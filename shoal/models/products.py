@@ -1,9 +1,9 @@
 """Which library multiplies float32 matrices on the CPU.
 
-torch takes MKL's products, which on AMD's processors are those for AVX2, whatever the processor can do: from Zen 5 on
-less than half of its rate. oneDNN, which torch has for narrower formats, takes the widest instructions that there are.
-torch hands it float32 matrices where they may be rounded to bfloat16 on the way, and it rounds them on processors with
-AMX alone, which AMD's have not: `tune_products` looks.
+torch takes MKL's products, which on AMD's processors are those for AVX2, whatever the processor can do: on Zen 5 less
+than half of its rate, on Zen 4, whose units are half as wide, nine tenths. oneDNN, which torch has for narrower
+formats, takes the widest instructions that there are. torch hands it float32 matrices where they may be rounded to
+bfloat16 on the way, and it rounds them on processors with AMX alone, which AMD's have not: `tune_products` looks.
 
 For each shape that it meets first oneDNN makes code, which takes 0.3 to 1.5 ms, and it is slow with vectors. What has
 ever new shapes, and what is small, is multiplied by MKL as before (`by_mkl`).
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 _CPUINFO = Path("/proc/cpuinfo")
-_FAMILY = 26  # AMD's number of Zen 5
 _EXACT = 1e-5  # relative to the largest element; bfloat16's products are off by 1e-3
 _FEW = 1 << 15  # numbers in the keys of a head, from which torch's attention kernel is no slower with oneDNN
 
@@ -75,12 +74,12 @@ def _choose(*, onednn: bool) -> None:
 
 
 def _multiplies_faster() -> bool:
-    """A processor of AMD's with AVX-512, and units as wide."""
+    """A processor of AMD's with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _CPUINFO.exists():
         return False
     lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
     said = {name.strip(): value.strip() for name, _, value in lines}
-    return said.get("vendor_id") == "AuthenticAMD" and int(said["cpu family"]) >= _FAMILY
+    return said.get("vendor_id") == "AuthenticAMD"
 
 
 def _exact() -> bool:
