@@ -140,7 +140,7 @@ class ShardedParameters:
         self._later: list[tuple[Sequence[nn.Parameter], Term]] | None = None
         self._deferred: dict[Hashable, list[tuple[Sequence[nn.Parameter], Term]]] = {}
         self._scattering: list[_Reduction] = []
-        self._replicating: list[Pending] = []
+        self._replicating: list[tuple[Gradients, Pending]] = []
         # A parameter owns its hook where Python's garbage collector does not look, and this engine owns the parameter:
         # the hook must not own the engine.
         engine = weakref.ref(self)
@@ -292,7 +292,9 @@ class ShardedParameters:
                 shard += reduction.shard
             group = self.replicas[reduction.gradients.bucket.replicas].replicate_group
             if reduction.last and group is not None:
-                self._replicating.append(start_all_reduce(shard, group))
+                self._replicating.append((reduction.gradients, start_all_reduce(shard, group)))
+            elif reduction.last:
+                reduction.gradients.arrived()
 
     def finish(self) -> None:
         """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and copies left partial.
@@ -302,8 +304,10 @@ class ShardedParameters:
         self._settle()
         if not self._learned:
             self._learn_order()
-        while self._replicating:
-            self._replicating.pop().wait()
+        for gradients, work in self._replicating:
+            work.wait()
+            gradients.arrived()  # while the others are on their way
+        self._replicating.clear()
         partial: dict[str, list[Tensor]] = defaultdict(list)
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             for run in bucket.runs:
@@ -319,8 +323,7 @@ class ShardedParameters:
             for part, summed in zip(parts, total.split([p.numel() for p in parts]), strict=True):
                 part.copy_(summed)
         for gradients in self.gradients:
-            if gradients.update is not gradients.shard:
-                gradients.update.copy_(gradients.shard)
+            gradients.complete()
 
     def square_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's.
@@ -331,10 +334,7 @@ class ShardedParameters:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             copies = self.replicas[bucket.replicas].copies
             for run in bucket.runs:
-                gradient = gradients.update[run.slice]
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(gradient, dtype=wide).double()
-                total += norm.square().to(total.device) / (run.copies * copies)
+                total += gradients.square(run).to(total.device) / (run.copies * copies)
         return total
 
     def scale(self, factor: float) -> None:

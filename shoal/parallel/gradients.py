@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group, allocate
 from shoal.comm.world import host_zeros
-from shoal.parallel.bucket import Bucket, end_to_end
+from shoal.parallel.bucket import Bucket, Run, end_to_end
 
 Term = Callable[[Tensor, bool], object]
 """Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
@@ -47,6 +47,8 @@ class Gradients:
         self.update = host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else self.shard
         self.filled: set[int] = set()
         self.unreduced = True
+        self._squares: dict[Run, Tensor] = {}
+        self._version = -1  # of ``update``, that they are of
         self.expect({})
 
     def expect(self, given: Mapping[nn.Parameter, int]) -> None:
@@ -94,6 +96,27 @@ class Gradients:
         self.unreduced = False
         return whole, shard
 
+    def arrived(self) -> None:
+        """``shard`` is the sum over all replicas. The norms of what is complete are taken now, while it is in the
+        caches and other buckets are on their way."""
+        self._squares = {run: _square(self.shard[run.slice]) for run in self.bucket.runs if not run.sum_over}
+
+    def complete(self) -> None:
+        """What was yet to be summed, of numbers whose norms were not taken, is."""
+        if self.update is not self.shard:
+            self.update.copy_(self.shard)
+        self._version = self.update._version
+
+    def square(self, run: Run) -> Tensor:
+        """The squared norm of a part of ``update``, float64: as it was taken, if nothing was changed since."""
+        taken = self._squares.get(run) if self.update._version == self._version else None
+        return _square(self.update[run.slice]) if taken is None else taken
+
     def _view(self, whole: Tensor) -> None:
         self.whole = whole
         self.views = [whole[slot.start : slot.stop].view(slot.split.local) for slot in self.bucket.slots]
+
+
+def _square(gradient: Tensor) -> Tensor:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
