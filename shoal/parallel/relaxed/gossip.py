@@ -5,8 +5,10 @@ half of (x, w) and puts the other half into the inbox of its peer of this step, 
 sums of all x and of all w, inboxes included, never change by that (push-sum, Kempe et al. 2003), and z comes to the
 mean of all, also where messages are late and weights therefore uneven.
 
-A replica waits only for the message of ``staleness`` steps ago (overlap SGP, algorithm 2), from one neighbour. One that
-dies takes its x and its w with it; the others go on around it.
+A replica waits only for the message of ``staleness`` steps ago (overlap SGP, algorithm 2), from one neighbour; with
+staleness 0 also until what it gave there before was taken. One that dies takes its x and its w with it; the others go
+on around it. They do not all learn of it in the same step: so from then on nobody waits for an inbox, and each takes
+whatever it finds.
 """
 
 from __future__ import annotations
@@ -83,12 +85,13 @@ class Push(Method):
     def gossip(self, step: int) -> None:
         """One exchange of (x, w), and z from it."""
         living = self.window.living()
+        ordered = self.late == 0 and len(living) == self.replicas
         if len(living) > 1:
             to, _ = exponential(step, self.replica, living)
             slot = step % hops(len(living))
-            if self.late == 0:  # one message at a time: the result does not depend on who is faster
+            if ordered:  # one message at a time: the result does not depend on who is faster
                 box = self._held + self._box(to, slot)
-                self.window.until(lambda: self.window.get(box) == 0 or not self.window.alive(to))
+                self.window.until(lambda: self.window.get(box) == 0 or self.window.living() != living)
             self._push(to, slot)
         self.window.set(self._posted + self.replica, step + 1)
         due = step - self.late
@@ -97,7 +100,7 @@ class Push(Method):
             self.window.until(
                 lambda: self.window.get(self._posted + source) > due or not self.window.alive(source)
             )
-        self._take([step % hops(len(living))] if self.late == 0 else range(self.slots))
+        self._take([step % self.slots] if ordered else range(self.slots))
         for x, z in zip(self.x, self.flat.weights, strict=True):
             torch.div(x, self.w, out=z)
 

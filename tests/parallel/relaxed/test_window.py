@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,6 +131,48 @@ def test_push_sum_keeps_its_mass_and_comes_to_the_mean(ranks, late, pool):
         assert torch.allclose(f["z"], mean, rtol=0, atol=1e-4)
         assert torch.allclose(f["settled"], mean, rtol=0, atol=1e-12)
     assert late or all(f["uneven"] == 0 for f in found)  # in step, all weights stay 1
+
+
+def push_sum_without(dead: int, last: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank takes no part after some steps, and the others see that some ms apart. This rank's share of all x before
+    and after."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    flat = Numbers(torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(me)))
+    window = Window(world(), Push.counters_of(n) + COUNTERS, 64 * 1024)
+    node = Push(window, flat, None, counters=0, locks=0, staleness=0)
+    node.start(0)
+    first = torch.cat(node.x).clone()
+    dist.barrier()
+    ended: list[float] = []
+
+    def alive(index: int) -> bool:
+        if index != dead or window.get(dead) < last:
+            return True
+        if not ended:
+            ended.append(time.monotonic())
+        return time.monotonic() - ended[0] < 4e-3 * ((me + seed) % n)
+
+    window.alive = alive
+    deadline, until = time.monotonic() + 20, window.until
+
+    def in_time(there: Callable[[], bool]) -> None:
+        until(lambda: there() or time.monotonic() > deadline)
+        assert time.monotonic() < deadline, f"rank {me} waits for ever"
+
+    window.until = in_time
+    for step in range(last if me == dead else 20):
+        time.sleep(random.Random(10 * me + step + seed).random() * 1e-3 * (1 + 3 * (me == 2)))
+        node.gossip(step)
+    dist.barrier()
+    return first, torch.cat(node.x) + sum(torch.cat(inbox) for inbox in node.inboxes[me])
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_nobody_waits_for_ever_where_a_death_is_seen_in_different_steps(ranks, pool):
+    for seed in range(8):
+        found = pool.run(push_sum_without, ranks, 1, 3 + seed % 3, seed)
+        before, after = (torch.stack(shares).sum(0) for shares in zip(*found, strict=True))
+        assert torch.allclose(before, after, rtol=0, atol=1e-12)
 
 
 # ---- averages over all -----------------------------------------------------------------------------------------------
