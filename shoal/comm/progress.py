@@ -97,12 +97,14 @@ class Progress:
 
     def advance(self) -> bool:
         """Do one step, wherever one can be done; whether there was one."""
-        for lane in self.lanes:
-            if lane.advance() == MOVED:
-                if not lane.queue:
-                    self.lanes.remove(lane)
-                return True
-        return False
+        return any(self._step(lane) == MOVED for lane in self.lanes)
+
+    def _step(self, lane: Lane) -> int:
+        """Do one step of a lane."""
+        result = lane.advance()
+        if not lane.queue:
+            self.lanes.remove(lane)
+        return result
 
     def drive(self, lane: Lane) -> None:
         """Do the steps of one lane as far as they go now."""
@@ -135,14 +137,14 @@ class Progress:
     def _look_after(self, operation: Operation, waited: float) -> None:
         """Give up on a rank that has ended, or on waiting."""
         for lane in self.lanes:
-            if (awaited := lane.advance()) == MOVED:
-                if not lane.queue:
-                    self.lanes.remove(lane)
+            if (awaited := self._step(lane)) == MOVED:
                 return
             what = lane.queue[0][0].what
             # What it did before it ended still counts: so look once more after having seen the end.
-            if (end := lane.group.end_of(awaited)) and lane.advance() == awaited:
-                raise PeerLost(f"{what}: {end}")
+            if end := lane.group.end_of(awaited):
+                if self._step(lane) == awaited:
+                    raise PeerLost(f"{what}: {end}")
+                return
             if waited > self.timeout:
                 raise TimeoutError(
                     f"{operation.what}: nothing moved for {self.timeout:g} s; {what} waits for "

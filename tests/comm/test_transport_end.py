@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shoal.comm import ops, region
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool, RankError
+from shoal.comm.progress import Lane, Operation, Progress
 from shoal.layout import Layout
 
 from .test_transport import world
@@ -133,3 +134,22 @@ def on_two_hosts() -> bool:
 
 def test_a_world_on_two_hosts_takes_the_backend(pool: Pool) -> None:
     assert all(pool.run(on_two_hosts, 4))
+
+
+class Ended:
+    """A group of two ranks, of which the other has ended."""
+
+    ranks = (0, 1)
+
+    def end_of(self, rank: int) -> str:
+        return f"rank {rank} has ended"
+
+
+def test_what_a_rank_did_just_before_it_ended_completes_an_operation() -> None:
+    group, progress = Ended(), Progress(timeout=60.0)
+    operation = Operation("a sum", progress)
+    lane = Lane(group)
+    progress.add(lane, operation, iter([1]))  # waits for rank 1 at first, and is over when looked at again
+    progress._look_after(operation, waited=0.1)
+    assert operation.is_completed()
+    assert not progress.lanes
