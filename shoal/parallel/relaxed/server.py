@@ -141,7 +141,7 @@ class Server(Method):
             if pushed < self.replicas:
                 return
             for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
-                torch.div(total, self.tokens.to(total.dtype), out=gradients)
+                torch.div(total, self.tokens.clamp(min=1).to(total.dtype), out=gradients)
                 total.zero_()
             self.tokens.zero_()
             norm = sum(float(torch.linalg.vector_norm(g).double().square()) for g in self.flat.gradients) ** 0.5

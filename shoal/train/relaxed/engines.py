@@ -85,12 +85,12 @@ class ReplicaEngine(Engine):
                 result = self.update(step, loss, tokens, stop)
                 self.parameters.gather()  # what is computed with may be a copy, in another number format
 
-        self.runtime.step(batches, np.full(len(batches), 1 / tokens), update)
+        self.runtime.step(batches, np.full(len(batches), 1 / max(1, tokens)), update)
         return result
 
     @abstractmethod
     def count(self, batches: Sequence[Batch]) -> int:
-        """Unmasked targets that the loss is divided by, at least 1."""
+        """Unmasked targets that the loss is divided by; where there are none, by 1."""
 
     @abstractmethod
     def update(self, step: int, loss: Tensor, tokens: int, stop: bool) -> StepResult:

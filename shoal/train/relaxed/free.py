@@ -88,7 +88,7 @@ class FreeEngine(ReplicaEngine):
 
     def count(self, batches: Sequence[Batch]) -> int:
         """Of this replica."""
-        return max(1, sum(batch.unmasked() for batch in batches))
+        return sum(batch.unmasked() for batch in batches)
 
     def update(self, step: int, loss: Tensor, tokens: int, stop: bool) -> ReplicaResult:
         """Clip, and let the method use the gradients.
@@ -96,7 +96,7 @@ class FreeEngine(ReplicaEngine):
         Raises:
             Diverged: before any weight is changed.
         """
-        mean, norm = float(loss) / tokens, math.sqrt(float(self.parameters.square_norm()))
+        mean, norm = float(loss) / max(1, tokens), math.sqrt(float(self.parameters.square_norm()))
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise Diverged(f"step {step}: replica {self.replica} has loss {mean:g}, gradient norm {norm:g}")
         clip = self.config.optimizer.clip_norm

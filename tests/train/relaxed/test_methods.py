@@ -18,6 +18,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ops import all_gather, all_reduce
 from shoal.config import RunConfig, build
 from shoal.data.batches import Batch, SyntheticDataset
+from shoal.models.loss import IGNORE
 from shoal.parallel.relaxed.compress import Compressed
 from shoal.parallel.relaxed.quantised import Quantised
 from shoal.train.engine import Engine
@@ -56,9 +57,11 @@ def engine_of(config: RunConfig, masked: float, kind_of_data: type[SyntheticData
     return kind(config, shape, mesh, kind_of_data(64, 16, 0, masked))
 
 
-def train(config: RunConfig, masked: float) -> list[torch.Tensor]:
+def train(
+    config: RunConfig, masked: float, kind_of_data: type[SyntheticDataset] = SyntheticDataset
+) -> list[torch.Tensor]:
     """This rank's weights after `STEPS` steps."""
-    engine = engine_of(config, masked)
+    engine = engine_of(config, masked, kind_of_data)
     if isinstance(engine, FreeEngine):
         engine.method.start(0)
         dist.barrier()
@@ -128,6 +131,26 @@ def apart(name: str, relaxed: dict[str, Any], pool, exact) -> float:
 @pytest.mark.parametrize("name", SAME)
 def test_without_its_relaxation_each_method_is_the_synchronous_run(name, pool, exact):
     assert apart(name, WHOLE, pool, exact) < 1e-9
+
+
+class Lopsided(SyntheticDataset):
+    """Every second sample, all of the second of two replicas, has no targets."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        batch = super().batch(indices)
+        batch.targets[[index % 2 == 1 for index in indices]] = IGNORE
+        return batch
+
+
+@pytest.mark.parametrize("sync", ["ps-bsp", "topk"])
+def test_a_replica_without_targets_weighs_nothing(sync, pool):
+    one, other = (
+        pool.run(train, 2, config_of(how, SGD, WHOLE if how == sync else {}, dp=2), 0.0, Lopsided)
+        for how in ("all-reduce", sync)
+    )
+    for right, mine in zip(one, other, strict=True):
+        for a, b in zip(right, mine, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 RELAXED = {
