@@ -183,4 +183,4 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
 
 
 _DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",
-               "validation_fraction")
+               "validation_fraction", "sampler", "overlap")

@@ -155,6 +155,12 @@ def test_another_method_or_number_of_replicas_is_not_resumed(trained, capfd):
         assert "its replicas keep states of their own" in capfd.readouterr().err
 
 
+def test_samples_are_not_taken_in_another_order(trained, capfd):
+    folder = trained["local-sgd"][1]
+    assert main(["train", "--resume", str(folder), "--train.steps", "24", "--data.sampler", "overlap"]) == 2
+    assert "its data would not continue where it stopped" in capfd.readouterr().err
+
+
 def test_verify_says_that_it_is_not_meant_to_be_equal(trained, capfd):
     assert main(["verify", str(trained["topk"][1] / "run.toml")]) == 2
     assert "computes something else than one device, on purpose" in capfd.readouterr().err
