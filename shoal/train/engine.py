@@ -104,6 +104,7 @@ class Engine:
         shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
         self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
         self.observe: Callable[[], object] | None = None  # called before each update, when the gradients are complete
+        self.estimating = False  # passes are under way that estimate the Hessian, and are none of the step's own
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
         self.runtime = self._runtime(self.program)
         engine = weakref.ref(self)  # the thread that makes them must not own the engine

@@ -180,7 +180,7 @@ class Histograms:
         self._seen(layer, args[0], output)
 
     def _seen(self, layer: _Layer, x: Tensor, output: Tensor) -> None:
-        if not self._forward:  # it is computed again, in backward
+        if not self._forward or self.engine.estimating:  # it is computed again in backward, or for Sophia
             return
         entering, leaving = (tensor.shape[:-1].numel() for tensor in (x, output))
         # With sequence parallelism a rank's tokens are its own before a region, whose products gather them, and after.

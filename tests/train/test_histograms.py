@@ -124,3 +124,15 @@ def test_what_cannot_be_seen_is_refused(sections, said):
     config = build({"metrics": {"histograms": 1}, **sections})
     with pytest.raises(UsageError, match=said):
         check_histograms(config)
+
+
+@pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])
+def test_passes_that_estimate_the_hessian_are_none_of_the_step(rule, pool, tmp_path):
+    made = []
+    for name in ("adamw", rule):
+        folder, run = tmp_path / name, small_run({}, precision="fp64", global_batch=8)
+        folder.mkdir()
+        optimizer = run.optimizer.model_copy(update={"name": name})
+        pool.run(recorded, 1, run.model_copy(update={"optimizer": optimizer}), folder)
+        made.append({(h.kind, h.name): h.counts for h in read_histograms(folder)[1]})
+    assert made[0] == made[1]
