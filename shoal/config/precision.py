@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from shoal.config.section import Section
 
@@ -52,7 +52,7 @@ class Float8Config(Section):
     history: PositiveInt = 16
     """delayed: the earlier steps."""
 
-    margin: NonNegativeInt = 0
+    margin: int = Field(0, ge=0, le=32)
     """delayed: octaves that are left free above the largest, for numbers that grow."""
 
     gradient: Literal["e5m2", "e4m3"] = "e5m2"

@@ -152,6 +152,8 @@ class Float8Product:
             if self.split in spanned:
                 most = all_reduce(most.clone(), self.group, dist.ReduceOp.MAX)
             scale = scale_of(most, kind, grain)
+        else:  # it is finite whatever x is, and a step with numbers that are not must be noticed
+            scale = torch.where(found.isfinite().all(), scale, torch.nan)
         return encode(x, scale, kind, grain), found
 
     def _note(self, what: int, most: Tensor) -> None:

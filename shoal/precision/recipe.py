@@ -78,16 +78,16 @@ class AmaxHistory:
         dtype, device: of the numbers.
 
     Attributes:
-        known: whether there are any yet.
+        known: for each layer, whether there are any yet.
     """
 
     def __init__(self, recipe: Recipe, layers: list[str], dtype: torch.dtype, device: torch.device):
         self.recipe, self.index = recipe, {name: i for i, name in enumerate(layers)}
         kind = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
-        self.steps = torch.zeros(recipe.history, len(layers), 3, **kind)  # the newest first
+        self.steps = torch.zeros(len(layers), recipe.history, 3, **kind)  # the newest first
         self.now = torch.zeros(len(layers), 3, **kind)
         self._scales = torch.zeros_like(self.now)
-        self.known = False
+        self.known = [False] * len(layers)
 
     def note(self, layer: str, what: int, most: Tensor) -> None:
         """What one tensor of this step has at most."""
@@ -96,22 +96,27 @@ class AmaxHistory:
 
     def scale(self, layer: str, what: int) -> Tensor | None:
         """[1, 1]; None in the first step."""
-        return self._scales[self.index[layer], what].view(1, 1) if self.known else None
+        i = self.index[layer]
+        return self._scales[i, what].view(1, 1) if self.known[i] else None
 
     def end_step(self) -> None:
-        """A step is over, and `now` has the maximum over all ranks."""
-        self.steps.copy_(torch.cat((self.now.unsqueeze(0), self.steps[:-1])))
+        """A step is over, and `now` has the maximum over all ranks; what is not finite was skipped with its step."""
+        newest = self.now.where(self.now.isfinite(), self.steps[:, 0])
+        self.steps.copy_(torch.cat((newest.unsqueeze(1), self.steps[:, :-1]), dim=1))
         self.now.zero_()
         self.restored()
 
     def restored(self) -> None:
         """The history was overwritten, or begins: make scales of it."""
-        self.known = bool((self.steps[0] > 0).any())
-        most = self.steps.amax(0)
+        self.known = (self.steps[:, 0] > 0).any(1).tolist()
+        most = self.steps.amax(1)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):
             self._scales[:, what] = scale_of(most[:, what], kind, grain) * 2.0**-self.recipe.margin
 
     def state(self, *, primary: bool) -> dict[str, list[Piece]]:
         """For a checkpoint: the same on every rank, of which one saves it."""
-        shape = tuple(self.steps.shape)
-        return {"precision.amax": [Piece(shape, Box.whole(shape), self.steps, primary)]}
+        shape = tuple(self.steps.shape[1:])
+        return {
+            f"precision.amax.{layer}": [Piece(shape, Box.whole(shape), self.steps[i], primary)]
+            for layer, i in self.index.items()
+        }

@@ -14,6 +14,7 @@ from shoal.precision.float8 import ROW, TENSOR, quantise
 from shoal.precision.formats import E4M3, E5M2
 from shoal.precision.policy import POLICIES
 from shoal.precision.rules import check_precision
+from shoal.train.updates import NonFinite
 from shoal.verify.case import prepare, run_case
 from tests.parallel.counting import engine_of
 from tests.verify.runs import runs, small_run
@@ -93,6 +94,25 @@ def _kept(config: RunConfig) -> tuple[int, int]:
     codes = [x for x in saved if x.dtype == torch.float8_e4m3fn]
     codes = codes[: len(codes) // engine.microbatches]
     return len(codes), len({x.untyped_storage().data_ptr() for x in codes})
+
+
+def test_with_scales_of_the_past_too_what_is_not_finite_stays_so(pool):
+    settings = {"amax": "delayed"}
+    for norm in pool.run(_spoilt_norm, 1, in_float8(small_run({}, MODEL), "fp8", settings)):
+        assert norm == "not finite"
+
+
+def _spoilt_norm(config: RunConfig) -> str:
+    """What comes of an infinity in the input of a layer, in the second step."""
+    engine = engine_of(config)
+    engine.step(0)
+    layer = dict(engine.stages[0].module.named_modules())["layers.1.mlp"]
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + torch.inf, *args[1:]))
+    try:
+        engine.step(1)
+    except NonFinite:
+        return "not finite"
+    return "finite"
 
 
 @pytest.mark.parametrize(("grain", "dtype", "near"), [(TENSOR, torch.float32, 1e-4), (ROW, torch.bfloat16, 2.0**-7)])

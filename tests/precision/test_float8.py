@@ -128,9 +128,21 @@ def test_delayed_scales_follow_the_largest_of_the_history(amaxes, steps, margin)
         most = max(amaxes[max(0, i + 1 - steps) : i + 1])
         assert history.scale("a", INPUT).item() == pytest.approx(448 / most / 2**margin)
     again = AmaxHistory(recipe, ["a", "b"], torch.float64, torch.device("cpu"))
-    again.state(primary=True)["precision.amax"][0].tensor.copy_(history.steps)
+    mine, saved = (h.state(primary=True)["precision.amax.a"][0].tensor for h in (again, history))
+    mine.copy_(saved)
     again.restored()
     assert again.scale("a", INPUT) == history.scale("a", INPUT)
+    assert again.scale("b", INPUT) is None, "of which nothing was restored"
+
+
+def test_what_is_not_finite_is_no_history():
+    """Its step was skipped: the scales after it are those before."""
+    history = AmaxHistory(Recipe.of("float8", Float8Config(amax="delayed", history=2)), ["a"], torch.float64,
+                          torch.device("cpu"))
+    for most in (4.0, math.inf, math.nan, 4.0):
+        history.note("a", INPUT, torch.tensor([[most]]))
+        history.end_step()
+        assert history.scale("a", INPUT).item() == 448 / 4
 
 
 def test_blocks_that_do_not_fit_are_short():
