@@ -15,21 +15,24 @@ class Sophia(Elementwise):
 
     A weight moves by the learning rate at most, and by that much where its curvature is small or negative; elsewhere
     the step is Newton's, along the mean gradient.
+
+    Attributes:
+        estimated: whether the estimate for the next update was taken.
     """
 
     STATES = ("exp_avg", "hessian")
-    _learned = -1  # the number of updates before the one that the newest estimate is for
+    estimated = False
 
     @property
     def due(self) -> bool:
         """Whether the next update needs a new estimate: the first of every k (line 7)."""
-        return self.count % self.config.hessian_every == 0 and self._learned != self.count
+        return self.count % self.config.hessian_every == 0 and not self.estimated
 
     def learn(self, estimates: Sequence[Tensor]) -> None:
         """Take a new estimate of the Hessian's diagonal: for each shard a tensor that lies like it (line 9)."""
         for hessian, estimate in zip(self.tensors["hessian"], estimates, strict=True):
             hessian.lerp_(estimate, 1 - self.config.betas[1])
-        self._learned = self.count
+        self.estimated = True
 
     def step(self, learning_rate: float) -> None:
         """Make one update.
@@ -40,6 +43,7 @@ class Sophia(Elementwise):
         if self.due:
             raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
         super().step(learning_rate)
+        self.estimated = False
 
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
         return 1 - rate * decay, rate / self.config.hessian_scale

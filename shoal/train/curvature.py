@@ -29,6 +29,7 @@ from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
 from shoal.models.loss import IGNORE
 from shoal.optim.shards import Shard
+from shoal.train.updates import NonFinite
 
 if TYPE_CHECKING:
     from shoal.train.engine import Engine
@@ -44,10 +45,19 @@ def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -
     Args:
         batches: this replica's micro-batches of the step, on the device.
         tokens: that count in the loss of the global batch.
+
+    Raises:
+        NonFinite: on every rank alike, before anything is made of it: the optimizer would keep it for ever.
     """
     with _unrecorded(engine):
         make = gauss_newton_bartlett if engine.config.optimizer.name == "sophia-g" else hutchinson
-        return make(engine, step, batches, max(1, tokens))
+        found = make(engine, step, batches, max(1, tokens))
+    total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+    for part in found:
+        total += torch.linalg.vector_norm(part, dtype=torch.float64).to(total.device)
+    if not math.isfinite(all_reduce(total, engine.mesh.group("world"))):
+        raise NonFinite(f"step {step}: Sophia's estimate of the Hessian is not finite")
+    return found
 
 
 def gauss_newton_bartlett(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
@@ -147,9 +157,10 @@ def _gradients(engine: Engine) -> list[Tensor]:
 
 @contextmanager
 def _unrecorded(engine: Engine):
-    """A profile is of the step's own passes."""
+    """A profile is of the step's own passes, and so are histograms."""
     recorders, engine.runtime.recorders = engine.runtime.recorders, []
+    engine.estimating = True
     try:
         yield
     finally:
-        engine.runtime.recorders = recorders
+        engine.runtime.recorders, engine.estimating = recorders, False

@@ -16,6 +16,7 @@ from shoal.failover.host import home
 from shoal.failover.memory import Memory
 from shoal.failover.restore import Restored, restore
 from shoal.failover.spikes import Skips
+from shoal.optim.sophia import Sophia
 from shoal.train.engine import Engine
 from shoal.train.run_folder import check_steps_left, checkpoints_of
 
@@ -127,6 +128,8 @@ class States:
             if self.engine.loss_scale:
                 self.engine.loss_scale.restore(found.extra.get("loss_scale"))
             self.engine.restored(found.extra.get("updates", found.step))
+            if isinstance(self.engine.optimizer, Sophia):
+                self.engine.optimizer.estimated = found.extra.get("estimated", False)
             self._saved = -1
             self._tell_formats(found)
         return found, refused
@@ -137,8 +140,12 @@ class States:
         if (was := found.extra.get("precision", now)) != now:
             self.report(f"the state was saved in {was}, and goes on in {now}: what that keeps otherwise is rounded")
         history = self.engine.float8 and self.engine.float8.history
-        if history and not history.known:
-            self.report("the history of largest numbers begins anew: the checkpoint has none of this length")
+        if history and not all(history.known):
+            new = history.known.count(False)
+            self.report(
+                f"the history of largest numbers of {new} of {len(history.known)} layers begins anew: the checkpoint "
+                "has none of this length"
+            )
 
     def distrust(self, after: int) -> None:
         """Let no restart go on from the states of later steps."""
@@ -196,6 +203,8 @@ class States:
         }
         if self.engine.loss_scale:
             extra["loss_scale"] = self.engine.loss_scale.state()
+        if isinstance(self.engine.optimizer, Sophia):  # where a step ended after its estimate and before its update
+            extra["estimated"] = self.engine.optimizer.estimated
         if self.engine.skips.ranges:
             extra["skipped"] = self.engine.skips.ranges
         return extra | self.beside()

@@ -24,6 +24,7 @@ from shoal.train import curvature
 from shoal.train.check import check
 from shoal.train.curvature import estimate
 from shoal.train.engine import Engine
+from shoal.train.updates import NonFinite
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 1000))
@@ -145,3 +146,20 @@ def test_what_no_estimate_can_be_made_of_is_refused(changes, message):
         values[section] = values.get(section, {}) | fields
     with pytest.raises(UsageError, match=message):
         check(build(values))
+
+
+def test_an_estimate_that_is_not_finite_is_not_learned(monkeypatch):
+    engine, _ = engine_of("sophia-g")
+    make = curvature.gauss_newton_bartlett
+
+    def spoilt(*arguments):
+        first, *others = make(*arguments)
+        first[-1] = torch.nan
+        return [first, *others]
+
+    monkeypatch.setattr(curvature, "gauss_newton_bartlett", spoilt)
+    before = {name: pieces[0].tensor.clone() for name, pieces in engine.state().items()}
+    with pytest.raises(NonFinite, match="step 0: Sophia's estimate of the Hessian is not finite") as raised:
+        engine.step(0)
+    assert raised.value.untouched
+    assert all(torch.equal(before[name], pieces[0].tensor) for name, pieces in engine.state().items())

@@ -1,11 +1,18 @@
 """A run with any update rule goes on in the middle: bit for bit on its layout, to rounding on another."""
 
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
 
+from shoal.config import plain
 from shoal.optim.build import RULES
 from shoal.optim.names import ESTIMATES
+from shoal.train.run_folder import new_run
+from shoal.train.updates import NonFinite, OneUpdate
 
-from .runs import checkpoints, copy_until, curve, same_bits, small_config, train_in
+from .runs import checkpoints, copy_until, curve, same_bits, small_config, train_here, train_in
 
 CURVATURE = {"hessian_every": 4, "hessian_scale": 50.0}
 AMPLIFIED = {"adafactor": 1e4}  # divides by moments without a floor, and so gradients that are rounding alone
@@ -31,3 +38,32 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(other), curve(whole), strict=True):
         assert loss == pytest.approx(same_loss, rel=1e-9 * AMPLIFIED.get(rule, 1), abs=0)
         assert norm == pytest.approx(same_norm, rel=2e-8 * AMPLIFIED.get(rule, 1), abs=0)
+
+
+def not_finite_once(values: dict[str, Any], folder: Path, step: int) -> None:
+    """A run that ends since a step's gradients seem not to be finite, after its estimate was taken."""
+    make = OneUpdate.__call__
+
+    def spoilt(updates: OneUpdate, *arguments: object) -> None:
+        if updates.number == step:
+            raise NonFinite(f"step {step}")
+        make(updates, *arguments)
+
+    with mock.patch.object(OneUpdate, "__call__", spoilt), pytest.raises(NonFinite):
+        train_here(values, folder, resume=False)
+
+
+@pytest.mark.parametrize("rule", sorted(ESTIMATES))
+def test_a_run_that_ends_after_an_estimate_does_not_take_it_again(rule, corpus, pool, tmp_path):
+    config = small_config(
+        corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": "fp64", "steps": 6, "validate_every": 0},
+        optimizer={"name": rule, "warmup_steps": 0, **CURVATURE}, checkpoint={"every": 3},
+    )
+    whole = train_in(pool, config, tmp_path / "whole")
+    ended = tmp_path / "ended"
+    new_run(config, ended)
+    pool.run(not_finite_once, 2, plain(config), ended, 4)
+    assert max(checkpoints(ended)) == 4
+    train_in(pool, config, ended, resume=True)
+    assert curve(ended) == curve(whole)
+    assert same_bits(checkpoints(ended)[6], checkpoints(whole)[6])
