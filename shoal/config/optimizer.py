@@ -65,7 +65,7 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
 
     decay_fraction: float = Field(0.2, ge=0, le=1)
-    """wsd: the last part of the run, in which the rate falls."""
+    """wsd: the last part of the steps after the warm-up, in which the rate falls."""
 
     minimum: float = Field(0.1, ge=0, le=1)
     """Final learning rate as a part of the peak."""

@@ -37,7 +37,7 @@ TORCH = {
     # Polyak 1964; Sutskever et al. 2013, equation 4 (nesterov), in torch's form
     "momentum": _Made(
         torch.optim.SGD, ("momentum_buffer",),
-        lambda c: {"momentum": c.momentum, "nesterov": c.nesterov}, counts=False,
+        lambda c: {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}, counts=False,
     ),
     # Duchi et al. 2011, figure 1 (diagonal)
     "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),

@@ -211,3 +211,28 @@ def test_bytes_are_those_of_the_states():
     assert {kind: pieces["experts"][0].whole for kind, pieces in rule.states().items() if pieces} == {
         "row": (3, 64), "column": (3, 512),
     }
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_no_momentum_is_gradient_descent(nesterov):
+    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in SHAPES.values()]
+    gradients = [w.cos() for w in weights]
+    made = []
+    for config in (OptimizerConfig(name="sgd"), OptimizerConfig(name="momentum", momentum=0.0, nesterov=nesterov)):
+        mine = [w.clone() for w in weights]
+        rule = build(config, whole(mine, gradients, config))
+        for _ in range(3):
+            rule.step(0.1)
+        made.append(mine)
+    assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
+
+
+def test_sophia_taken_back_asks_for_the_estimate_again():
+    """As in a roll-back, which overwrites the states of a rule that went further."""
+    config = OptimizerConfig(name="sophia-g", hessian_every=3)
+    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in SHAPES.values()]
+    rule = build(config, whole(weights, [w.cos() for w in weights], config))
+    for _ in range(5):
+        update(rule, 0.1)
+    rule.resume_at(3)
+    assert rule.due
