@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig
+from shoal.cost.parameters import Held, StagePart, units_of
+from shoal.layout import Layout
 from shoal.optim.adam8bit import WIDTH, dynamic_map
 from shoal.optim.build import build, compilable, weight_decay
 from shoal.optim.shards import Part, Shard, Shards
@@ -61,8 +65,11 @@ class Timing:
         return 1.0 if self.rule in FUSED else 2.0
 
 
-def shapes_of(parameters: int) -> dict[str, tuple[int, ...]]:
-    """By name, the matrices and norms of llama layers: at least so many parameters."""
+def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
+    """By name, the matrices and norms of a model's layers, or of narrow llama ones: at least so many parameters."""
+    if model is not None:
+        layers = -(-parameters // sum(math.prod(held.whole) for held in _layers(model, 1)))
+        return {held.name: held.whole for held in _layers(model, layers)}
     hidden = 1024 if parameters >= 50_000_000 else 512
     ffn = 11 * hidden // 4
     shapes: dict[str, tuple[int, ...]] = {}
@@ -75,10 +82,14 @@ def shapes_of(parameters: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def measure(rule: str, parameters: int, turns: int) -> Timing:
-    """Time one step of each contender in each turn."""
+def _layers(model: ModelShape, layers: int) -> list[Held]:
+    units = units_of(model, Layout(), StagePart(range(layers), first=False, last=False))
+    return [held for unit in units for held in unit]
+
+
+def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int) -> Timing:
+    """Time one step of each contender in each turn, on parameters of these shapes."""
     config = OptimizerConfig(name=rule, hessian_every=10**9)
-    shapes = shapes_of(parameters)
     ours = {"shoal": partial(flat, config, shapes)}
     if compilable(rule):
         ours["compiled"] = partial(flat, config, shapes, compile=True)

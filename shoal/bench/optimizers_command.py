@@ -9,8 +9,9 @@ from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
-from shoal.bench.optimizers import Timing, measure
+from shoal.bench.optimizers import Timing, measure, shapes_of
 from shoal.bench.progress import telling
+from shoal.catalog import model_shape
 from shoal.comm.world import usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
@@ -27,6 +28,10 @@ class OptimizersOptions(Section):
     parameters: tuple[PositiveInt, ...] = (10_000_000,)
     """Numbers of parameters."""
 
+    model: str | None = None
+    """A model without experts, of whose layers as many are taken; default: layers of llama's form, 512 wide, or 1024
+    from 50 million parameters on."""
+
     turns: PositiveInt = 9
     """Steps of each contender, in turn; medians count."""
 
@@ -38,12 +43,15 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
     """Time and print; exit code 1 where neither way of ours reaches the target.
 
     Raises:
-        UsageError: there is no such rule.
+        UsageError: there is no such rule or model, or it has experts.
     """
     names = sorted(RULES) if options.rules == "all" else [name.strip() for name in options.rules.split(",")]
     for name in names:
         if name not in RULES:
             raise UsageError(f"bench optimizers --rules {options.rules}: no rule '{name}'; {did_you_mean(name, RULES)}")
+    model = None if options.model is None else model_shape(options.model)
+    if model is not None and model.experts:
+        raise UsageError(f"bench optimizers --model {options.model}: it has experts; take a model without.")
     tune_process()
     torch.set_num_threads(options.threads)
     timings = []
@@ -51,7 +59,7 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
         for parameters in options.parameters:
             for name in names:
                 tell(f"{name}, {parameters:,} parameters")
-                timings.append(measure(name, parameters, options.turns))
+                timings.append(measure(name, shapes_of(parameters, model), options.turns))
     console.print(table(timings))
     console.print(f"torch {torch.__version__}, {options.threads} of {usable_cores()} cores", highlight=False)
     return 0 if all(timing.met for timing in timings) else 1

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
-from shoal.optim.orthogonal import nearly_square
+from shoal.optim.orthogonal import ROWS, nearly_square
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
 from shoal.optim.turns import products, turns
@@ -16,7 +16,6 @@ from shoal.pieces import Piece
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_ROWS = 128  # of a symmetric product that are made at once, or a quarter of all
 _MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
 
 
@@ -108,15 +107,14 @@ def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:
 
 
 def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and 3/8 of the
+    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and up to half of the
     products are saved. On the CPU, where smaller ones are no slower."""
     n = len(left)
     out = left.new_empty(n, n) if out is None else out
     if left.is_cuda:
         return torch.mm(left, right, out=out)
-    rows = max(_ROWS, -(-n // 4))
-    for start in range(0, n, rows):
-        end = min(start + rows, n)
+    for start in range(0, n, ROWS):
+        end = min(start + ROWS, n)
         torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])
         out[:start, start:end] = out[start:end, :start].T
     return out

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shoal.bench.optimizers import FUSED, Timing, flat, rivals, shapes_of
+from shoal.catalog import model_shape
 from shoal.cli import main
 from shoal.config import OptimizerConfig
 from shoal.optim.build import RULES
@@ -33,6 +34,11 @@ def test_shapes_have_at_least_the_parameters_asked_for():
     for parameters in (1_000_000, 10_000_000, 100_000_000):
         count = sum(torch.Size(shape).numel() for shape in shapes_of(parameters).values())
         assert parameters <= count < 1.4 * parameters + 3_200_000
+    for name, matrices in (("llama-3.2-1b", 7), ("gpt2-124m", 6)):
+        shapes = shapes_of(100_000_000, model_shape(name))
+        assert 100_000_000 <= sum(torch.Size(shape).numel() for shape in shapes.values()) < 170_000_000
+        assert [len(shape) for shape in shapes.values()].count(2) % matrices == 0
+    assert shapes["layers.1.mlp.up.weight"] == (3072, 768)
 
 
 def test_a_ratio_is_of_the_medians_and_the_fastest_rival():
@@ -50,3 +56,6 @@ def test_the_command(capsys, monkeypatch):
     assert "radam" in out and "plain loop" in out
     assert main(["bench", "optimizers", "--rules", "adm"]) == 2
     assert "did you mean 'adam'" in capsys.readouterr().err
+    for model, said in (("llama-3.2-1", "did you mean"), ("mixtral-8x7b", "it has experts")):
+        assert main(["bench", "optimizers", "--model", model]) == 2
+        assert said in capsys.readouterr().err
