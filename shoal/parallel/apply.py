@@ -68,7 +68,7 @@ def build_stages(
         ends = mesh.group(f"pp:{','.join(map(str, places))}", purpose="ends")
     copies = ""
     if program.copies > 1:
-        # The stages of a rank have their copies on one other rank, or here.
+        # The stages of a rank have their copies on one other rank.
         other = {holders[(mine + program.depth) % program.stages] for mine in program.stages_of(here)}
         copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
         mesh.group(copies)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -87,6 +88,7 @@ def _schedule(text: str, name: str) -> Schedule:
     through = [{a.microbatch for a in order if a.stage == s} for s, r in enumerate(placement) for order in [orders[r]]]
     copies = len({frozenset(stage) for stage in through})
     copies = copies if len(placement) % copies == 0 else 1
+    _check_copies(name, placement, copies, ranks)
 
     def refuses(given_ranks: int, given: int, virtual: int) -> str:
         if (given_ranks, given) == (ranks, microbatches):
@@ -103,6 +105,19 @@ def _schedule(text: str, name: str) -> Schedule:
     except ProgramError as error:
         raise UsageError(f"schedule file {name} (a row for each pipeline rank, from 0): {error}") from None
     return schedule
+
+
+def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) -> None:
+    """Copies of a stage are summed between the two ranks that have them, one each."""
+    depth = len(placement) // copies
+    others = [{placement[(s + depth) % len(placement)] for s, held in enumerate(placement) if held == rank}
+              for rank in range(ranks)]
+    if copies > 2 or (copies == 2 and any(len(other) > 1 or rank in other for rank, other in enumerate(others))):
+        raise UsageError(
+            f"schedule file {name}: its stages take different micro-batches, as {copies} copies of the model do."
+            "\n  Two copies can be trained, where each rank has those of one other rank's stages, as in dualpipe; else "
+            "give every stage all micro-batches."
+        )
 
 
 def _orders(text: str, name: str) -> list[list[Action]]:

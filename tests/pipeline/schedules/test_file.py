@@ -109,3 +109,14 @@ def test_files_that_are_no_schedule(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             load_csv(text)
+
+
+@pytest.mark.parametrize("text", [
+    "0F0,0B0,2F1,2B1\n1F0,1B0,3F1,3B1\n",  # both copies of a stage on one rank
+    "0F0,0B0,1F1,1B1\n",
+    "0F0,0B0\n1F1,1B1\n2F2,2B2\n",  # three
+    "0F0,0B0,5F1,5B1\n1F0,1B0,3F1,3B1\n2F0,2B0,4F1,4B1\n",  # a rank's stages with copies on two others
+])
+def test_copies_that_nobody_sums_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="its stages take different micro-batches"):
+        load_csv(text, "mine.csv")
