@@ -218,6 +218,8 @@ class Runtime:
             self._hidden[stage + 1, microbatch, number] = output.detach()
         if torch.is_grad_enabled():
             self._flights[place] = _Flight(hidden, output, part)
+        elif number == len(self.slices) - 1:
+            self._parts.pop((stage, microbatch), None)
 
     def _own(self, batch: Batch) -> Batch:
         """This rank's tokens of a micro-batch, with the documents of all, since it sees those."""
@@ -227,8 +229,15 @@ class Runtime:
 
     def _slice(self, batch: Batch, part: int) -> Batch:
         """A slice of a micro-batch, with the documents of all tokens, since it sees those before it."""
+        places = self.slice_of(part)
+        return replace(batch, tokens=batch.tokens[:, places], targets=batch.targets[:, places])
+
+    def slice_of(self, part: int) -> slice:
+        """Where a part of a sequence is in it; -1 is all of it."""
+        if part < 0:
+            return slice(None)
         *_, start, stop = (0, 0, *accumulate(self.slices[: part + 1]))
-        return replace(batch, tokens=batch.tokens[:, start:stop], targets=batch.targets[:, start:stop])
+        return slice(start, stop)
 
     def _backward(self, action: Action) -> None:
         self._arrived(Op.RECV_BACKWARD, action)
@@ -240,6 +249,8 @@ class Runtime:
             outputs += flight.part.left()
             gradients += flight.part.gradients()
         torch.autograd.backward(outputs, gradients)
+        if number == 0:  # slices go back from last to first: nobody needs the keys and values of this micro-batch now
+            self._parts.pop((stage, microbatch), None)
         if flight.hidden is not None:
             self._gradient[stage - 1, microbatch, number] = flight.hidden.grad
 

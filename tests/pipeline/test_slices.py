@@ -1,4 +1,4 @@
-"""TeraPipe's dynamic program against all ways to cut a sequence."""
+"""TeraPipe's dynamic program against all ways to cut a sequence; and what is kept of its slices."""
 
 from itertools import combinations, pairwise
 
@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.catalog import model_shape
+from shoal.comm.pool import Pool
+from shoal.config import RunConfig
 from shoal.pipeline.slices import best_slices, even_slices, fitted, flops, pipeline_time, places
+from tests.parallel.counting import engine_of
+from tests.verify.runs import small_run
 
 SHAPE = model_shape("gpt2-124m")
 
@@ -103,3 +107,16 @@ def test_even_slices_and_places_lose_no_token(units: int, slices: int, multiple:
     cuts = places(units * multiple, multiple)
     assert cuts[0] == 0 and cuts[-1] == units * multiple and cuts == sorted(set(cuts))
     assert all(cut % multiple == 0 for cut in cuts)
+
+
+def kept(config: RunConfig) -> int:
+    """Micro-batches whose keys and values are held when the weights are updated."""
+    engine, held = engine_of(config), []
+    engine.observe = lambda: held.append(len(engine.runtime._parts))
+    engine.step(0)
+    return held[0]
+
+
+def test_keys_and_values_end_with_their_micro_batch(pool: Pool) -> None:
+    config = small_run({"pp": 2, "schedule": "terapipe", "sequence_slices": 2}, {"layers": 2})
+    assert pool.run(kept, 2, config) == [0, 0]
