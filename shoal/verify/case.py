@@ -11,7 +11,7 @@ from shoal.catalog import ModelShape
 from shoal.comm.pool import Pool, RankError
 from shoal.config import OptimizerConfig, RunConfig
 from shoal.data.tokenizer import load_tokenizer
-from shoal.pipeline.choose import check_schedule
+from shoal.pipeline.choose import check_schedule, schedule_of, virtual_stages
 from shoal.precision.formats import verified_as
 from shoal.train.rules import check_rules
 from shoal.verify.judge import PLAIN, Finding, Verdict, judge
@@ -67,8 +67,12 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     if not own_precision:
         changed["precision"] = verified_as(train.precision)
     if accumulate and config.parallel.microbatches(train.global_batch) == 1:
-        changed["global_batch"] = 2 * train.global_batch
-        notes.append(f"global batch doubled to {2 * train.global_batch}: faults of accumulation need two micro-batches")
+        schedule, virtual = schedule_of(config.parallel), virtual_stages(config.parallel)
+        if reason := schedule.refuses(config.parallel.pp, 2, virtual):
+            notes.append(f"faults of accumulation stay unseen, which need two micro-batches: {reason}")
+        else:
+            doubled = changed["global_batch"] = 2 * train.global_batch
+            notes.append(f"global batch doubled to {doubled}: faults of accumulation need two micro-batches")
     config = config.model_copy(update={"train": train.model_copy(update=changed)})
     return Case(config, shape, tuple(notes))
 

@@ -25,7 +25,7 @@ from shoal.train.engine import Engine
 from shoal.verify.choices import Choices
 from shoal.verify.faults import FAULTS
 from shoal.verify.reference import EXPERTS, expert_name, step_file, trace_file
-from shoal.verify.trace import Tracer, largest, trace_errors
+from shoal.verify.trace import Pass, Tracer, largest, trace_errors
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,9 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
             found.differences |= differences(file, "weight", name, pieces, kind="in use")
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
         actions = engine.program.actions[engine.mesh.index("pp")]
-        passed = [places[a.microbatch] for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
-        found.trace |= trace_errors(
-            tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, engine.runtime.tokens, scale
-        )
+        passed = [Pass(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_of(a.part))
+                  for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
+        found.trace |= trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, scale)
     return found
 
 

@@ -7,6 +7,7 @@ has: other samples (dp), other layers (pp), a part of the sequence (sequence par
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -70,19 +71,45 @@ class Tracer:
         return {key: [values[m] for m in sorted(values)] for key, values in self._taken.items()}
 
 
-def part(key: str, whole: Tensor, mesh: Mesh, vocab: int, tokens: Tensor | None = None) -> Tensor:
-    """What this rank should have of a micro-batch's reference.
+@dataclass(frozen=True)
+class Pass:
+    """A forward.
+
+    Attributes:
+        samples: the places of its samples in the global batch.
+        microbatch: its number.
+        tokens: which tokens of each sample are this rank's; None for all.
+        part: which of those it takes.
+    """
+
+    samples: list[int]
+    microbatch: int
+    tokens: Tensor | None
+    part: slice
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes whole samples."""
+        return self.tokens is None and self.part == slice(None)
+
+    def of(self, reference: Tensor) -> Tensor:
+        """Its part of what is there for the global batch, [b, s, ...], or [b] for the loss."""
+        mine = reference[self.samples]
+        if mine.dim() == 1:
+            return mine
+        return (mine if self.tokens is None else mine[:, self.tokens])[:, self.part]
+
+
+def part(key: str, whole: Tensor, mesh: Mesh, vocab: int) -> Tensor:
+    """What this rank should have of a forward's reference.
 
     Args:
-        whole: [b, s, ...] of the samples of the micro-batch, or [b] for the loss.
-        tokens: which of the s are this rank's; None for all.
+        whole: [b, s, ...] of the samples and tokens of the forward, or [b] for the loss.
     """
     phase, module = key.split("/", 1)
     tp, index = mesh.size("tp"), mesh.index("tp")
     if module == "loss":
         return whole.sum().view(1) if phase == "forward" else whole[:1]
-    if tokens is not None:
-        whole = whole[:, tokens]
     if module == "head":
         rows = -(-vocab // tp)
         return whole[..., index * rows : (index + 1) * rows]
@@ -93,15 +120,13 @@ def part(key: str, whole: Tensor, mesh: Mesh, vocab: int, tokens: Tensor | None 
 
 
 def trace_errors(
-    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, samples: list[list[int]], tokens: Tensor | None = None,
-    loss_scale: float = 1.0,
+    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, passes: list[Pass], loss_scale: float = 1.0
 ) -> dict[str, tuple[float, float, int]]:
     """Compare what a rank's tracer took with the reference's.
 
     Args:
         reference: a trace file of the reference.
-        samples: for each micro-batch, the places of its samples in the global batch.
-        tokens: which tokens of each sample are this rank's; None for all. The loss of some is no part of a reference.
+        passes: the forwards that the tracer saw, in order. The loss of some tokens is no part of a reference.
         loss_scale: that the loss was multiplied by.
 
     Returns:
@@ -112,18 +137,18 @@ def trace_errors(
     with safe_open(reference, "pt") as file:
         known = set(file.keys())
         for key, values in tracer.taken().items():
-            if key not in known or (tokens is not None and key == "forward/loss"):
+            if key not in known or (key == "forward/loss" and not all(each.whole for each in passes)):
                 continue
             whole = file.get_tensor(key)
             differences = []
-            for value, places in zip(values, samples, strict=False):
-                expected = part(key, whole[places], mesh, vocab, tokens)
+            for value, each in zip(values, passes, strict=False):
+                expected = part(key, each.of(whole), mesh, vocab)
                 value = value.double() / (loss_scale if key.startswith("backward") else 1.0)
                 if key.endswith("/head"):  # behind a rank's own ids there may be padding
                     value = value[..., : expected.shape[-1]]
                 differences.append(largest(value - expected) if value.shape == expected.shape else torch.inf)
             worst = max(range(len(differences)), key=differences.__getitem__)
-            errors[key] = (differences[worst], largest(whole), worst)
+            errors[key] = (differences[worst], largest(whole), passes[worst].microbatch)
     return errors
 
 

@@ -1,5 +1,7 @@
 """Faults are planted, and the verifier says what is wrong and where."""
 
+from pathlib import Path
+
 import pytest
 
 from shoal.comm.pool import Pool
@@ -109,3 +111,20 @@ def test_a_fault_is_gone_after_its_context(name: str) -> None:
     with fault.plant():
         assert fault.owner.__dict__[fault.name] is not right
     assert fault.owner.__dict__[fault.name] is right
+
+
+def test_a_fault_is_found_where_it_is_in_slices_of_sequences_too(pool: Pool) -> None:
+    run = small_run({"pp": 2, "tp": 2, "schedule": "terapipe", "sequence_slices": 2}, {"layers": 2})
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant="row-sum")
+    found = verdict.findings[0]
+    assert (found.phase, found.place) == EXPECTED["row-sum"], found.text
+
+
+def test_a_schedule_of_one_micro_batch_is_verified_with_one(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "one.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    run = small_run({"pp": 2, "micro_batch": 1, "schedule": f"file:{file}"}, global_batch=1)
+    case = prepare(run, own_precision=False)
+    assert any("faults of accumulation stay unseen" in note for note in case.notes)
+    verdict, _ = run_case(case, pool, steps=1)
+    assert not verdict.findings
