@@ -7,8 +7,9 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 from shoal.checkpoint import storage
@@ -28,6 +29,7 @@ from shoal.checkpoint.write import Staged, Staging, State, write_part
 from shoal.comm.values import Group, broadcast, gather, rank_of
 
 LOCK = ".lock"
+SEEN_SECONDS = 10.0  # within which a shared folder shows rank 0 what another host has written
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
 
 
@@ -183,6 +185,7 @@ class Checkpointer:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
                 raise CheckpointError("; ".join(failed))
             parts = [Part.model_validate(answer["result"][0]) for answer in answers]
+            _check_there(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
             if self._renames:
                 storage.sync_folder(folder)
@@ -302,3 +305,27 @@ def _result(outcome: dict[str, Any]) -> Any:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _check_there(folder: Place, parts: Iterable[Part]) -> None:
+    """Look for what every rank says that it wrote: ranks may have folders of this name on disks of their own.
+
+    Raises:
+        CheckpointError: a file is not there, or has another size.
+    """
+    deadline = time.monotonic() + SEEN_SECONDS
+    for name, told in chain.from_iterable(part.files.items() for part in parts):
+        while _size(folder / name) != told.bytes:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{folder / name} is not there as its rank wrote it, so that this is no checkpoint: all ranks must "
+                    "see one folder.\n  Give one that they share: --run-folder, or checkpoint.folder."
+                )
+            time.sleep(0.1)
+
+
+def _size(path: Place) -> int:
+    try:
+        return storage.size(path)
+    except OSError:
+        return -1

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, storage
+from shoal.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, save, storage
 from tests.checkpoint.cuts import whole
 
 
@@ -84,6 +84,23 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         ".lock", "notes.txt", "step-00000001", "step-00000004", "step-00000005",
     ]  # fmt: skip
+
+
+def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch):
+    """As where ranks of two hosts have a folder of this name each."""
+    checkpointer, commit = make(keep=1), Checkpointer._commit
+    checkpointer.save(1, weights(1), {}, block=True)
+
+    def without(self, folder, *arguments):
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        return commit(self, folder, *arguments)
+
+    monkeypatch.setattr(save, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(Checkpointer, "_commit", without)
+    with pytest.raises(CheckpointError, match="all ranks must see one folder"):
+        checkpointer.save(2, weights(2), {}, block=True)
+    assert steps(tmp_path) == [1] and loaded(tmp_path / "step-00000001") == 1
 
 
 def test_a_run_that_went_back_does_not_lose_its_new_checkpoint_to_old_later_ones(make, tmp_path):
