@@ -21,6 +21,7 @@ from shoal.config import RUN_FILE, RunConfig
 from shoal.errors import UsageError
 from shoal.failover.postmortem import former
 from shoal.failover.replan import replan
+from shoal.train.check import check
 from shoal.train.fits import check_memory
 from shoal.train.membership import Membership
 
@@ -104,6 +105,7 @@ def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership, kee
         return config
 
     def fits(changed: RunConfig) -> None:
+        check(changed)
         for first in range(0, changed.parallel.world_size, member.local_world_size):
             last = min(first + member.local_world_size, changed.parallel.world_size)
             check_memory(changed, shape, device, range(first, last))

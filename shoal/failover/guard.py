@@ -31,8 +31,8 @@ class Guard:
         ReplicasDiffer: at the start already.
 
     Attributes:
-        proven: the last step after which replicas were equal and computed alike; what is newer is not to be trusted
-            when they no longer are.
+        proven: the last step after which replicas were equal, or where they are not compared the last that was computed
+            twice alike; what is newer is not to be trusted when that no longer holds.
         spikes: None where none are looked for.
     """
 
@@ -73,6 +73,8 @@ class Guard:
         every = self.config.reexecute_every
         if every and step % every == 0:
             reexecute(self.engine, step, self.group, self.config.reexecute_on)
+            if not self.config.check_replicas_every:
+                self.proven = step
         every = self.config.stragglers_every
         if self.pace and step % every == max(0, every - MEASURED):
             self.pace.start()

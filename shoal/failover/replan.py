@@ -39,7 +39,10 @@ def replan(
         )
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
-        changed = config.model_copy(update={"parallel": layout, "train": _without_ranks(config.train)})
+        update: dict[str, object] = {"parallel": layout, "train": _without_ranks(config.train)}
+        if layout.dp == 1 and config.failover.reexecute_on == "replica":  # there is no other
+            update["failover"] = config.failover.model_copy(update={"reexecute_on": "same"})
+        changed = config.model_copy(update=update)
         try:
             layout.check(shape, global_batch=config.train.global_batch, sequence_length=config.data.sequence_length)
             fits(changed)

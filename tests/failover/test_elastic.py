@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.config import build, save
 from shoal.errors import UsageError
+from shoal.failover import elastic
 from shoal.failover.elastic import OWN_STORE, check_elastic, goes_on, idle, on_ranks_there
 from shoal.failover.events import read_events
 from shoal.train import fits
@@ -193,6 +194,19 @@ def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     assert nearest.parallel.dp == 2
     needed = 2 * held_by(nearest, shape, torch.device("cpu"))[0].total
     monkeypatch.setattr(fits, "host_memory", lambda: needed - 1)
+    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 1
+
+
+def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
+    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    shape, member = check(config), Membership(1, 3, 1, 3, "slurm", ("localhost", 1))
+
+    def no_two(changed):
+        if changed.parallel.dp == 2:
+            raise UsageError("not on two")
+        return check(changed)
+
+    monkeypatch.setattr(elastic, "check", no_two)
     assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 1
 
 

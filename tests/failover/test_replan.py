@@ -11,6 +11,7 @@ from shoal.failover.devices import LOST_FILE, answering, marked_lost, visible
 from shoal.failover.events import read_events
 from shoal.failover.replan import replan
 from shoal.layout import Layout
+from shoal.train.check import check
 from tests.train.runs import checkpoints, curve
 
 from .conftest import STEPS, config_of
@@ -103,6 +104,12 @@ def test_replicas_with_states_of_their_own_are_not_given_up():
 def test_handicaps_of_ranks_that_are_gone_are_dropped():
     config = build({"parallel": {"dp": 2}, "train": {"global_batch": 4, "straggler": "1=2"}})
     assert replan(config, SHAPE, 1).train.straggler == ""
+
+
+def test_the_last_replica_computes_twice_by_itself():
+    asked = {"reexecute_every": 10, "reexecute_on": "replica"}
+    config = build({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "failover": asked})
+    assert replan(config, SHAPE, 1, check).failover.reexecute_on == "same"
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

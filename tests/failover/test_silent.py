@@ -12,7 +12,7 @@ from shoal.failover.stragglers import slowest
 from shoal.train.check import check
 from tests.train.runs import FOUR_RANKS, checkpoints, curve, same_bits, small_config
 
-from .trainings import BAD_LOSS, FAR, Drifts, LeavesOut, Spikes, SpikesAndDies, Tells, train
+from .trainings import BAD_LOSS, FAR, ComputesOtherwise, Drifts, LeavesOut, Spikes, SpikesAndDies, Tells, train
 
 STEPS = 14
 
@@ -86,6 +86,17 @@ def test_what_was_saved_since_replicas_last_agreed_is_not_gone_on_from(config, p
     train(pool, Tells, run, tmp_path / "reference")
     with pytest.raises(RankError, match=r"after step 10: rank 1 .* differs from the 3 other replicas in embed"):
         train(pool, Drifts, run, tmp_path / "run")
+    assert sorted(checkpoints(tmp_path / "run")) == [4]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("set-aside-step-00000008-*")]
+    assert train(pool, Tells, run, tmp_path / "run", resume=True).startswith("step 4, from /")
+    assert same_end(tmp_path / "run", tmp_path / "reference")
+
+
+def test_a_step_that_gave_two_results_costs_what_was_saved_since_one_gave_the_same(config, pool, tmp_path):
+    run = config(reexecute_every=4, memory_every=0)
+    train(pool, Tells, run, tmp_path / "reference")
+    with pytest.raises(RankError, match="another result"):
+        train(pool, ComputesOtherwise, run, tmp_path / "run")
     assert sorted(checkpoints(tmp_path / "run")) == [4]
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("set-aside-step-00000008-*")]
     assert train(pool, Tells, run, tmp_path / "run", resume=True).startswith("step 4, from /")

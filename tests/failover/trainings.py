@@ -8,6 +8,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from shoal.config import RunConfig, plain, save
+from shoal.failover import guard
+from shoal.failover.reexecute import SilentCorruption
 from shoal.failover.spikes import Skips
 from shoal.train.trainer import Trainer
 from tests.train.runs import train_here
@@ -48,6 +50,21 @@ class Drifts(Tells):
             parameter = next(self.engine.stages[0].module.parameters())
             parameter.data.view(-1)[3] += 1e-3
         super()._after_step(*args, **options)
+
+
+class ComputesOtherwise(Tells):
+    """Step 8, computed twice, gives two results."""
+
+    def run(self) -> None:
+        twice = guard.reexecute
+
+        def otherwise(engine: Any, step: int, *arguments: Any) -> None:
+            twice(engine, step, *arguments)
+            if step == 8:
+                raise SilentCorruption(f"step {step}: another result on rank 1", [1])
+
+        with mock.patch.object(guard, "reexecute", otherwise):
+            super().run()
 
 
 class Spikes(Tells):
