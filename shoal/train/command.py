@@ -11,6 +11,7 @@ from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
 from shoal.errors import UsageError
 from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
+from shoal.failover.host import free, home
 from shoal.failover.neighbours import shared_folder
 from shoal.failover.supervisor import Supervisor
 from shoal.train.check import check
@@ -95,7 +96,9 @@ def _train(
             raise
     prepare(config.data)
     if resume is None:
-        payload["folder"] = str(new_run(config, run_folder))
+        made = new_run(config, run_folder)
+        free(home(made, config.failover))  # what a run that had this name before, and is deleted, kept in memory
+        payload["folder"] = str(made)
     payload["made"] = True
     folder = Path(payload["folder"])
     return Supervisor(config, payload, folder, device.type, survivable=goes_on_without(config)).run()

@@ -21,6 +21,7 @@ from shoal.comm.world import peak_memory
 from shoal.config import RunConfig, plain
 from shoal.cost.peak import peak_flops
 from shoal.data.batches import Dataset
+from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase
 from shoal.failover.events import write_event
 from shoal.failover.guard import Guard
@@ -169,7 +170,10 @@ class Trainer:
             self.display.note("no sample: experts that choose among all tokens of a sequence cannot write one by one")
         elif self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed
-            text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
+            try:
+                text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
+            except UsageError as error:  # the run is over and saved, whatever became of its files
+                self.display.note(f"no sample: {error}")
         else:
             self.display.note(f"let it write: shoal sample {self.folder} '{SAMPLE_PROMPT}'")
         self.display.finish(

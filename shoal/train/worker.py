@@ -19,6 +19,7 @@ from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
+from shoal.failover.host import free, home
 from shoal.failover.neighbours import Neighbours, shared_folder
 from shoal.failover.postmortem import Last, cause, former
 from shoal.train.check import check
@@ -61,6 +62,8 @@ def run(
     if not payload.get("made") and not payload["resume"]:
         made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
         folder = broadcast(made, world())
+        if member.local_rank == 0:
+            free(home(Path(folder), config.failover))  # as `shoal.train.command` does
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.write import Plan
 from shoal.comm.forks import worker_context
-from shoal.failover import slots
+from shoal.config import save
+from shoal.failover import host, slots
 from shoal.failover.memory import Memory, Places
 from tests.failover.states import flip, go_on, here, keep, on_disk, pieces_of
+from tests.train.runs import shoal, small_config
 
 # ---- what survives ---------------------------------------------------------------------------------------------------
 
@@ -215,3 +217,13 @@ def test_every_node_keeps_the_copies_of_the_one_before(pool):
     assert pool.run(nodes_of, 2, 0)[0] == [(None, []), (None, [])]
 
 
+def test_a_new_run_does_not_go_on_from_a_deleted_one_of_its_name(corpus, tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    config = small_config(corpus, train={"steps": 1, "validate_every": 0}, failover={"memory_folder": str(tmp_path)})
+    save(config, file)
+    left = host.home(folder, config.failover)
+    left.mkdir()
+    (left / "slot").write_text("a state")
+    code, said = shoal("train", file, "--run-folder", folder)
+    assert code == 0, said
+    assert not left.exists()

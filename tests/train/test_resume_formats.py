@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from shoal.errors import UsageError
 from shoal.train.check import check
-from shoal.train.run_folder import check_resume
+from shoal.train.run_folder import check_resume, new_run
 
 from .runs import checkpoints, copy_until, curve, same_bits, small_config, stored, train_in
 
@@ -47,3 +48,12 @@ def test_a_run_goes_on_in_another_format(corpus, pool, tmp_path):
         assert all((x[0] > 0).all() and (x[1:] == 0).all() for x in amax), "of this step alone"
     first, *_, last = losses = [loss for _, loss, _ in curve(folder)]
     assert len(losses) == len(FORMATS) and last < first - 0.1
+
+
+def test_a_run_does_not_go_on_in_another_folder_of_checkpoints(corpus, tmp_path):
+    """What was saved there would be forgotten by the next resume, and the records of those steps cut off."""
+    config = small_config(corpus)
+    new_run(config, tmp_path / "run")
+    other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"folder": "elsewhere"})})
+    with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'elsewhere', was ''.*once they are moved"):
+        check_resume(other, check(other), tmp_path / "run")
