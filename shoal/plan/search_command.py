@@ -104,6 +104,8 @@ def run(options: PlanOptions) -> int:
         return _map(options)
     problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
     if options.toml:
+        if options.toml.exists():
+            raise UsageError(f"--toml {options.toml}: is there already, and is not overwritten.\n  Name another file.")
         model_section(options.model, problem.shape, problem.sequence_length)  # or is refused before anything is sought
     if options.fewest or options.budget or options.what_if:
         with shown("asking") as progress:

@@ -27,6 +27,9 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     said_so = r"^The first takes between .* and .* s in four of five cases, and between .* GB and .* GB"
     assert re.search(said_so, said, re.M)
     assert re.search(r"^10 .*\+\d+\.\d %: ", said, re.M)
+    before = out.read_bytes()
+    assert main([*words.split(), "--toml", str(out)]) == 2
+    assert "is not overwritten" in capsys.readouterr().err and out.read_bytes() == before
     config = load(out)
     shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
     assert shape == model_shape("llama-3-8b")

@@ -89,7 +89,7 @@ def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
         assert made.model_copy(update={"max_sequence": 128}) == shape
         check(config, ranks=2)
         own.write_text(OWN.replace("tied = true", "tied = true\nrope_theta = 77.0"))
-        assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(out)]) == 2
+        assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(tmp_path / "other.toml")]) == 2
         assert main(["plan", *words.split(), "--catalog", str(own)]) == 0
     finally:
         tables.forget()
