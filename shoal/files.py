@@ -1,4 +1,5 @@
-"""Small files that others wrote: read whole, with one clear error for whatever is wrong with them."""
+"""Small files that others wrote: read whole, with one clear error for whatever is wrong with them; and what is written,
+looked at first."""
 
 from __future__ import annotations
 
@@ -11,6 +12,20 @@ from typing import Any
 from shoal.errors import UsageError
 
 LARGEST = 64 << 20  # bytes: what is read whole is never more
+
+
+def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
+    """Refuse, before any work, a file that could not be written, or (``new``) that would be written over.
+
+    Raises:
+        UsageError: its folder is not there, or it is itself.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
+    if new and path.exists():
+        raise UsageError(f"{option} {path}: it is there already, and is not overwritten.\n  Give another name.")
 
 
 def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:

@@ -240,6 +240,20 @@ CASES = {
     "a cluster that does not exist": Bad(lambda p: ["plan", "--cluster", "8xZ"], ("there is no node type 'Z'",)),
     "an estimate of an unknown model": Bad(lambda p: ["estimate", "--model", "llama-9"], ("is not in the catalog",)),
     "a proof of what cannot be": Bad(lambda p: ["verify", p.toml, "--parallel.tp", "3"], ("does not divide",)),
+    "a plan over a file": Bad(lambda p: ["plan", "--toml", p.toml], ("is not overwritten",)),
+    "a plan into no folder": Bad(lambda p: ["plan", "--out", "none/plan.html"], ("there is no folder none",)),
+    "a plan for a number that is none": Bad(lambda p: ["plan", "--global-batch", "\u00b2"], ("--global-batch \u00b2",)),
+    "a plan for too many devices": Bad(lambda p: ["plan", "--cluster", "200000x8xH100"], ("at most 1,048,576",)),
+    "an estimate into no folder": Bad(lambda p: ["estimate", "--out", "none/page.html"], ("there is no folder none",)),
+    "a calibration into no folder": Bad(lambda p: ["calibrate", "--out", "none/a.toml"], ("there is no folder none",)),
+    "a goodput into no folder": Bad(lambda p: ["goodput", "--out", "none/g.svg"], ("there is no folder none",)),
+    "a fit into no folder": Bad(lambda p: ["validate", ".", "--fit", "none/c.toml"], ("there is no folder none",)),
+    "records that are none": Bad(
+        lambda p: ["report", damaged(p, "metrics.jsonl", b'[1]\n{"step": 1}\n')], ("metrics.jsonl, line 1",)),
+    "a record of another kind": Bad(
+        lambda p: ["report", damaged(p, "metrics.jsonl", b'{"step": 1}\n')], ("it is no record of a step",)),
+    "records in no text": Bad(
+        lambda p: ["report", damaged(p, "metrics.jsonl", b'"\xff"\n{}\n')], ("it is no record of a step",)),
     "a report of no run": Bad(lambda p: ["report", p.corpus], ("is no run folder",)),
 }  # fmt: skip
 NEWEST = Path("checkpoints/step-00000002/rank-00000.safetensors")

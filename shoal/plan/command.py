@@ -14,6 +14,7 @@ from shoal.config import OptimizerConfig, Section
 from shoal.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import check_place
 from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
@@ -84,6 +85,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
     """
     if options.out and options.out.suffix != ".html":
         raise UsageError(f"--out {options.out}: a page ends in .html")
+    check_place(options.out, "--out")
     if options.dry_run:
         check_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
     else:

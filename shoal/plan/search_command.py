@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ from shoal.config import Section, validate
 from shoal.cost.flops import DAY
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import check_place
 from shoal.layout import Layout
+from shoal.layout.rules import MOST_RANKS
 from shoal.plan.command import OPTIMIZERS
 from shoal.plan.listing import estimate_of, lines, reasons, run_toml, table, words
 from shoal.plan.questions import Answer, affordable, fewest, grid, machines, what_if
@@ -90,6 +93,8 @@ def run(options: PlanOptions) -> int:
     wanted = ".svg" if options.map else ".html"
     if options.out and options.out.suffix != wanted:
         raise UsageError(f"--out {options.out}: what is written ends in {wanted}")
+    check_place(options.out, "--out")
+    check_place(options.toml, "--toml", new=True)
     if sum(map(bool, (options.fewest, options.budget, options.what_if, options.map))) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
     if not options.budget:
@@ -104,8 +109,6 @@ def run(options: PlanOptions) -> int:
         return _map(options)
     problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
     if options.toml:
-        if options.toml.exists():
-            raise UsageError(f"--toml {options.toml}: is there already, and is not overwritten.\n  Name another file.")
         model_section(options.model, problem.shape, problem.sequence_length)  # or is refused before anything is sought
     if options.fewest or options.budget or options.what_if:
         with shown("asking") as progress:
@@ -150,6 +153,8 @@ def described(options: PlanOptions, model: str) -> Run:
         if given not in known:
             raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
     machine = cluster(options.cluster)
+    if machine.size > MOST_RANKS:
+        raise UsageError(f"--cluster {options.cluster}: {machine.size:,} devices; a layout has at most {MOST_RANKS:,}.")
     run = Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
     check_device(run)
     check_trained(run, Layout(micro_batch=run.global_batch))  # what no layout could change
@@ -165,7 +170,7 @@ def sequences(options: PlanOptions) -> int:
     given = options.global_batch
     unit = {"K": 2**10, "M": 2**20}.get(given[-1:].upper(), 0)
     number = given[:-1] if unit else given
-    if not number.isdigit() or not int(number):
+    if not re.fullmatch("[0-9]{1,15}", number) or not int(number):
         raise UsageError(f"--global-batch {given}: give sequences, as 1024, or tokens, as 4M")
     if not unit:
         return int(number)

@@ -14,6 +14,7 @@ from rich.text import Text
 from shoal.config import Section
 from shoal.cost.units import TIME, parse, show_seconds
 from shoal.errors import UsageError
+from shoal.files import check_place
 from shoal.report.lines import lines as chart
 from shoal.report.svg import Canvas
 from shoal.simulate.goodput import (
@@ -84,6 +85,7 @@ def run(options: GoodputOptions) -> int:
     """
     if options.out and options.out.suffix != ".svg":
         raise UsageError(f"--out {options.out}: a figure ends in .svg")
+    check_place(options.out, "--out")
     jobs = described(options)
     console = Console(highlight=False)
     for line in report(jobs, options):

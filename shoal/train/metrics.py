@@ -179,19 +179,23 @@ def check_trackers(config: MetricsConfig) -> None:
 
 
 def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
-    """The records of a run, in order, up to and with ``last_step``; a torn last line is left out."""
+    """The records of a run, in order, up to and with ``last_step``; a torn last line is left out.
+
+    Raises:
+        UsageError: a line is none.
+    """
     path = folder / FILE_NAME
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     known = {field.name for field in fields(StepMetrics)}
     records = []
     for number, line in enumerate(lines):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines) - 1:  # the process was killed while it wrote
+            records.append(StepMetrics(**{name: value for name, value in record.items() if name in known}))
+        except (ValueError, TypeError, AttributeError) as error:
+            if number == len(lines) - 1 and isinstance(error, ValueError):  # the process was killed while it wrote
                 break
-            raise
-        records.append(StepMetrics(**{name: value for name, value in record.items() if name in known}))
+            raise UsageError(f"{path}, line {number + 1}: it is no record of a step.\n  Remove the line.") from None
     return [record for record in records if last_step is None or record.step <= last_step]
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from shoal.catalog.calibration import Calibration, read_calibration
 from shoal.config import Section
 from shoal.errors import UsageError
+from shoal.files import check_place
 from shoal.options import POSITIONAL
 from shoal.validate.by_estimate import Played, played
 from shoal.validate.fit import as_toml, at_bounds, fitted
@@ -57,6 +58,8 @@ def validate(options: ValidateOptions) -> int:
     for option, path, ending in (("out", options.out, ".html"), ("fit", options.fit, ".toml")):
         if path and path.suffix != ending:
             raise UsageError(f"--{option} {path}: the file's name must end in {ending}")
+    check_place(options.out, "--out")
+    check_place(options.fit, "--fit", new=options.fit != options.constants)
     constants = read_calibration(options.constants)
     points, left = read_folder(options.folder)
     if not points:

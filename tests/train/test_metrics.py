@@ -51,7 +51,7 @@ def test_a_damaged_line_in_the_middle_is_not_hidden(tmp_path):
         writer.write(SAMPLE)
     path = tmp_path / FILE_NAME
     path.write_text("{torn\n" + path.read_text())
-    with pytest.raises(json.JSONDecodeError):
+    with pytest.raises(UsageError, match="line 1: it is no record of a step"):
         read_metrics(tmp_path)
 
 

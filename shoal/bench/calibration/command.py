@@ -24,6 +24,7 @@ from shoal.comm.world import host_memory, usable_cores
 from shoal.config import Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
+from shoal.files import check_place
 from shoal.train.tuning import tune_process
 
 NAME = "here"  # of the machine in its profile
@@ -73,8 +74,7 @@ def run(options: CalibrateOptions) -> int:
     for name in ("scatter", "pick"):
         if getattr(options, name):
             raise UsageError(f"--{name}: of a check.\n  Give --check FILE too.")
-    if options.out.exists():
-        raise UsageError(f"--out {options.out}: it is there already, and is not overwritten.\n  Give another name.")
+    check_place(options.out, "--out", new=True)
     if options.out.suffix != ".toml":
         raise UsageError(f"--out {options.out}: a catalog file ends in .toml")
     if min(options.ranks) < 2:
