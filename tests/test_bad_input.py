@@ -248,6 +248,14 @@ CASES = {
     "a calibration into no folder": Bad(lambda p: ["calibrate", "--out", "none/a.toml"], ("there is no folder none",)),
     "a goodput into no folder": Bad(lambda p: ["goodput", "--out", "none/g.svg"], ("there is no folder none",)),
     "a fit into no folder": Bad(lambda p: ["validate", ".", "--fit", "none/c.toml"], ("there is no folder none",)),
+    "a seed of nothing": Bad(lambda p: ["simulate", "--seed", "4"], ("--seed 4: only of --jitter",)),
+    "waiting for messages that take no time": Bad(lambda p: ["simulate", "--blocking"], ("--blocking: messages",)),
+    "slices of nothing": Bad(lambda p: ["simulate", "--schedule", "zb-auto", "--slices", "4"], ("--slices 4",)),
+    "a file's schedule on more ranks": Bad(
+        lambda p: ["simulate", "--csv", p.toml, "--pp", "8"], ("--pp 8: --csv says",)),
+    "a table that is drawn": Bad(lambda p: ["simulate", "--check", ".", "--out", "a.svg"], ("--out a.svg: --check",)),
+    "spares and how many there should be": Bad(
+        lambda p: ["goodput", "--spares", "3", "--availability", "0.9999"], ("--availability 0.9999",)),
     "records that are none": Bad(
         lambda p: ["report", damaged(p, "metrics.jsonl", b'[1]\n{"step": 1}\n')], ("metrics.jsonl, line 1",)),
     "a record of another kind": Bad(

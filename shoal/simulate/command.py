@@ -23,6 +23,7 @@ from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.schedules.placement import looped
+from shoal.plan.unused import check_unused
 from shoal.report.chart import Chart
 from shoal.report.terminal import show
 from shoal.report.write import check_name, write
@@ -174,6 +175,8 @@ def run(options: SimulateOptions) -> int:
     """
     console = Console()
     if options.check:
+        others = [name for name in SimulateOptions.model_fields if name != "check"]
+        check_unused(options, others, "--check compares what its own table describes")
         lines, error = published.table(published.read(options.check))
         console.print("\n".join(lines), highlight=False)
         console.print(f"mean absolute error: {error:.3f} points (hundredths of the step)")
@@ -273,14 +276,22 @@ def _check_used(options: SimulateOptions, names: Sequence[str]) -> None:
             f"{option}: with --cluster, times are those of the estimate.\n  Leave one of them out."
             if options.cluster else f"{option}: only with --cluster, whose times are those of the estimate"
         )
+    if not (options.comm + options.latency or options.cluster):
+        check_unused(options, ("blocking",), "messages take no time; give --comm or --latency too")
+    if not options.jitter:
+        check_unused(options, ("seed",), "only of --jitter")
+    if options.csv:
+        check_unused(options, ("pp", "microbatches"), "--csv says how many there are")
+    if not set(names) - set(AUTOMATIC):
+        check_unused(options, ("slices",), "nothing that is played cuts sequences at will")
     choosable = [name for name, schedule in KNOWN.items() if schedule.virtual is None]
     for option, given, users in (
         ("virtual-stages", options.virtual_stages, choosable),
         ("memory", options.memory, ["zb-auto"]),
         ("pair", options.pair, ["dualpipe", "dualpipev"]),
     ):
-        if given is not None and not options.csv and not set(users) & set(names):
-            raise UsageError(f"--{option} {given}: only for {', '.join(users)}, not {', '.join(names)}")
+        if given is not None and not set(users) & set(names):
+            raise UsageError(f"--{option} {given}: only for {', '.join(users)}, not {', '.join(names) or options.csv}")
 
 
 # ---- one schedule ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from shoal.config import Section
 from shoal.cost.units import TIME, parse, show_seconds
 from shoal.errors import UsageError
 from shoal.files import check_place
+from shoal.plan.unused import check_unused
 from shoal.report.lines import lines as chart
 from shoal.report.svg import Canvas
 from shoal.simulate.goodput import (
@@ -86,6 +87,8 @@ def run(options: GoodputOptions) -> int:
     if options.out and options.out.suffix != ".svg":
         raise UsageError(f"--out {options.out}: a figure ends in .svg")
     check_place(options.out, "--out")
+    if options.spares is not None:
+        check_unused(options, ("availability",), "--spares says how many there are")
     jobs = described(options)
     console = Console(highlight=False)
     for line in report(jobs, options):
