@@ -204,18 +204,30 @@ def read_profile(folder: Path) -> Profile | None:
     """The profile of a run, None where it has none.
 
     Raises:
-        UsageError: a rank's file is missing, or recorded other steps than the first rank's.
+        UsageError: a rank's file is missing, damaged, or recorded other steps than the first rank's.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:
         return None
+    try:
+        return _profile(paths)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        raise UsageError(
+            f"{folder / FOLDER} cannot be read as a profile: {type(error).__name__}: {error}"
+            "\n  Take it again (shoal train --profile), or move the folder away: the report needs none."
+        ) from None
+
+
+def _profile(paths: Sequence[Path]) -> Profile:
     headers, ranks = [], []
     for path in paths:
         header, *lines = map(json.loads, path.read_text().splitlines())
         actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
-        times = ([line[name] for line in lines] for name in ("begin", "arrived", "end"))
-        place = (header[name] for name in ("rank", "pp", "dp", "tp"))
-        ranks.append(RankProfile(*place, actions, tuple(line["step"] for line in lines), *times))
+        times = [[[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")]
+        if any(len(step) != len(actions) for steps in times for step in steps):
+            raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
+        place = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
+        ranks.append(RankProfile(*place, actions, tuple(int(line["step"]) for line in lines), *times))
         headers.append(header)
     by_stage = {rank.pp: rank.actions for rank in ranks}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
@@ -223,9 +235,6 @@ def read_profile(folder: Path) -> Profile | None:
     pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
     stages = 1 + max(values["stage_rank"])
     if len(world) != stages * dp * tp or {rank.steps for rank in ranks} != {ranks[0].steps} or pp != stages:
-        raise UsageError(
-            f"{folder / FOLDER}: {len(ranks)} ranks have recorded, not all of {stages} x {dp} x {tp}, or not the same "
-            "steps.\n  Take the profile again: shoal train --profile."
-        )
+        raise ValueError(f"{len(ranks)} ranks have recorded, not all of {stages} x {dp} x {tp}, or not the same steps")
     program = Program(tuple(by_stage[i] for i in range(stages)), **values)
     return Profile(program, headers[0]["layout"], tuple(ranks))

@@ -85,7 +85,9 @@ def _fit(path: Path, points: list[Point], constants: Calibration, console: Conso
     found = held_out(points, constants, folds)
     unseen = Scored(points, *found, *held_out_intervals(points, constants, found, folds))
     constants = spreads(points, fitted(points, constants), found)
-    path.write_text(HEAD + tomli_w.dumps(as_toml(constants, points)), encoding="utf-8")
+    partial = path.with_suffix(".partial")  # `path` may be the constants that this began from
+    partial.write_text(HEAD + tomli_w.dumps(as_toml(constants, points)), encoding="utf-8")
+    partial.replace(path)
     console.print(f"{path}: {len(constants.constants)} constants", soft_wrap=True)
     for line in at_bounds(constants, points):
         console.print(f"  {line}", soft_wrap=True, markup=False)

@@ -1,6 +1,8 @@
 """Profiles of real runs: every action of the program once and in order, on one clock; nothing where not asked for."""
 
 import json
+import re
+import shutil
 import time
 
 import pytest
@@ -83,6 +85,33 @@ def test_a_missing_rank_is_named(corpus, pool, tmp_path):
     (folder / "profile" / "rank-00001.jsonl").unlink()
     with pytest.raises(UsageError, match="1 ranks have recorded, not all of 2 x 1 x 1"):
         read_profile(folder)
+
+
+DAMAGED = {
+    "cut off": lambda lines: [lines[0], lines[1][:20]],
+    "a time is missing": lambda lines: [lines[0], re.sub(r'"end":\[[^,]*,', '"end":[', lines[1]), *lines[2:]],
+    "no header": lambda lines: lines[1:],
+    "nothing": lambda lines: [],
+    "a list": lambda lines: ["[]", *lines[1:]],
+    "other actions": lambda lines: [lines[0].replace('"actions":[[', '"actions":[["F",9],['), *lines[1:]],
+}
+
+
+@pytest.fixture(scope="module")
+def profiled(corpus, pool, tmp_path_factory):
+    config = small_config(corpus, {}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
+    return train_in(pool, config, tmp_path_factory.mktemp("profiled") / "run")
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_profile_is_one_clear_error(profiled, tmp_path, capsys, damage):
+    folder = shutil.copytree(profiled, tmp_path / "run")
+    path = folder / "profile" / "rank-00000.jsonl"
+    path.write_text("\n".join(DAMAGED[damage](path.read_text().splitlines())))
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder / 'profile'} cannot be read as a profile" in said
+    assert "Traceback" not in said
 
 
 def test_a_profile_without_steps_is_refused_before_any_work(capsys):
