@@ -70,6 +70,10 @@ class StepOptions(Section):
     ranks: PositiveInt = 2
     """Ranks of one thread (in single and compile: threads)."""
 
+    products: Literal["equal", "torch"] = "equal"
+    """Who multiplies for torch's contenders: the library that shoal chooses for its ranks, so that nothing but the
+    parallelism differs; or the one that torch has by itself."""
+
     quick: bool = False
     """2 turns of 1 step: shows that everything runs and computes the same losses, and proves nothing about speed."""
 
@@ -171,7 +175,7 @@ def main(args: list[str]) -> int:
 
 def step(options: StepOptions, console: Console) -> int:
     """Run the races and print the table."""
-    every = races(Workload(sequences=options.sequences), options.ranks)
+    every = races(Workload(sequences=options.sequences), options.ranks, products=options.products == "equal")
     names = _wanted(options.only, every)
     _check_out(options.out)
     _check_allocator()
@@ -187,6 +191,8 @@ def step(options: StepOptions, console: Console) -> int:
                 if row.target is not None:
                     console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
     console.print(step_table(rows))
+    if options.products == "torch":
+        console.print("Torch's contenders multiply by the library that torch has by itself.")
     console.print(machine(), highlight=False)
     if options.out:
         write(rows, options.out)

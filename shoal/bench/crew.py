@@ -43,6 +43,7 @@ class Contender:
         ranks: processes.
         threads: of torch in each.
         tuned: whether its processes are set as shoal sets its ranks (`shoal.train.tuning`).
+        products: if so, whether with the library of products too, or with the allocator alone.
         workload: what it processes.
     """
 
@@ -52,6 +53,7 @@ class Contender:
     ranks: int = 1
     threads: int = 1
     tuned: bool = True
+    products: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(contender.threads)
     if contender.tuned:
-        tune_process()
+        tune_process(products=contender.products)
     try:
         if contender.ranks > 1:
             shared = dist.FileStore(store, contender.ranks)

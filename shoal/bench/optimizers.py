@@ -16,6 +16,7 @@ from shoal.catalog import ModelShape
 from shoal.config import OptimizerConfig
 from shoal.cost.parameters import Held, StagePart, units_of
 from shoal.layout import Layout
+from shoal.models.products import by_mkl
 from shoal.optim.adam8bit import WIDTH, dynamic_map
 from shoal.optim.build import build, compilable, weight_decay
 from shoal.optim.shards import Part, Shard, Shards
@@ -87,13 +88,19 @@ def _layers(model: ModelShape, layers: int) -> list[Held]:
     return [held for unit in units for held in unit]
 
 
-def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int) -> Timing:
-    """Time one step of each contender in each turn, on parameters of these shapes."""
+def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> Timing:
+    """Time one step of each contender in each turn, on parameters of these shapes.
+
+    Args:
+        products: whether the rivals' are made as ours, or by the library that torch has by itself.
+    """
     config = OptimizerConfig(name=rule, hessian_every=10**9)
     ours = {"shoal": partial(flat, config, shapes)}
     if compilable(rule):
         ours["compiled"] = partial(flat, config, shapes, compile=True)
     others = rivals(config, shapes)
+    if not products:
+        others = {name: partial(_multiplying_by_mkl, make) for name, make in others.items()}
     seconds: dict[str, list[float]] = {name: [] for name in (*ours, *others)}
     makers = ours | others
     # Whose memory was allocated first was up to a tenth slower, so each side is first for half of the turns.
@@ -145,6 +152,10 @@ def rivals(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]]) -> dict[
     """Makers of steps of the others, each on its own copy of the parameters as tensors."""
     ways = ("fused", "foreach") if config.name in FUSED else ("plain loop",)
     return {way: partial(_rival, config, shapes, way) for way in ways}
+
+
+def _multiplying_by_mkl(make: Callable[[], Step]) -> Step:
+    return by_mkl()(make())
 
 
 def _rival(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str) -> Step:

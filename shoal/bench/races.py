@@ -1,8 +1,8 @@
 """The races of `shoal bench step`: which of shoal's layouts runs against what of torch, and what it must reach.
 
-2 ranks of 1 thread each, or one process of 2 threads (or as many as asked for); the same allocator setting
-and library of products on both sides, except in ``single``, which compares with a loop as people write it, on those as
-the system and torch set them.
+2 ranks of 1 thread each, or one process of 2 threads (or as many as asked for); the same allocator setting and, unless
+asked otherwise, the same library of products on both sides, except in ``single``, which compares with a loop as people
+write it, on those as the system and torch set them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ FEW_TOKENS = 512  # of a step, in which what is not computing weighs more
 FASTEST = ("interleaved-1f1b", "zb-v", "dualpipev", "dualpipe")  # of ours, one of which takes on all of torch's
 
 
-def races(workload: Workload, ranks: int = 2) -> list[Race]:
-    """All races over one workload, on so many ranks or threads."""
+def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[Race]:
+    """All races over one workload, on so many ranks or threads.
+
+    Args:
+        products: whether torch's contenders have the library of products that shoal's have, or the one of torch.
+    """
     several = partial(Contender, workload=workload, ranks=ranks)
+    torchs = partial(several, products=products)
     one = partial(Contender, workload=workload, threads=ranks)
     pipe = {"pp": ranks, "micro_batch": workload.sequences // MICROBATCHES}
     few = workload.tokens <= FEW_TOKENS
     replicated = several("shoal zero 0", partial(ours.engine, dp=ranks, bucket_mb=8))
     sharded = several("shoal zero 1", partial(ours.engine, dp=ranks, zero=1, bucket_mb=8))
-    ddp = tuple(several(f"DDP, buckets of {mb} MB", partial(references.ddp, bucket_mb=mb)) for mb in (8, 64))
+    ddp = tuple(torchs(f"DDP, buckets of {mb} MB", partial(references.ddp, bucket_mb=mb)) for mb in (8, 64))
     alone = several("independent processes", references.independent)
     pipelines = tuple(several(f"shoal {name}", partial(ours.engine, schedule=name, **pipe)) for name in FASTEST)
     threaded = one(f"one process of {ranks} threads", ours.engine)
@@ -51,32 +56,32 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
         Race(
             "fsdp",
             (several("shoal zero 3", partial(ours.engine, dp=ranks, zero=3)),),
-            (several("FSDP2 fully_shard", references.fsdp),),
+            (torchs("FSDP2 fully_shard", references.fsdp),),
             target=1.1,
         ),
         Race(
             "zero 2",
             (several("shoal zero 2", partial(ours.engine, dp=ranks, zero=2, bucket_mb=8)),
              several("shoal zero 3, kept", partial(ours.engine, dp=ranks, zero=3, reshard_after_forward=False))),
-            (several("FSDP2, kept after forward", partial(references.fsdp, reshard=False)),),
+            (torchs("FSDP2, kept after forward", partial(references.fsdp, reshard=False)),),
             target=1.0,
         ),
         Race(
             "threads",
             (replicated,),
-            (one(f"one process, {ranks} replicas", partial(threads.data_parallel, replicas=ranks)),),
+            (one(f"one process, {ranks} replicas", partial(threads.data_parallel, replicas=ranks), products=products),),
             target=1.0,
             also=ddp[:1],
         ),
-        _overlap("overlap", workload, ranks, device_seconds=0.0),
-        _overlap("overlap-device", workload, ranks, device_seconds=0.004),
+        _overlap("overlap", workload, ranks, device_seconds=0.0, products=products),
+        _overlap("overlap-device", workload, ranks, device_seconds=0.004, products=products),
         _overlap_on_network(workload, ranks),
         _compressed(workload, ranks),
         Race(
             "tp",
             (several("shoal tp", partial(ours.engine, tp=ranks)),),
-            (several("DTensor, projections alone", partial(references.dtensor, prepared=False)),
-             several("DTensor, inputs prepared", partial(references.dtensor, prepared=True))),
+            (torchs("DTensor, projections alone", partial(references.dtensor, prepared=False)),
+             torchs("DTensor, inputs prepared", partial(references.dtensor, prepared=True))),
             target=1.6 if ranks > 2 else 1.9 if few else 1.4,
         ),
         *(
@@ -87,7 +92,7 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
         Race(
             "pp best",
             pipelines,
-            tuple(several(f"torch {theirs}", partial(pipeline, schedule=theirs)) for theirs in SCHEDULES.values()),
+            tuple(torchs(f"torch {theirs}", partial(pipeline, schedule=theirs)) for theirs in SCHEDULES.values()),
             target=1.1,
             fastest=True,
         ),
@@ -96,7 +101,7 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             Race(
                 f"pp {name}",
                 (several(f"shoal {name}", partial(ours.engine, schedule=name, **pipe)),),
-                (several(f"torch {theirs}", partial(pipeline, schedule=theirs)),),
+                (torchs(f"torch {theirs}", partial(pipeline, schedule=theirs)),),
                 target=1.0,
                 also=(threaded,),
             )
@@ -107,13 +112,13 @@ def races(workload: Workload, ranks: int = 2) -> list[Race]:
             (one("shoal", ours.engine),),
             (one("plain loop, system allocator", references.plain, tuned=False),),
             target=1.2,
-            also=(one("plain loop, tuned allocator", references.plain),),
+            also=(one("plain loop, tuned allocator", references.plain, products=products),),
         ),
         *(_compiled(workload, ranks, precision, share) for precision, share in (("fp32", 0.77), ("bf16", 0.60))),
     ]
 
 
-def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float) -> Race:
+def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float, *, products: bool) -> Race:
     """Naive DDP against the same with overlap, on so few tokens a rank and over sockets that communication weighs.
 
     Args:
@@ -128,7 +133,7 @@ def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float) -
         (few_on("shoal zero 0", ddp),),
         (few_on("shoal, reduced after backward", partial(ddp, overlap=False)),),
         target=1 / 0.9,
-        also=(few_on("DDP, buckets of 4 MB", theirs),),
+        also=(few_on("DDP, buckets of 4 MB", theirs, products=products),),
         bounds=(few_on("independent processes", partial(references.independent, device_seconds=device_seconds)),),
     )
 

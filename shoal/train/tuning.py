@@ -6,7 +6,8 @@ from shoal.models.products import tune_products
 from shoal.train.allocator import tune_allocator
 
 
-def tune_process() -> None:
-    """Set both for what is allocated and multiplied from now on, each where it helps."""
+def tune_process(*, products: bool = True) -> None:
+    """Set both (or the allocator alone) for what is allocated and multiplied from now on, each where it helps."""
     tune_allocator()
-    tune_products()
+    if products:
+        tune_products()

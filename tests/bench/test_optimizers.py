@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from shoal.bench import optimizers
 from shoal.bench.optimizers import FUSED, Timing, flat, rivals, shapes_of
 from shoal.catalog import model_shape
 from shoal.cli import main
 from shoal.config import OptimizerConfig
+from shoal.models import products
 from shoal.optim.build import RULES
 
 SHAPES = {"layers.0.mlp.up.weight": (32, 512), "layers.0.mlp_norm.weight": (48,), "layers.0.mlp.gate.weight": (64, 256)}
@@ -28,6 +30,28 @@ def test_all_contenders_make_the_same_updates(rule):
         # 8-bit codes: what lies at a border between two may fall to either side
         allowed = 2e-2 if rule == "adam8bit" else 2e-3
         assert (weights - torch.cat([t.flatten() for t in theirs])).norm() < allowed * moved
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_rivals_alone_multiply_by_torchs_library_where_that_is_asked(equal, monkeypatch):
+    said = {}
+
+    def made(name):
+        def step():
+            said.setdefault(name, set()).add(torch.get_float32_matmul_precision())
+
+        return step
+
+    monkeypatch.setattr(optimizers, "flat", lambda *_, compile=False: made("ours"))
+    monkeypatch.setattr(optimizers, "_rival", lambda *_: made("rival"))
+    monkeypatch.setattr(products, "_by_onednn", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        optimizers.measure("muon", SHAPES, 2, products=equal)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert said == {"ours": {"medium"}, "rival": {"medium" if equal else "highest"}}
 
 
 def test_shapes_have_at_least_the_parameters_asked_for():

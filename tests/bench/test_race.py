@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.bench import command, transport
+from shoal.bench import command, references, transport
 from shoal.bench.attention import measure
 from shoal.bench.crew import Contender, Crew, Failed, Turn
 from shoal.bench.peak import Product
@@ -18,6 +18,7 @@ from shoal.bench.race import Disagreement, Lap, Race, check_agreement, rows, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
 from shoal.errors import UsageError
+from shoal.models.products import _multiplies_faster
 
 WORK = Workload()
 
@@ -64,6 +65,27 @@ def test_targets_are_those_of_the_tokens_and_ranks(sequences, ranks, targets):
     assert {name: every[name].target for name in targets} == targets
     assert every["pp best"].target == 1.1 and len(every["pp best"].references) == len(SCHEDULES)
     assert every["pp one-process"].target == 0.93
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_torchs_contenders_alone_have_torchs_products_where_that_is_asked(products):
+    for race in races(WORK, products=products):
+        for contender in (*race.ours, *race.references, *race.also, *race.bounds):
+            build = getattr(contender.build, "func", contender.build)
+            torchs = build.__module__.rpartition(".")[2] in ("references", "pipelining", "threads")
+            bound = build is references.independent
+            assert contender.products == (products or not torchs or bound or not contender.tuned), contender.name
+
+
+def multiplies(workload: Workload, rank: int, ranks: int):
+    """A contender whose losses tell who makes its products."""
+    return lambda number: float(torch.get_float32_matmul_precision() == "medium")
+
+
+def test_a_crew_multiplies_by_the_library_of_its_contender():
+    for products, medium in ((False, False), (True, _multiplies_faster())):
+        with Crew(Contender("c", multiplies, WORK, products=products)) as crew:
+            assert crew.run(1).losses == [float(medium)]
 
 
 def test_share_of_a_peak_compares_flops():
