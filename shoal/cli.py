@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.config import Section, validate
-from shoal.errors import UsageError, did_you_mean, of_system, redact
+from shoal.errors import UsageError, did_you_mean, of_system, print_what_can_be, redact
 from shoal.files import read_toml
 from shoal.options import defaults, read
 
@@ -240,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 refuted or failed, 2 bad input, 130 interrupted, 141 nobody
     reads what it prints."""
     args = list(sys.argv[1:] if argv is None else argv)
+    print_what_can_be()
     try:
         if not args or args[0] in ("-h", "--help"):
             print(_usage())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from shoal.config import Section
 from shoal.options import POSITIONAL
@@ -77,7 +77,7 @@ class SampleOptions(Section):
 
 
 class TokenizerOptions(Section):
-    vocab_size: PositiveInt = 8192
+    vocab_size: int = Field(8192, gt=0, le=2**24)
     """Token ids, the 256 bytes and the special tokens included."""
 
     out: Path = Path("tokenizer.json")

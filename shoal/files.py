@@ -4,6 +4,8 @@ looked at first."""
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,47 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
     if new and path.exists():
         raise UsageError(f"{option} {path}: it is there already, and is not overwritten.\n  Give another name.")
+
+
+def standing(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+
+
+def try_to_write(path: Path, size: int = 1) -> None:
+    """Require that a folder, or the nearest of its parents that is there, takes a file; none is left.
+
+    Args:
+        size: bytes of the file.
+
+    Raises:
+        OSError: as making or writing it would: nobody may, the file system is full or read-only, or it is no folder.
+    """
+    with tempfile.TemporaryFile(dir=standing(path)) as file:  # on Linux without a name, even for the moment
+        file.write(bytes(size))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A text as a file, in place of what was there: whole or, whatever happens meanwhile, not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there still is.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def expanded(path: str | Path, option: str) -> Path:
+    """A path in which ``~`` is somebody's home.
+
+    Raises:
+        UsageError: it is nobody's.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{option}: '{path}': there is no home of that name.\n  Write the folder out.") from None
 
 
 def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:

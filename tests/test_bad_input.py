@@ -171,6 +171,15 @@ CASES = {
     "a binary corpus": corpus(b"abc\0def" * 4000, says=("bad.txt is a binary file", "Leave it out with a glob")),
     "a corpus that is not UTF-8": corpus(b"caf\xe9 " * 4000, says="bad.txt is not UTF-8 text"),
     "UTF-16": corpus(("hello " * 4000).encode("utf-16"), says="bad.txt is not UTF-8 text"),
+    "paths that nothing reads": Bad(
+        lambda p: ["train", "--data.paths", p.corpus, "--run-folder", p.folder / "unread"],
+        ("with data.source = 'stdlib', which does not read it", "Set data.source (text, jsonl, parquet)")),
+    "a field of plain text": option("--data.field", "body", says="data.field = 'body' with data.source = 'text'"),
+    "a dataset of plain text": option("--data.dataset", "a/b", says="Set data.source (hub), or leave data.dataset out"),
+    "a path that is empty": option("--data.paths", "", says="data.paths: '' names no file"),
+    "a home of nobody": option("--data.paths", "~no-such-user/x", says="there is no home of that name"),
+    "a tokenizer in a home of nobody": option("--data.tokenizer", "~no-such-user/x", says="data.tokenizer: '~no-"),
+    "a cache in a home of nobody": option("--data.cache", "~no-such-user/x", says="data.cache: '~no-such-user"),
     "a sequence longer than the corpus": option(
         "--data.sequence_length", "1000000", says="one sequence needs data.sequence_length + 1 = 1000001"),
     "JSON lines that are none": corpus(b'{"text": "a"}\n{"te', *JSONL, says="bad.txt, line 2: not JSON"),
@@ -231,6 +240,10 @@ CASES = {
     "a look at no text": Bad(lambda p: ["data", "inspect", p.toml, "--data.paths", "/no"], ("no such file, folder",)),
     "a vocabulary without bytes": Bad(
         lambda p: ["data", "train-tokenizer", p.toml, "--vocab-size", "3"], ("byte-level BPE needs at least 257",)),
+    "a vocabulary into a file": Bad(
+        lambda p: ["data", "train-tokenizer", p.toml, "--out", f"{p.toml}/x.json"], ("cannot write",)),
+    "a vocabulary beyond all memory": Bad(
+        lambda p: ["data", "train-tokenizer", p.toml, "--vocab-size", "1000000000000000"], ("less than or equal",)),
     "a checkpoint that is none": Bad(lambda p: ["checkpoint", "verify", p.corpus], ("is not a whole checkpoint",)),
     "a damaged checkpoint": Bad(
         lambda p: ["checkpoint", "verify", damaged(p, NEWEST, b"\0" * 200) / NEWEST.parent], ("is damaged",)),

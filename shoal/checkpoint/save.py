@@ -27,6 +27,7 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.storage import Place
 from shoal.checkpoint.write import Staged, Staging, State, write_part
 from shoal.comm.values import Group, broadcast, gather, rank_of
+from shoal.files import try_to_write
 
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # within which a shared folder shows rank 0 what another host has written
@@ -273,7 +274,7 @@ def check_folder(folder: Place, *, fresh: bool) -> None:
                 "\n  Resume from it, or give the new run a folder of its own."
             )
         if storage.renames(folder):
-            storage.try_to_write(folder)
+            try_to_write(folder)
             if storage.exists(folder / LOCK):
                 lock = storage.lock(folder / LOCK)
                 if lock is None:

@@ -11,7 +11,6 @@ import io
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
@@ -52,24 +51,6 @@ def make_folder(path: Place) -> None:
         path.make()
     else:
         path.mkdir(parents=True, exist_ok=True)
-
-
-def standing(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that is there."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
-
-
-def try_to_write(path: Path, size: int = 1) -> None:
-    """Require that a folder, or the nearest of its parents that is there, takes a file; none is left.
-
-    Args:
-        size: bytes of the file.
-
-    Raises:
-        OSError: as making or writing it would: nobody may, the file system is full or read-only, or it is no folder.
-    """
-    with tempfile.TemporaryFile(dir=standing(path)) as file:  # on Linux without a name, even for the moment
-        file.write(bytes(size))
 
 
 def names(folder: Place) -> list[str]:

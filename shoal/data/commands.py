@@ -8,6 +8,7 @@ from shoal.config import DataConfig
 from shoal.data.corpus import open_corpus
 from shoal.data.shards import SPLITS, Manifest, open_shards, split_of
 from shoal.data.tokenizer import load_tokenizer, train_bpe
+from shoal.files import expanded
 
 
 def prepare(config: DataConfig, *, progress: bool = True) -> None:
@@ -35,6 +36,7 @@ def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:
         for text in open_corpus(config).documents()
         if split_of(text.encode(), config.validation_fraction) == "train"
     )
+    out = expanded(out, "--out")
     tokenizer = train_bpe(documents, vocab_size, out)
     print(f"{out}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {out}")
 

@@ -18,6 +18,7 @@ import xxhash
 
 from shoal.config import DataConfig
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import expanded
 
 if TYPE_CHECKING:
     import datasets
@@ -28,6 +29,11 @@ LONGEST_TEXT = 1 << 20
 # Left out of the stdlib corpus: what others installed, and tests, which some systems package separately (without
 # them the corpus is nearly the same 13 MB everywhere).
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+_READERS = {
+    "paths": ("text", "jsonl", "parquet"), "field": ("jsonl", "parquet", "hub"), "dataset": ("hub",),
+}
 
 
 class Corpus(Protocol):
@@ -163,8 +169,15 @@ def open_corpus(config: DataConfig) -> Corpus:
     """The documents that ``config.source`` names. Files are found now, and read by `Corpus.documents`.
 
     Raises:
-        UsageError: no path or dataset was given, or no file matches one.
+        UsageError: no path or dataset was given, one that the source does not read, or no file matches one.
     """
+    for name, readers in _READERS.items():
+        value = getattr(config, name)
+        if config.source not in readers and value != DataConfig.model_fields[name].default:
+            raise UsageError(
+                f"data.{name} = {value!r} with data.source = '{config.source}', which does not read it."
+                f"\n  Set data.source ({', '.join(readers)}), or leave data.{name} out."
+            )
     if config.source == "stdlib":
         return FileCorpus("Python's standard library", _stdlib_files(), _read_source, "stdlib", plain=True)
     if config.source == "hub":
@@ -193,7 +206,9 @@ def find_files(paths: tuple[str, ...], suffix: str, source: str) -> tuple[Path, 
         raise UsageError(f"data.source = '{source}', but data.paths is empty.\n  Give files, folders or globs.")
     files: dict[Path, None] = {}
     for given in paths:
-        path = Path(given).expanduser()
+        if not given:
+            raise UsageError("data.paths: '' names no file.\n  Give files, folders or globs ('.' is this folder).")
+        path = expanded(given, "data.paths")
         if path.is_file():
             found = [path]
         elif path.is_dir():
@@ -272,7 +287,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                 for value in batch.column(0):
                     yield _text(value.as_py(), field, f"{path}, row {row}")
                     row += 1
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
         raise UsageError(f"{path} is not a parquet file that can be read: {error}") from None
 
 

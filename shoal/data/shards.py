@@ -34,7 +34,7 @@ from shoal.config import DataConfig
 from shoal.data.corpus import Corpus, open_corpus
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import UsageError
-from shoal.files import read_bytes
+from shoal.files import expanded, read_bytes
 
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 24
@@ -158,7 +158,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
         UsageError: the corpus cannot be read, or the cache folder cannot be written.
     """
     corpus = open_corpus(config)
-    cache = config.cache.expanduser()
+    cache = expanded(config.cache, "data.cache")
     try:
         content = corpus.fingerprint(cache / "listings")
         recipe = f"{_FORMAT} {content} {tokenizer.fingerprint} {config.validation_fraction} {SHARD_TOKENS}"
@@ -195,6 +195,8 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
                 ids = tokenizer.encode_batch([text for text, _ in batch])
                 for (_, content), tokens in zip(batch, ids, strict=True):
                     _check_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
+                    if (tokens == tokenizer.end_of_document).any():
+                        raise _ends_inside(content, tokens, tokenizer)
                     writers[split_of(content, validation_fraction)].add(tokens, tokenizer.end_of_document, len(content))
                 advance(sum(len(content) for _, content in batch))
         manifest = Manifest(
@@ -269,6 +271,15 @@ def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
 def _check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
     if len(ids) and (largest := int(ids.max())) >= vocab_size:
         raise UsageError(f"{where}: token id {largest} is outside the vocabulary of {vocab_size} ids.")
+
+
+def _ends_inside(content: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> UsageError:
+    before = tokenizer.decode(ids[: int((ids == tokenizer.end_of_document).argmax())])[-40:]
+    return UsageError(
+        f"a document of {len(content)} bytes that begins {content[:40].decode(errors='replace')!r} has, after "
+        f"{before!r}, text that data.tokenizer encodes as the end of a document (id {tokenizer.end_of_document})."
+        "\n  Take that text out of the document, or use a tokenizer whose end cannot be written."
+    )
 
 
 def _said(error: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +13,7 @@ import numpy as np
 import xxhash
 
 from shoal.errors import UsageError
-from shoal.files import read_bytes
+from shoal.files import expanded, read_bytes, try_to_write, write_whole
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -26,7 +28,7 @@ class Tokenizer(Protocol):
     """Every id is below this."""
 
     end_of_document: int
-    """The id that closes a document. No text encodes to it."""
+    """The id that closes a document. No text should encode to it: shards are not made of one that does."""
 
     fingerprint: str
     """Equal fingerprints encode equally; it is part of the key of cached shards."""
@@ -138,7 +140,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         UsageError: see `FileTokenizer`.
     """
-    return BytesTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
+    return BytesTokenizer() if name == "bytes" else FileTokenizer(expanded(name, "data.tokenizer"))
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer:
@@ -150,15 +152,19 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
         out: where the ``tokenizer.json`` goes; nothing is ever overwritten.
 
     Raises:
-        UsageError: ``out`` exists or cannot be written, or ``vocab_size`` has no room for bytes and end token.
+        UsageError: ``out`` exists or cannot be written, ``vocab_size`` has no room for bytes and end token, or there is
+            no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     smallest = BytesTokenizer.vocab_size
     if vocab_size < smallest:
         raise UsageError(f"vocabulary of {vocab_size}: byte-level BPE needs at least {smallest}, bytes and end token.")
-    if out.exists():
-        raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")
+    try:
+        try_to_write(out.parent)  # before all is read
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}.") from None
+    _refuse_existing(out)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -168,11 +174,19 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    documents = iter(documents)
+    if (first := next(documents, None)) is None:
+        raise UsageError("there is no text to learn a vocabulary from: no document at all.\n  Give more text.")
+    tokenizer.train_from_iterator(chain((first,), documents), trainer)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "x", encoding="utf-8") as file:
-            file.write(tokenizer.to_str(pretty=True))
+        _refuse_existing(out)  # somebody may have made it meanwhile
+        write_whole(out, tokenizer.to_str(pretty=True))
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     return FileTokenizer(out)
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-from shoal.checkpoint.storage import try_to_write
 from shoal.config import FailoverConfig
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
+from shoal.files import try_to_write, write_whole
 
 OWNER, PART = "owner.json", "part.json"
 
@@ -105,10 +105,8 @@ def own(path: Path, run_folder: Path) -> None:
     """
     pid = owner_pid()
     owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
-    partial = path / f"{OWNER}.partial"
     try:
-        partial.write_text(json.dumps(owner))
-        partial.rename(path / OWNER)
+        write_whole(path / OWNER, json.dumps(owner))
     except OSError as error:
         raise _unusable(path, error) from None
 

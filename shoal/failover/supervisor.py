@@ -27,6 +27,7 @@ from shoal.failover.effective import Account
 from shoal.failover.events import write_event
 from shoal.failover.nursery import Nursery
 from shoal.failover.replan import replan
+from shoal.files import write_whole
 from shoal.train.check import check
 from shoal.train.ending import Ending
 from shoal.train.fits import check_memory
@@ -205,12 +206,10 @@ class Supervisor:
             )
 
     def _write_processes(self) -> None:
-        partial = self.folder / f"{PROCESSES_FILE}.partial"
-        partial.write_text(json.dumps({
+        write_whole(self.folder / PROCESSES_FILE, json.dumps({
             "supervisor": os.getpid(), "nursery": self._nursery.pid if self._nursery else None, "attempt": self.attempt,
             "scratch": str(self.crew.scratch), "ranks": [process.pid for process in self.crew.processes],
         }))
-        partial.rename(self.folder / PROCESSES_FILE)
 
     def _tell_end(self, code: int) -> None:
         counted, seconds = self.account.counted, self.account.seconds

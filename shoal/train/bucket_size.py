@@ -23,6 +23,7 @@ from shoal.comm.values import broadcast, world
 from shoal.comm.world import synchronize
 from shoal.config import RunConfig, plain
 from shoal.data.batches import Dataset
+from shoal.files import write_whole
 from shoal.train.engine import Engine
 
 SIZES = (1.0, 4.0, 16.0, 64.0)
@@ -50,7 +51,7 @@ def settle_bucket_size(
     best = min(seconds, key=seconds.__getitem__)
     if mesh.rank == 0:
         found = {"bucket_mb": best, "seconds": seconds, "measured on": _circumstances(config)}
-        (folder / BUCKET_FILE).write_text(json.dumps(found, indent=1) + "\n")
+        write_whole(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
     times = ", ".join(f"{size:g}: {time * 1e3:.0f} ms" for size, time in seconds.items())
     return _with(config, best), f"bucket_mb = auto: {best:g} MiB (a step with {times})"
 
@@ -94,8 +95,13 @@ def _circumstances(config: RunConfig) -> dict:
 
 
 def _kept(config: RunConfig, folder: Path) -> float | None:
+    """The size in the folder; None where there is none for this config, or what is there is damaged."""
     file = folder / BUCKET_FILE
     if not file.is_file():
         return None
-    found = json.loads(file.read_text())
-    return found["bucket_mb"] if found["measured on"] == _circumstances(config) else None
+    try:
+        found = json.loads(file.read_text())
+        same, size = found["measured on"] == _circumstances(config), float(found["bucket_mb"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return size if same and 0 < size < float("inf") else None

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from shoal.catalog import ModelShape
-from shoal.checkpoint.storage import standing
 from shoal.comm.region import host_identity
 from shoal.comm.world import host_memory
 from shoal.config import RunConfig
@@ -26,6 +25,7 @@ from shoal.cost.passes import Pass
 from shoal.cost.state import StateBytes, state_bytes
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError
+from shoal.files import standing
 from shoal.layout import Layout
 from shoal.pipeline.choose import program_of
 from shoal.pipeline.program import Action, Op

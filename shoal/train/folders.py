@@ -12,10 +12,11 @@ from pathlib import Path
 from shoal.catalog import ModelShape
 from shoal.checkpoint import CheckpointError, list_checkpoints
 from shoal.checkpoint.save import check_folder
-from shoal.checkpoint.storage import Place, try_to_write
+from shoal.checkpoint.storage import Place
 from shoal.config import RunConfig
 from shoal.errors import UsageError
 from shoal.failover.host import check_home, home
+from shoal.files import try_to_write
 from shoal.train.fits import check_disk, checkpoint_bytes
 from shoal.train.run_folder import RUNS, checkpoints_of, is_free, taken
 

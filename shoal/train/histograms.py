@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shoal.comm.ops import all_reduce
 from shoal.config import RunConfig
 from shoal.errors import UsageError
+from shoal.files import read_json, write_whole
 from shoal.models.transformer import Transformer
 from shoal.parallel.apply import Stage
 from shoal.precision.histogram import BINS, count
@@ -207,23 +208,31 @@ class Histograms:
                 tensors.append({"kind": kind, "name": name, "first": first, "counts": row[first : seen[-1] + 1]})
         self.folder.mkdir(exist_ok=True)
         text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
-        partial_file = self.folder / ".partial"
-        partial_file.write_text(text)
-        partial_file.replace(self.folder / f"step-{step:08d}.json")
+        write_whole(self.folder / f"step-{step:08d}.json", text)
 
 
 def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
-    """The newest recorded step of a run, and what it has; None where nothing was recorded."""
+    """The newest recorded step of a run, and what it has; None where nothing was recorded.
+
+    Raises:
+        UsageError: its file is damaged.
+    """
     files = sorted((folder / FOLDER).glob("step-*.json"))
     if not files:
         return None
-    found = json.loads(files[-1].read_text())
-    tensors = []
-    for tensor in found["tensors"]:
-        before, counts = [0] * tensor["first"], tensor["counts"]
-        after = [0] * (BINS - len(before) - len(counts))
-        tensors.append(Histogram(tensor["kind"], tensor["name"], (*before, *counts, *after)))
-    return found["step"], tensors
+    found = read_json(files[-1])
+    try:
+        tensors = []
+        for tensor in found["tensors"]:
+            before, counts = [0] * tensor["first"], [int(count) for count in tensor["counts"]]
+            after = [0] * (BINS - len(before) - len(counts))
+            tensors.append(Histogram(str(tensor["kind"]), str(tensor["name"]), (*before, *counts, *after)))
+        return int(found["step"]), tensors
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{files[-1]} is no record of histograms: {type(error).__name__}: {error}"
+            "\n  Remove it: the report needs none."
+        ) from None
 
 
 def check_histograms(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shoal.comm.world import COLLECTIVE_SECONDS, die_with_parent, init_world, pick_device, usable_cores
 from shoal.errors import UsageError, redact
 from shoal.failover.watchdog import STACK_SIGNAL
+from shoal.files import write_whole
 from shoal.train.meeting import meeting_store
 from shoal.train.tuning import tune_process
 
@@ -195,10 +196,8 @@ def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bo
     usage = isinstance(error, UsageError)
     report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
     if folder is not None:
-        record = record_path(folder, rank)
-        unfinished = record.with_suffix(".partial")
-        unfinished.write_text(json.dumps({"when": time.monotonic(), "report": report, "usage": usage}))
-        unfinished.rename(record)  # whole or not at all, should a signal end this process meanwhile
+        ended = {"when": time.monotonic(), "report": report, "usage": usage}
+        write_whole(record_path(folder, rank), json.dumps(ended))  # should a signal end this process meanwhile
     return usage, report
 
 

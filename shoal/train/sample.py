@@ -109,7 +109,8 @@ def generate(
         if temperature == 0:
             following = logits.argmax()
         else:
-            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+            likely = ((logits - logits.max()) / temperature).softmax(-1)  # no temperature makes infinities of these
+            following = torch.multinomial(likely, 1, generator=generator)[0]
         if int(following) == stop:
             break
         new = following.view(1)

@@ -16,7 +16,7 @@ from shoal.comm.values import all_gather, broadcast, world
 from shoal.comm.world import destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
-from shoal.errors import UsageError
+from shoal.errors import UsageError, print_what_can_be
 from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
 from shoal.failover.host import free, home
@@ -50,6 +50,7 @@ def run(
         member: its place, where that is not what the environment says.
         stop: where requests to stop are counted already.
     """
+    print_what_can_be()
     member = member or joined()
     before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)

@@ -14,7 +14,7 @@ from rich.console import Console
 from shoal.catalog.calibration import Calibration, read_calibration
 from shoal.config import Section
 from shoal.errors import UsageError
-from shoal.files import check_place
+from shoal.files import check_place, write_whole
 from shoal.options import POSITIONAL
 from shoal.validate.by_estimate import Played, played
 from shoal.validate.fit import as_toml, at_bounds, fitted
@@ -85,9 +85,7 @@ def _fit(path: Path, points: list[Point], constants: Calibration, console: Conso
     found = held_out(points, constants, folds)
     unseen = Scored(points, *found, *held_out_intervals(points, constants, found, folds))
     constants = spreads(points, fitted(points, constants), found)
-    partial = path.with_suffix(".partial")  # `path` may be the constants that this began from
-    partial.write_text(HEAD + tomli_w.dumps(as_toml(constants, points)), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, HEAD + tomli_w.dumps(as_toml(constants, points)))  # `path` may be those that it began from
     console.print(f"{path}: {len(constants.constants)} constants", soft_wrap=True)
     for line in at_bounds(constants, points):
         console.print(f"  {line}", soft_wrap=True, markup=False)

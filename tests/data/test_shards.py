@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.config import DataConfig
 from shoal.data import shards
 from shoal.data.shards import Manifest, TokenStream, open_shards, split_of
-from shoal.data.tokenizer import BytesTokenizer, train_bpe
+from shoal.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
 from shoal.errors import UsageError
 
 BYTES = BytesTokenizer()
@@ -53,6 +53,27 @@ def test_the_streams_hold_every_document_once_and_in_order(config):
     for split, stream in streams(config).items():
         assert documents_of(stream) == expected(config)[split]
         assert stream.info.documents == len(expected(config)[split]) > 0
+
+
+def test_a_document_that_encodes_to_its_end_is_refused(tmp_path):
+    """A unigram model has the end in its own vocabulary, and finds it in text."""
+    from tokenizers import Tokenizer, models, trainers
+
+    unigram = Tokenizer(models.Unigram())
+    trainer = trainers.UnigramTrainer(vocab_size=30, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    unigram.train_from_iterator(["the cat sat"] * 50, trainer)
+    unigram.save(str(tmp_path / "unigram.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "unigram.json"))
+    for text, refused in (("the cat sat", False), ("the </s> sat", True)):
+        text_file = tmp_path / f"{refused}.txt"
+        text_file.write_text(text)
+        config = DataConfig(source="text", paths=[str(text_file)], cache=tmp_path / "cache")
+        if not refused:
+            assert open_shards(config, tokenizer).is_dir()
+            continue
+        with pytest.raises(UsageError, match=r"begins 'the </s> sat' has, after '.+', text"):
+            open_shards(config, tokenizer)
+    assert len(list((tmp_path / "cache" / "shards").glob("*/manifest.json"))) == 1
 
 
 def test_with_a_trained_tokenizer_too(config, tmp_path):

@@ -1,3 +1,6 @@
+import errno
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,6 +73,31 @@ def test_training_overwrites_nothing(tmp_path):
     with pytest.raises(UsageError, match="exists"):
         train_bpe(unread(), 300, out)
     assert out.read_text() == "precious"
+
+
+def test_a_vocabulary_that_cannot_be_written_is_noticed_first_and_is_written_whole(tmp_path, monkeypatch):
+    def unread():
+        yield pytest.fail("training began")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot write"):
+        train_bpe(unread(), 300, tmp_path / "file" / "tokenizer.json")
+
+    def full(path, text, **_):
+        with open(path, "w") as file:
+            file.write(text[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match="No space left"):
+        train_bpe(TEXT, 300, tmp_path / "tokenizer.json")
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_no_text_makes_no_vocabulary(tmp_path):
+    with pytest.raises(UsageError, match="no document at all"):
+        train_bpe([], 300, tmp_path / "tokenizer.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_vocabulary_needs_room_for_bytes(tmp_path):

@@ -57,6 +57,12 @@ def test_a_resumed_run_takes_the_size_of_its_folder(pool, corpus, tmp_path) -> N
     assert same_bits(checkpoints(folder)[8], checkpoints(again)[8])
 
 
+@pytest.mark.parametrize("content", ["", '{"bucket_mb": 4.0', '{"bucket_mb": "x", "measured on": {}}', "[1]", "{}"])
+def test_a_damaged_size_is_measured_anew(content, tmp_path) -> None:
+    (tmp_path / BUCKET_FILE).write_text(content)
+    assert bucket_size._kept(build({"parallel": {"dp": 2, "bucket_mb": "auto"}}), tmp_path) is None
+
+
 @pytest.mark.parametrize("parallel", [{}, {"dp": 2, "zero": 3}], ids=["alone", "ZeRO-3"])
 def test_where_there_are_no_buckets_to_choose_nothing_is_measured(pool, corpus, tmp_path, parallel) -> None:
     config = small_config(corpus, {"micro_batch": 2, "bucket_mb": "auto", **parallel}, train={"steps": 2})

@@ -102,7 +102,7 @@ def test_the_step_that_is_not_finite_is_recorded(pool, tmp_path):
     assert all(any(sum(h.counts[-PER_OCTAVE:]) for h in found if h.kind == kind) for kind in ("gradients", KINDS[3]))
 
 
-def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path):
+def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path, capsys):
     config = small_config(corpus, train={"steps": 5, "validate_every": 0}, metrics={"histograms": 3},
                           checkpoint={"every": 0})
     folder = train_in(pool, config, tmp_path / "run")
@@ -113,6 +113,10 @@ def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path):
     page = (folder / "report.html").read_text()
     assert "What the tensors hold, step 4" in page
     assert all(f"<h3>{kind}</h3>" in page for kind in KINDS) and "layers.1.attention.q" in page
+    for damage in ("{", "[]", '{"step": 4}', '{"step": 4, "tensors": [{"first": 0}]}'):
+        (folder / "histograms" / "step-00000004.json").write_text(damage)
+        assert main(["report", str(folder)]) == 2
+        assert "step-00000004.json is no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("sections", "said"), [

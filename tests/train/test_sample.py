@@ -1,6 +1,8 @@
 """What a trained model writes: the same for the same seed, and from a checkpoint of any layout."""
 
+import io
 import shutil
+import sys
 
 import pytest
 import torch
@@ -141,6 +143,19 @@ def test_the_command_prints_the_text(run, capsys):
     _, folder = run
     assert main(["sample", str(folder), "def ", "--tokens", "30", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == write(folder, tokens=30, temperature=0) + "\n"
+
+
+def test_any_text_is_printed_whatever_letters_the_terminal_has(run, monkeypatch):
+    """An untrained model writes bytes that are no text, and a run that is done must not fail for what it prints."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr("shoal.train.sample.sample_checkpoint", lambda *_, **__: "def \ufffd\u2713")
+    assert main(["sample", str(run[1]), "def "]) == 0
+    assert terminal.buffer.getvalue() == b"def ??\n"
+
+
+def test_any_temperature_gives_a_text(run):
+    assert write(run[1], temperature=1e-320, tokens=4) == write(run[1], temperature=0, tokens=4)
 
 
 def test_what_is_no_run_is_refused(run, tmp_path, capsys):

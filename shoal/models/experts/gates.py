@@ -45,7 +45,12 @@ def capacity(experts: Experts, s: int) -> int | None:
     """
     if not experts.capacity_factor:
         return None
-    return min(s, math.ceil(experts.capacity_factor * experts.per_token * s / experts.count))
+    return min(s, _rounded_up(experts.capacity_factor * experts.per_token * s / experts.count))
+
+
+def _rounded_up(tokens: float) -> int:
+    """1.05 x 6 x 160 / 4 is 252, and a little more in floating point."""
+    return math.ceil(round(tokens, 6))
 
 
 def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choice:
@@ -125,7 +130,7 @@ def expert_choice(logits: Tensor, experts: Experts) -> Choice:
     """
     shares = logits.softmax(-1)
     s = logits.shape[1]
-    take = min(s, math.ceil((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
+    take = min(s, _rounded_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
     order = (shares.detach() / ALIKE).round().argsort(dim=1, descending=True, stable=True)[:, :take]
     chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, order, True)
     unchosen = (~chosen.any(-1)).long()
