@@ -16,6 +16,7 @@ from shoal.pieces import Piece
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
+_APART = 16  # elements between rows: those that lie a power of two apart share few lines of the caches
 _MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
 
 
@@ -110,9 +111,9 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
     """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and up to half of the
     products are saved. On the CPU, where smaller ones are no slower."""
     n = len(left)
-    out = left.new_empty(n, n) if out is None else out
     if left.is_cuda:
         return torch.mm(left, right, out=out)
+    out = left.new_empty(n, n + _APART)[:, :n] if out is None else out
     for start in range(0, n, ROWS):
         end = min(start + ROWS, n)
         torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])
