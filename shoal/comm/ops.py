@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,12 +88,18 @@ def _start_sum(x: Tensor, group: Group) -> Pending:
     return dist.all_reduce(x, group=group.backend, async_op=True)
 
 
+def read(x: Tensor) -> Any:
+    """The numbers of what a collective made, as `Tensor.tolist`. Where the device only queues collectives it is here
+    that the host waits for the other ranks, and its stack shows it (`shoal.failover.watchdog`)."""
+    return x.tolist()
+
+
 def first_of(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
     """The numbers that the group's first rank has, on all of them; equally many on each."""
     if group is None:
         return list(numbers)
     first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
-    return list(numbers) if group.alone else first.tolist()
+    return list(numbers) if group.alone else read(first)
 
 
 def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:

@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,11 @@ class Stopwatch:
         self._begin, self._first = 0.0, None
 
     def start(self) -> None:
-        """Wait for the device once, and set its clock by that of the host."""
+        """Wait for what was queued, and set the device's clock by that of the host."""
         if self.device.type == "cuda":
-            synchronize(self.device)
-            self._begin, self._first = time.perf_counter(), self.mark()
+            self._first = self.mark()
+            self._first.synchronize()
+            self._begin = time.perf_counter()
 
     def mark(self) -> Any:
         """This moment; on CUDA, that at which all work queued so far is done."""
@@ -129,11 +131,39 @@ class Stopwatch:
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """The moments by the host's `time.perf_counter`; waits for them."""
+        """The moments by the host's `time.perf_counter`; waits for them.
+
+        Not for the whole device: a receive that was posted ahead may wait for a rank that waits for this one.
+        """
         if self.device.type != "cuda":
             return list(marks)
-        synchronize(self.device)
+        for mark in marks:
+            mark.synchronize()
         return [self._begin + self._first.elapsed_time(mark) / 1000 for mark in marks]
+
+
+@contextmanager
+def reproducible(device: torch.device) -> Iterator[None]:
+    """Inside, kernels give the same bits twice. On CUDA some add in any order otherwise, attention's backward among
+    them; `allow_reproducible_products` comes first.
+
+    Raises:
+        RuntimeError: torch's, at an operator that has no such kernel.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def allow_reproducible_products() -> None:
+    """What cuBLAS asks for, before the process's first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.values import Group, broadcast, gather
+from shoal.comm.world import reproducible
 from shoal.failover.replicas import hash_of
 from shoal.train.blame import ValueWatch
 from shoal.train.engine import Engine
@@ -81,7 +82,8 @@ def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
     watch, made_ahead = _Hashes(engine), engine.batches_of
     engine.shift, engine.batches_of = shift, engine.make_batches
     try:
-        watch.run(engine, step)
+        with reproducible(engine.mesh.device):
+            watch.run(engine, step)
     finally:
         engine.shift, engine.batches_of = 0, made_ahead
     return watch.trace()

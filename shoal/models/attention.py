@@ -37,11 +37,20 @@ class AttentionCore(nn.Module):
         """
         if self.kernel == "explicit":
             return explicit_attention(q, k, v, mask)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # There the kernels that take masks or float32 know no groups, but for one that writes all scores out.
+            k, v = per_head(q, k), per_head(q, v)
         with of_small_blocks(k):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
         return backward_of_small_blocks(out, k)
+
+
+def per_head(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values, [b, k, t, d], for every query head of q, [b, a, s, d]: [b, a, t, d]."""
+    groups = q.shape[1] // k.shape[1]
+    return k if groups == 1 else k.repeat_interleave(groups, dim=1)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

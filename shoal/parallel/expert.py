@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.catalog import ModelShape
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_gather
+from shoal.comm.ops import all_gather, read
 from shoal.comm.rows import exchange_rows, gather_rows, part_lengths, part_of, permuted, scatter_rows, whole_of
 from shoal.models.experts.grouped import Experts
 from shoal.models.experts.layer import MoE
@@ -174,8 +174,8 @@ def dispatch(experts: Experts, at: ExpertParallel, rows: Tensor, counts: Tensor)
     coming = per_rank[:, at.index].contiguous()  # [from, expert here]
     everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
     send = counts.view(at.size, -1).sum(1).tolist()
-    receive = coming.sum(1).tolist()
-    gathered = everywhere.sum((1, 2)).tolist()
+    receive = read(coming.sum(1))
+    gathered = read(everywhere.sum((1, 2)))
     order = _by_expert(everywhere.flatten(0, 1))
     # One name: what backward does not need is gone at the next step.
     rows = exchange_rows(rows, send, receive, at.group)

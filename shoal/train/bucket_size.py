@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.comm.values import broadcast, world
 from shoal.comm.world import synchronize
 from shoal.config import RunConfig, plain
@@ -67,10 +67,10 @@ def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) ->
         candidate = _with(config, size)
         engine = Engine(candidate, shape, mesh.with_layout(candidate.parallel), samples)
         count = torch.tensor(len(engine.parameters.buckets), device=mesh.device)
-        before, cuts = cuts, int(all_reduce(count, mesh.group("world")))
+        before, cuts = cuts, read(all_reduce(count, mesh.group("world")))
         if cuts != before:
             slowest = torch.tensor(_time(engine), dtype=torch.float64, device=mesh.device)
-            seconds[size] = float(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
+            seconds[size] = read(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
         del engine
         gc.collect()  # its modules and hooks refer to each other, and the next one needs the memory
     return seconds

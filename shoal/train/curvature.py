@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.comm.ops import all_gather, all_reduce
+from shoal.comm.ops import all_gather, all_reduce, read
 from shoal.data.batches import Batch
 from shoal.models.initial import Initial, fill
 from shoal.models.labels import draw, key_of_step
@@ -140,7 +140,7 @@ def _root_mean_square(engine: Engine) -> float:
         for part in shard.parts:
             if part.primary:
                 total += torch.linalg.vector_norm(shard.weights[part.slice]).double().square().to(total.device)
-    return math.sqrt(float(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
+    return math.sqrt(read(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
 
 
 def _backward(engine: Engine, batches: Sequence[Batch], tokens: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.config import RunConfig
 from shoal.data.ahead import Ahead
 from shoal.data.batches import Batch, Dataset
@@ -189,7 +189,7 @@ class Engine:
         counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)
         for batch, update in zip(batches, update_of, strict=True):
             counts[update] += batch.unmasked()
-        return all_reduce(counts.to(self.mesh.device), self.mesh.group("dp")).tolist()
+        return read(all_reduce(counts.to(self.mesh.device), self.mesh.group("dp")))
 
     def evaluate(self, samples: Dataset) -> float:
         """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes.
@@ -207,7 +207,7 @@ class Engine:
         loss = self._runtime(program).evaluate(batches) * (self.mesh.index("tp") == 0)
         if self.routing:
             self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
-        return float(all_reduce(loss, self.mesh.group("world"))) / tokens
+        return read(all_reduce(loss, self.mesh.group("world"))) / tokens
 
     def _validation_indices(self, microbatch: int) -> range:
         n = self.config.parallel.micro_batch

@@ -8,10 +8,11 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
-from shoal.comm.world import synchronize
+from shoal.comm.world import Stopwatch
 from shoal.config import TrainConfig
 from shoal.errors import UsageError
 from shoal.pipeline.program import COMPUTE, Action
@@ -97,50 +98,56 @@ class Times:
 
 
 class Watch:
-    """A `Recorder` that handicaps a rank and counts its time. It wraps the engine's ``step``."""
+    """A `Recorder` that handicaps a rank and counts its time. It wraps the engine's ``step``.
+
+    Nothing of a step waits for the device, but the sleep of a handicapped rank for what it computed before.
+    """
 
     def __init__(self, engine: Engine, handicaps: Handicaps):
         rank = engine.mesh.rank
         self.factor, self.death = handicaps.factors.get(rank, 1.0), handicaps.deaths.get(rank)
         self.pace, self.times = handicaps.pace, Times()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
-        self._step, engine.step, self._device = engine.step, self.step, engine.mesh.device
+        self._step, engine.step, self._clock = engine.step, self.step, Stopwatch(engine.mesh.device)
         engine.runtime.recorders.append(self)
 
     def step(self, number: int, **options: bool) -> object:
         """The engine's step, unless this rank dies first."""
         if self.death is not None and number >= self.death:
             os.kill(os.getpid(), signal.SIGKILL)
-        self._left, self._computed = self._of_step, 0.0
-        begin = self._now()
+        self._begins: list[Any] = []
+        self._ends: list[Any] = []
+        self._slept = 0.0
+        self._clock.start()
+        whole = [self._clock.mark()]
         result = self._step(number, **options)
-        self.times.total += self._now() - begin
+        begin, end = self._clock.seconds([*whole, self._clock.mark()])
+        self.times.computing += self._computed() + self._slept
+        self.times.total += end - begin
         self.times.steps += 1
         return result
 
     def begin(self, action: Action) -> None:
         """As `Recorder`."""
-        self._begin = self._now()
+        self._begin = self._clock.mark()
 
     def arrived(self, action: Action) -> None:
         """As `Recorder`: waiting for a neighbour in the pipeline is not computing."""
-        self._begin = self._now()
+        self._begin = self._clock.mark()
 
     def end(self, action: Action) -> None:
         """As `Recorder`. After the step's last computation a handicapped rank sleeps."""
         if action.op not in COMPUTE:
             return
-        self._computed += self._now() - self._begin
-        self._left -= 1
-        if self._left == 0:
-            wanted = max(self._computed, self.pace) * self.factor
-            time.sleep(wanted - self._computed)
-            self.times.computing += wanted
+        self._begins.append(self._begin)
+        self._ends.append(self._clock.mark())
+        if len(self._ends) == self._of_step and (self.factor > 1 or self.pace):
+            computed = self._computed()
+            self._slept = max(computed, self.pace) * self.factor - computed
+            time.sleep(self._slept)
 
-    def _now(self) -> float:
-        """The time at which all that was begun on the device is done: the host alone only launches it."""
-        synchronize(self._device)
-        return time.perf_counter()
+    def _computed(self) -> float:
+        return sum(self._clock.seconds(self._ends)) - sum(self._clock.seconds(self._begins))
 
 
 def who_waits(times: dict[int, Times | None]) -> Table:

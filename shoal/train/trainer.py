@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.comm.values import all_gather, world
 from shoal.comm.world import peak_memory
 from shoal.config import RunConfig, plain
@@ -279,7 +279,7 @@ class Trainer:
         kind = torch.float8_e4m3fn if native else compute
         own = peak_flops(kind, self.mesh.device, self.local_ranks)
         total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
-        rate, unknown = all_reduce(total, self.mesh.group("world")).tolist()
+        rate, unknown = read(all_reduce(total, self.mesh.group("world")))
         return None if unknown else rate
 
     def _looked_and_went_back(self, result: StepResult, timer: StepTimer) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.comm.values import all_gather, world
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class OneUpdate:
             return
         loss = loss * (engine.mesh.index("tp") == 0)  # tensor-parallel ranks all have the same
         mine = torch.stack((loss, engine.parameters.square_norm(), torch.full_like(loss, self.stop)))
-        totals = all_reduce(mine, engine.mesh.group("world")).tolist()
+        totals = read(all_reduce(mine, engine.mesh.group("world")))
         self.loss, self.norm = totals[0] / self.tokens, math.sqrt(totals[1]) if totals[1] >= 0 else math.nan
         self.stopped = totals[2] > 0
         scale = engine.loss_scale
@@ -136,7 +136,7 @@ class ManyUpdates(OneUpdate):
         engine, mesh = self.engine, self.engine.mesh
         mine = torch.cat((torch.stack((loss * (mesh.index("tp") == 0), torch.full_like(loss, self.stop))),
                           self.square_norms))
-        loss_sum, stop, *norms = all_reduce(mine, mesh.group("world")).tolist()
+        loss_sum, stop, *norms = read(all_reduce(mine, mesh.group("world")))
         self.loss, self.stopped = loss_sum / self.tokens, stop > 0
         if not all(map(math.isfinite, (loss_sum, *norms))):
             mine = (self.spoilt, -mesh.index("pp"), mesh.describe())

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
 from shoal.comm.values import all_gather, broadcast, world
-from shoal.comm.world import destroy_world
+from shoal.comm.world import allow_reproducible_products, destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
 from shoal.errors import UsageError, print_what_can_be
@@ -56,6 +56,8 @@ def run(
     records = scratch_folder() if member.how == "local" else shared_folder(member)
     beat = Beat(records and record_path(records, member.rank))
     config = build(payload["config"])
+    if config.failover.reexecute_every:
+        allow_reproducible_products()
     member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
     device, link = member.device(config.train.device), Link.of(config.train.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)

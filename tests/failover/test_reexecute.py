@@ -1,12 +1,14 @@
 """A step that is computed twice finds the rank that computes wrong, now and then or always."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Mesh
 from shoal.config import build, plain
-from shoal.failover.reexecute import SilentCorruption, judge, reexecute
+from shoal.failover.reexecute import SilentCorruption, _Hashes, judge, reexecute, trace
 from shoal.train.check import check
 from shoal.train.engine import Engine
 from tests.train.test_engine import Uneven, numbers_config
@@ -18,6 +20,18 @@ LAYOUTS = {
     "pp 2 x dp 2, ZeRO-2": {"pp": 2, "dp": 2, "zero": 2, "micro_batch": 2},
     "dp 2 x tp 2": {"dp": 2, "tp": 2, "micro_batch": 2},
 }
+
+
+@pytest.mark.parametrize(("device", "strict"), [("cpu", False), ("cuda", True)])
+def test_what_is_computed_twice_is_computed_reproducibly(monkeypatch, device, strict):
+    """On CUDA attention's backward adds in any order, unless it is told not to: that would look like corruption."""
+    seen = []
+    monkeypatch.setattr(
+        _Hashes, "run", lambda self, engine, step: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    mesh = SimpleNamespace(device=torch.device(device))
+    trace(SimpleNamespace(mesh=mesh, program=SimpleNamespace(depth=1), batches_of=None, make_batches=None), 1)
+    assert seen == [strict] and not torch.are_deterministic_algorithms_enabled()
 
 
 class _Flip(torch.autograd.Function):

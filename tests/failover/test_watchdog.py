@@ -1,15 +1,21 @@
 """Who is lost and who is not, judged from signs that are made up: no clock, no process."""
 
+import faulthandler
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shoal
+from shoal.comm.ops import read
 from shoal.config import FailoverConfig
 from shoal.failover.beat import Phase, Record
 from shoal.failover.watchdog import LONGEST_GAP, SLOW_SECONDS, STOPPED_SECONDS, Sign, Watchdog, waits, who_is_stuck
 
+SHOAL = Path(shoal.__file__).parent
 LIMITS = FailoverConfig(silence_seconds=10, stall_seconds=20)
 
 
@@ -118,6 +124,24 @@ def stack(*files: str) -> str:
 
 WAITS = stack("shoal/comm/progress.py", "shoal/comm/ops.py", "shoal/parallel/data.py")
 WORKS = stack("torch/nn/functional.py", "shoal/models/attention.py", "shoal/pipeline/runtime.py")
+
+
+def test_a_rank_that_reads_what_a_device_has_yet_to_sum_waits(tmp_path):
+    """NCCL's collectives are only queued: it is the read in which the host waits for the others."""
+    class Summed:
+        def tolist(self):
+            with open(tmp_path / "stack", "w") as file:
+                faulthandler.dump_traceback(file)
+
+    read(Summed())
+    assert waits((tmp_path / "stack").read_text())
+
+
+def test_all_read_what_they_sum_where_it_is_seen():
+    unseen = re.compile(r"all_reduce\(.*\)\.(tolist|item)\(\)|(int|float|bool)\(all_reduce\(")
+    rooms = [path for room in ("train", "parallel", "failover", "pipeline") for path in (SHOAL / room).rglob("*.py")]
+    assert len(rooms) > 50
+    assert [path for path in rooms if unseen.search(path.read_text())] == []
 
 
 def test_the_stuck_rank_is_the_one_that_does_not_wait():

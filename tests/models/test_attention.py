@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.models import attention
 from shoal.models.attention import (
@@ -16,6 +17,26 @@ from shoal.models.attention import (
 )
 
 SMALL = st.integers(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"),
+    [(torch.float32, False, 8), (torch.float32, True, 8), (torch.bfloat16, True, 8), (torch.bfloat16, False, 4)],
+)
+def test_on_cuda_no_kernel_is_asked_for_groups_that_would_write_out_all_scores(monkeypatch, dtype, masked, heads):
+    """Flash attention alone knows groups, in narrow formats and without a mask."""
+    given = {}
+
+    def kernel(q, k, v, **how):
+        given.update(how, heads=k.shape[1])
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 16, 4, dtype=dtype, device="cuda") for n in (8, 4))
+        mask = torch.empty(1, 1, 16, 16, dtype=torch.bool, device="cuda") if masked else None
+        AttentionCore()(q, k, k, mask)
+    assert given["heads"] == heads and given["enable_gqa"] == (heads == 4)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

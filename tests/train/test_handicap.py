@@ -16,20 +16,31 @@ KERNELS = 0.02  # seconds that the device takes for what one action launches
 
 
 class LateDevice:
-    """A device that has yet to do what was launched, until somebody waits for it; and the only clock."""
+    """A device that does what is launched in order, while the host, whose sleep alone takes time, goes on."""
 
     def __init__(self):
-        self.queued = self.now = 0.0
+        self.host = self.done = 0.0
+        self.waits = 0
 
-    def synchronize(self, device: torch.device) -> None:
-        self.sleep(self.queued)
-        self.queued = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
+    def launch(self, seconds: float) -> None:
+        self.done = max(self.done, self.host) + seconds
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.host += seconds
+
+    # as a `Stopwatch`
+
+    def start(self) -> None:
+        self.host = max(self.host, self.done)
+
+    def mark(self) -> float:
+        return max(self.done, self.host)
+
+    def seconds(self, marks: list[float]) -> list[float]:
+        if marks and max(marks) > self.host:
+            self.host = max(marks)
+            self.waits += 1
+        return marks
 
 
 def engine_on(device: LateDevice) -> SimpleNamespace:
@@ -41,32 +52,40 @@ def engine_on(device: LateDevice) -> SimpleNamespace:
         for action in actions:
             for recorder in runtime.recorders:
                 recorder.begin(action)
-            device.queued += 3 * KERNELS if action.op is Op.REDUCE else KERNELS
+            device.launch(3 * KERNELS if action.op is Op.REDUCE else KERNELS)
             for recorder in runtime.recorders:
                 recorder.end(action)
 
     return SimpleNamespace(mesh=SimpleNamespace(rank=0, device=torch.device("cpu")), runtime=runtime, step=step)
 
 
-def test_the_time_of_an_action_is_that_of_the_device(monkeypatch):
+@pytest.fixture
+def device(monkeypatch):
     device = LateDevice()
-    monkeypatch.setattr(handicap, "synchronize", device.synchronize)
+    monkeypatch.setattr(handicap, "Stopwatch", lambda _: device)
     monkeypatch.setattr(handicap, "time", device)
+    return device
+
+
+@pytest.mark.parametrize(("factor", "pace", "slept"), [(1.0, 0.0, 0.0), (3.0, 0.0, 4 * KERNELS), (2.0, 1.0, 1.96)])
+def test_the_time_of_an_action_is_that_of_the_device(device, factor, pace, slept):
     engine = engine_on(device)
-    watch = Watch(engine, Handicaps({}, {}, 0.0))
+    watch = Watch(engine, Handicaps({0: factor}, {}, pace))
     for number in range(3):
         engine.step(number)
     assert watch.times.steps == 3
-    assert watch.times.computing == pytest.approx(3 * 2 * KERNELS)
+    assert watch.times.computing == pytest.approx(3 * (2 * KERNELS + slept))
     assert watch.times.waiting == pytest.approx(3 * 3 * KERNELS)
+    # A host that waits inside a step for what a neighbour has yet to send may keep from it what it waits for.
+    assert device.waits == 3 * (1 + (slept > 0))
 
 
-def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(monkeypatch):
+def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(device, monkeypatch):
     killed = []
     monkeypatch.setattr(handicap.os, "kill", lambda process, signal: killed.append(signal))
     train = TrainConfig(dead="0@4,1@9")
     first = Handicaps.of(train, 2)
-    engine = engine_on(LateDevice())
+    engine = engine_on(device)
     Watch(engine, first)
     for number in (0, 3, 6):  # another took 4
         assert not killed

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.models.attention import per_head
 from shoal.models.products import of_small_blocks
 
 Kernel = Literal["sdpa", "explicit"]
@@ -41,7 +42,7 @@ def attend(
         [b, a, n, d], zeros where a query sees nothing; and the log-sum-exp [b, a, n] of the scores, -inf there, in
         float32 at least.
     """
-    k, v = _per_head(q, k), _per_head(q, v)
+    k, v = per_head(q, k), per_head(q, v)  # the kernels that give the log-sum-exp know no groups
     which = _kernel(q, mask, kernel)
     if which == "explicit":
         return _attend_explicitly(q, k, v, mask, causal)
@@ -70,7 +71,7 @@ def attend_backward(
     Other arguments as of `attend`.
     """
     groups = q.shape[1] // k.shape[1]
-    k, v = _per_head(q, k), _per_head(q, v)
+    k, v = per_head(q, k), per_head(q, v)
     which = _kernel(q, mask, kernel)
     if which == "explicit":
         d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal)
@@ -99,12 +100,6 @@ def _kernel(q: Tensor, mask: Tensor | None, kernel: Kernel) -> str:
         return "cpu"
     half, d = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     return "flash" if half and mask is None and d % 8 == 0 and d <= 256 else "explicit"
-
-
-def _per_head(q: Tensor, k: Tensor) -> Tensor:
-    """Keys for every query head: the kernels that give the log-sum-exp know no groups."""
-    groups = q.shape[1] // k.shape[1]
-    return k if groups == 1 else k.repeat_interleave(groups, dim=1)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.config import RelaxedConfig, RunConfig
 from shoal.data.batches import Batch, Dataset
 from shoal.data.order import EvenSplit, OverlappingShards, Sampler
@@ -155,7 +155,7 @@ class CompressedEngine(ReplicaEngine):
     def count(self, batches: Sequence[Batch]) -> int:
         """Of all replicas."""
         count = torch.tensor(sum(batch.unmasked() for batch in batches), device=self.mesh.device)
-        return max(1, int(all_reduce(count, self.mesh.group("dp"))))
+        return max(1, read(all_reduce(count, self.mesh.group("dp"))))
 
     def update(self, step: int, loss: Tensor, tokens: int, stop: bool) -> StepResult:
         """As `Engine`'s, with the compressed sum.
@@ -180,7 +180,7 @@ class CompressedEngine(ReplicaEngine):
     def _totals(self, loss: Tensor, stop: Tensor) -> list[float]:
         """Summed over all ranks: the loss, the squared gradient norm, and how many were asked to stop."""
         mine = torch.stack((loss, self.parameters.square_norm(), stop))
-        return all_reduce(mine, self.mesh.group("world")).tolist()
+        return read(all_reduce(mine, self.mesh.group("world")))
 
     def state(self) -> dict[str, list[Piece]]:
         """As `Engine`, and the errors of every replica."""
@@ -214,7 +214,7 @@ class LocalEngine(ReplicaEngine):
         """
         first = self.mesh.index("tp") == 0
         mine = torch.stack((loss * first, self.parameters.square_norm()))
-        total, square = all_reduce(mine, self.here.group("world")).tolist()
+        total, square = read(all_reduce(mine, self.here.group("world")))
         if not (math.isfinite(total) and math.isfinite(square)):
             raise Diverged(f"step {step}: replica {self.replica} has loss {total / tokens:g}, the others go on")
         norm = math.sqrt(square)
@@ -223,7 +223,7 @@ class LocalEngine(ReplicaEngine):
         if not self.averages.due(step + 1, self.config.train.steps):
             return ReplicaResult(total / tokens, norm, rate, tokens, False, met=False)
         self.averages.average()
-        loss_sum, count, norms, steps, stops = all_reduce(self._since, self.mesh.group("world")).tolist()
+        loss_sum, count, norms, steps, stops = read(all_reduce(self._since, self.mesh.group("world")))
         self._since.zero_()
         return ReplicaResult(loss_sum / count, norms / steps, rate, round(count), stop=stops > 0)
 

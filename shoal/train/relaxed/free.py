@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.catalog import ModelShape
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, read
 from shoal.comm.window import Window
 from shoal.config import RunConfig
 from shoal.data.batches import Batch, Dataset
@@ -117,7 +117,7 @@ class FreeEngine(ReplicaEngine):
         if batches:
             sums[0] = self._runtime(forwards_of(self.program, len(batches))).evaluate(batches)
             sums[1] = sum(batch.unmasked() for batch in batches)
-        loss, tokens = all_reduce(sums, group).tolist()
+        loss, tokens = read(all_reduce(sums, group))
         return loss / max(1.0, tokens)
 
     # ---- state -------------------------------------------------------------------------------------------------
