@@ -49,7 +49,7 @@ def capacity(experts: Experts, s: int) -> int | None:
 
 
 def _rounded_up(tokens: float) -> int:
-    """1.05 x 6 x 160 / 4 is 252, and a little more in floating point."""
+    """1.05 x 6 x 1280 / 8 is 1008, and a little more in floating point."""
     return math.ceil(round(tokens, 6))
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.catalog import Experts
@@ -25,9 +25,10 @@ seeds = st.integers(0, 10**6)
 factors = st.sampled_from([0.0, 0.4, 1.0, 1.7])
 
 
+@example(105, 6, 1280, 8)
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 4096), st.sampled_from([4, 8, 64]))
 def test_the_capacity_is_that_of_the_formula(hundredths, per_token, s, count):
-    """ceil(f k s / E) of f as it is written, which floating point has only nearly: 1.05 x 6 x 160 / 4 is 252."""
+    """ceil(f k s / E) of f as it is written, which floating point has only nearly: 1.05 x 6 x 1280 / 8 is 1008."""
     experts = Experts(count=count, per_token=min(per_token, count), ffn=1, capacity_factor=hundredths / 100)
     wanted = math.ceil(Fraction(hundredths, 100) * experts.per_token * s / count)
     assert gates.capacity(experts, s) == min(s, wanted)
