@@ -190,9 +190,12 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
             return None
         *lines, unread = (unread + told).split(b"\n")
         for line in lines:
+            # What a fork is sent before it has its own handlers waits: the kernel throws away what is ignored.
+            signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
             try:
                 pid = os.fork()
             except OSError as error:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
                 _tell(orders, failed=str(error))
                 continue
             if pid == 0:
@@ -200,10 +203,12 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
                 for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
                     signal.signal(signum, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
                 for end in (orders, wake, woken):
                     end.close()
                 die_with_parent(here)
                 return json.loads(line)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
             _tell(orders, started=pid)
 
 

@@ -18,6 +18,8 @@ from shoal.errors import UsageError
 from shoal.pipeline.program import COMPUTE, Action
 from shoal.train.engine import Engine
 
+MOST = 1000  # times as slow: of longer sleeps a run would only look hung
+
 
 @dataclass(frozen=True)
 class Handicaps:
@@ -47,8 +49,8 @@ class Handicaps:
         factors = _read("train.straggler", train.straggler, "=", r"\d+(\.\d+)?", "1=4", ranks)
         deaths = _read("train.dead", train.dead, "@", r"\d+", "1@20", ranks)
         for rank, factor in factors.items():
-            if float(factor) < 1:
-                raise UsageError(f"train.straggler = '{rank}={factor}': a factor of 1 or more.")
+            if not 1 <= float(factor) <= MOST:
+                raise UsageError(f"train.straggler = '{rank}={factor}': a factor of 1 to {MOST}.")
         dying = {rank: int(step) for rank, step in deaths.items() if int(step) >= begin and not restarted}
         return Handicaps({rank: float(factor) for rank, factor in factors.items()}, dying, train.pace)
 

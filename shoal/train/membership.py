@@ -81,10 +81,13 @@ def _from_torchrun() -> Membership:
             f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} are not."
             "\n  Set them too, or unset RANK and WORLD_SIZE to start the ranks on this machine."
         )
-    place = [_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    place = [
+        number for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        for number in (_number(rank, below=_number(size)), _number(size))
+    ]
     if local:
         return Membership(*place, how="local")
-    return Membership(*place, how="torchrun", master=(os.environ["MASTER_ADDR"], _number("MASTER_PORT")))
+    return Membership(*place, how="torchrun", master=(os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)))
 
 
 def _from_slurm() -> Membership:
@@ -113,11 +116,14 @@ def _expand_counts(counts: str) -> list[int]:
     return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
 
 
-def _number(name: str) -> int:
+def _number(name: str, *, below: int | None = None) -> int:
     try:
-        return int(os.environ[name])
+        number = int(os.environ[name])
     except ValueError:
         raise UsageError(f"the environment variable {name} = {os.environ[name]!r} is not a number.") from None
+    if below is not None and not 0 <= number < below:
+        raise UsageError(f"the environment variable {name} = {number} is not one of 0 to {below - 1}.")
+    return number
 
 
 def scratch_folder() -> Path:
@@ -166,7 +172,8 @@ def become_rank(
     named = os.environ.get("OMP_NUM_THREADS", "")
     if threads or not named:
         torch.set_num_threads(threads or share_of_cores(membership.local_world_size))
-    elif membership.how == "local" and named.isdigit():  # a fork read the variable as it was for its nursery
+    elif membership.how == "local" and named.isdigit() and int(named):
+        # A fork read the variable as it was for its nursery.
         torch.set_num_threads(int(named))
     picked = membership.device(device)
     if picked.type == "cpu":

@@ -227,7 +227,8 @@ class Trainer:
             validated = self.engine.validated
             self.validation_dropped = validated.dropped if validated else None
             self.display.validation(self.validation_loss, self.step, self.validation_dropped)
-        if self.step % self.config.metrics.log_every == 0 or last or self.step == 1:
+        due = self.step % self.config.metrics.log_every == 0 or self.step == 1 or last
+        if due or self.validation_loss is not None:
             self._log(result, timer, peak)
         self.display.progress(self.step, self.config.train.steps)
         every = self.config.checkpoint.every

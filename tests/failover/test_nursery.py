@@ -68,6 +68,15 @@ def report(here: Path, name: str = "rank") -> dict:
     return json.loads(file.read_text())
 
 
+def test_a_request_that_comes_before_a_fork_has_its_own_handlers_is_not_lost(own, here):
+    """The nursery leaves such requests to the ranks, and the kernel throws away what a process ignores."""
+    for number in range(20):
+        child = fork(own, here, "sleep", f"stopped-{number}")
+        os.kill(child.pid, signal.SIGTERM)
+        wait_for(lambda child=child: child.poll() is not None, 30)
+        assert child.returncode == -signal.SIGTERM
+
+
 def test_a_fork_is_a_process_of_its_own(here, capfd):
     with started(here) as own:  # here, since it inherits the stdout of now
         first, second = fork(own, here, "0", "first", heard=True), fork(own, here, "7", "second")

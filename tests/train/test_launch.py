@@ -306,6 +306,18 @@ def test_half_a_torchrun_is_refused(monkeypatch):
         joined()
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", 2), ("RANK", -1), ("LOCAL_RANK", 1), ("MASTER_PORT", 65536)])
+def test_a_place_that_there_is_not_is_refused(monkeypatch, name, value):
+    clear(monkeypatch)
+    there = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for variable, right in there.items():
+        monkeypatch.setenv(variable, str(right))
+    assert joined().rank == 1
+    monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match=f"{name} = {value} is not one of 0 to"):
+        joined()
+
+
 FAULTS = """
 import os, resource, sys, torch
 from shoal.train.allocator import tune_allocator

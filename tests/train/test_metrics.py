@@ -13,6 +13,8 @@ from shoal.config import MetricsConfig
 from shoal.errors import UsageError
 from shoal.train.metrics import FILE_NAME, MetricsWriter, StepMetrics, read_metrics
 
+from .runs import small_config, train_in
+
 PLAIN = MetricsConfig(tensorboard=False)
 SAMPLE = StepMetrics(step=1, steps=20, loss=5.5, learning_rate=1e-3, gradient_norm=1.2, tokens_per_second=2e4,
                      tokens_per_second_per_rank=5e3, memory_bytes=1 << 30, seconds_left=61.0, mfu=0.4)
@@ -142,3 +144,13 @@ def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_pat
     writer.close()
     (found,) = read_metrics(tmp_path)
     assert found.expert_load == [[0.75, 0.25, 0, 0, 0, 0, 0, 0]] * 2
+
+
+def test_a_step_that_validated_is_logged_whatever_is_due(corpus, pool, tmp_path):
+    config = small_config(
+        corpus, train={"steps": 10, "validate_every": 4}, metrics={"log_every": 5, "tensorboard": False},
+    )
+    found = read_metrics(train_in(pool, config, tmp_path / "run"))
+    assert [(record.step, record.validation_loss is not None) for record in found] == [
+        (1, False), (4, True), (5, False), (8, True), (10, True),
+    ]
