@@ -83,7 +83,7 @@ class MetricsConfig(Section):
     """What is recorded while training. JSONL is always written."""
 
     log_every: PositiveInt = 10
-    """Steps between logged lines."""
+    """Steps between logged lines; the first step, the last, and those that validated are logged too."""
 
     profile: bool = False
     """Record when each action of some steps begins and ends, on every rank, for `shoal report`."""
