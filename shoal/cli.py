@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.config import Section, validate
-from shoal.errors import UsageError, did_you_mean, of_system, print_what_can_be, redact
+from shoal.errors import UsageError, did_you_mean, of_system, redact
 from shoal.files import read_toml
 from shoal.options import defaults, read
+from shoal.stdout import print_what_can_be
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

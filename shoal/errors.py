@@ -1,11 +1,9 @@
-"""The one error that means "what you asked for cannot be", how to suggest what can, and what is safe to print."""
+"""The one error that means "what you asked for cannot be", and how to suggest what can."""
 
 import difflib
-import io
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 
@@ -15,12 +13,6 @@ class UsageError(Exception):
 
     The command line prints the message alone, without a traceback, and exits with code 2.
     """
-
-
-def print_what_can_be() -> None:
-    """From now on stdout takes any text: what its encoding has no letters for, as a model writes it, becomes "?"."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

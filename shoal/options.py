@@ -19,7 +19,8 @@ from contextlib import redirect_stderr
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
+from shutil import get_terminal_size
+from textwrap import dedent, fill
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 
@@ -45,6 +46,20 @@ def parse(prog: str, options: type[T], args: list[str]) -> T:
     """
     given = read(prog, options.__doc__ or "", {"": options}, {"": defaults(options)}, args)[""]
     return validate(options, given, where="command line")
+
+
+def listed(subjects: Mapping[str, str], width: int) -> list[str]:
+    """Lines of a list of subjects and the first paragraph of what is said of each, as wide as the terminal.
+
+    Args:
+        width: of the column of names.
+    """
+    lines = []
+    for name, said in subjects.items():
+        paragraph = " ".join(said.split("\n\n")[0].split())
+        columns, indent = max(width + 40, get_terminal_size().columns - 1), " " * (width + 3)
+        lines.append(fill(paragraph, columns, initial_indent=f"  {name:<{width}} ", subsequent_indent=indent))
+    return lines
 
 
 def read(

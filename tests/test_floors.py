@@ -7,7 +7,7 @@ import pytest
 
 SHOAL = Path(__file__).parents[1] / "shoal"
 FLOORS = (
-    ("config", "options", "mistyped", "layout", "errors", "files", "pieces", "catalog"),
+    ("config", "options", "mistyped", "layout", "errors", "files", "stdout", "pieces", "catalog"),
     ("models", "optim", "precision", "data"),
     ("cost", "comm"),
     ("parallel", "pipeline", "checkpoint"),

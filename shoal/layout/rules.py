@@ -81,6 +81,7 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
             f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
             f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
             f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
+            + (f" Or micro_batch: {fitting}." if (fitting := _fitting(layout, global_batch)) else "")
         )
     if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
         raise UsageError(
@@ -88,6 +89,12 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
             f"{microbatches:,} micro-batches, but a step can have at most {MOST_MICROBATCHES:,}."
             "\n  Use a larger micro_batch or dp."
         )
+
+
+def _fitting(layout: Layout, global_batch: int) -> str:
+    """The sizes of a micro-batch that are nearest to the layout's."""
+    each, left = divmod(global_batch, layout.dp)
+    return "" if left or not each else " or ".join(map(str, sorted(nearest_divisors(layout.micro_batch, of=each))))
 
 
 def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:

@@ -309,7 +309,7 @@ def _map(options: PlanOptions) -> int:
     with shown("mapping") as progress:
         found = grid(runs, nodes, Space(fixed=fixed(options.fix)), progress)
     rows = [
-        [name, f"{answer.run.cluster.size:,}" if answer else f"{count} nodes",
+        [name, f"{count * runs[name].cluster.per_node:,}",
          f"{100 * estimate_of(answer.plan, answer.found).mfu:.1f} %" if answer else "",
          words(answer.found.layout) if answer else "does not fit"]
         for (name, count), answer in found.items()

@@ -10,7 +10,7 @@ from rich.console import Console
 from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
-from shoal.options import parse
+from shoal.options import listed, parse
 from shoal.report import (
     explain_context,
     explain_experts,
@@ -53,16 +53,19 @@ def main(args: list[str]) -> int:
         raise SystemExit(0)
     name, *rest = args
     if "[" in name:
+        if any("]" in word for word in rest):
+            whole = " ".join(args[: 1 + max(i for i, word in enumerate(args) if "]" in word)])
+            raise UsageError(f'explain {name}: put the whole expression in quotes, as one word: "{whole}"')
         options = parse(f"shoal explain {PRODUCT}", ShardingOptions, rest)
         return explain_sharding.explain(name, options, Console())
     if name not in SUBJECTS:
-        raise UsageError(f"explain: there is no '{name}'; {did_you_mean(name, SUBJECTS)}, or {PRODUCT}")
+        raise UsageError(f"explain: there is no '{name}'; {did_you_mean(name, [*SUBJECTS, PRODUCT])}")
     options, subject = SUBJECTS[name]
     return subject(parse(f"shoal explain {name}", options, rest), Console())
 
 
 def _help() -> str:
     subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: ShardingOptions}
-    lines = [f"  {name:<16}{(options.__doc__ or '').splitlines()[0]}" for name, options in subjects.items()]
+    lines = listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17)
     what = "Show how one thing works and what it costs: a collective, a sharded product, where experts are, ..."
     return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])

@@ -14,6 +14,7 @@ from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there,
 from shoal.failover.host import free, home
 from shoal.failover.neighbours import shared_folder
 from shoal.failover.supervisor import Supervisor
+from shoal.stdout import outlive_readers
 from shoal.train.check import check
 from shoal.train.fits import check_memory
 from shoal.train.folders import check_folders
@@ -42,6 +43,7 @@ def train(
         UsageError: whatever cannot be, before any process starts.
     """
     former = os.umask(0o077)
+    outlive_readers()
     try:
         return _train(config, ranks, run_folder, resume, keep_going)
     finally:

@@ -16,12 +16,13 @@ from shoal.comm.values import all_gather, broadcast, world
 from shoal.comm.world import allow_reproducible_products, destroy_world
 from shoal.config import build
 from shoal.data.batches import Dataset, open_dataset
-from shoal.errors import UsageError, print_what_can_be
+from shoal.errors import UsageError
 from shoal.failover.beat import Beat, Phase, record_path
 from shoal.failover.events import write_event
 from shoal.failover.host import free, home
 from shoal.failover.neighbours import Neighbours, shared_folder
 from shoal.failover.postmortem import Last, cause, former
+from shoal.stdout import outlive_readers, print_what_can_be
 from shoal.train.check import check
 from shoal.train.meeting import left_open
 from shoal.train.membership import Membership, become_rank, joined, read_payload, scratch_folder
@@ -51,6 +52,7 @@ def run(
         stop: where requests to stop are counted already.
     """
     print_what_can_be()
+    outlive_readers()
     member = member or joined()
     before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)

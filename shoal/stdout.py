@@ -1,0 +1,40 @@
+"""What is printed must end no run: letters that a terminal has not, and a reader that goes away."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+def print_what_can_be() -> None:
+    """From now on stdout takes any text: what its encoding has no letters for, as a model writes it, becomes "?"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def outlive_readers() -> None:
+    """From now on the reader of stdout may go away, as that of `shoal train | head` does: nothing fails for it, and
+    nothing more is printed."""
+    out = sys.stdout
+    raw = getattr(out.buffer, "raw", out.buffer) if isinstance(out, io.TextIOWrapper) else None
+    if not isinstance(raw, io.FileIO) or isinstance(raw, _Lasting):
+        return
+    out.flush()
+    lasting = _Lasting(out.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        lasting if out.buffer is raw else io.BufferedWriter(lasting),  # as python -u has it, or not
+        out.encoding, out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
+    )
+
+
+class _Lasting(io.FileIO):
+    def write(self, content: bytes | memoryview) -> int | None:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            print("nobody reads any more what this process prints; it goes on", file=sys.stderr, flush=True)
+            return len(content)
