@@ -115,11 +115,17 @@ def plain(section: type[BaseModel]) -> Any:
         nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         kind = plain(field.annotation) if nested else field.annotation
         about = field.description or documented.get(name)
+        about = about and _paragraphs(about)
         marks = [tyro.conf.Positional if mark is POSITIONAL else mark for mark in field.metadata]
         fields[name] = Annotated[(kind, *marks, tyro.conf.arg(help=about))]
     values = TypedDict(section.__name__, fields)  # type: ignore[operator]
     values.__doc__ = section.__doc__
     return values
+
+
+def _paragraphs(text: str) -> str:
+    """Without the ends of lines inside paragraphs: a terminal has ends of its own."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def defaults(section: type[BaseModel]) -> dict[str, Any]:

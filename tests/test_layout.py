@@ -46,7 +46,7 @@ def test_what_fits_a_world_size_also_fits_the_model_and_the_batch():
     assert "Fits 6: pp 3. Or start 2 ranks." in refusal(tp=2, ranks=6)  # dp 3 would not divide the batch
     message = refusal(dp=2, tp=2, global_batch=2, ranks=32)
     assert "Fits 32: pp 2 with tp 8, or pp 4 with tp 4. Or start 4 ranks." in message
-    assert "Nothing fits 7. Start 2 ranks." in refusal(tp=2, ranks=7)
+    assert "No layout of 7 keeps all rules with this model, batch and length. Start 2 ranks." in refusal(tp=2, ranks=7)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,8 @@ def test_global_batch_is_a_multiple_of_one_pass():
     message = refusal(dp=3, micro_batch=2, global_batch=16)
     assert "train.global_batch = 16 is not a multiple of dp 3 x micro_batch 2 = 6" in message
     assert "global_batch = dp x micro_batch x microbatches" in message
-    assert "Nearest global_batch that fits: 12 or 18." in message
+    assert "Nearest global_batch that fits: 12 or 18." in message and "Or micro_batch" not in message
+    assert "Nearest global_batch that fits: 16. Or micro_batch: 1 or 2." in refusal(dp=4, micro_batch=4, global_batch=8)
     assert "Nearest global_batch that fits: 32." in refusal(dp=4, micro_batch=8, global_batch=16)
 
 

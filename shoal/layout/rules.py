@@ -39,7 +39,8 @@ def check(
         )
     if ranks is not None and ranks != layout.world_size:
         fits = _fitting(layout, ranks, shape, global_batch=global_batch, sequence_length=sequence_length)
-        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else f"Nothing fits {ranks}. Start"
+        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else (
+            f"No layout of {ranks} keeps all rules with this model, batch and length. Start")
         raise UsageError(
             f"parallel: {layout.equation()}, but {ranks} were given.\n  {what_fits} {layout.world_size} ranks."
         )
@@ -81,7 +82,7 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
             f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
             f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
             f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
-            + (f" Or micro_batch: {fitting}." if (fitting := _fitting(layout, global_batch)) else "")
+            + (f" Or micro_batch: {fitting}." if (fitting := _micro_batches(layout, global_batch)) else "")
         )
     if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
         raise UsageError(
@@ -91,7 +92,7 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
         )
 
 
-def _fitting(layout: Layout, global_batch: int) -> str:
+def _micro_batches(layout: Layout, global_batch: int) -> str:
     """The sizes of a micro-batch that are nearest to the layout's."""
     each, left = divmod(global_batch, layout.dp)
     return "" if left or not each else " or ".join(map(str, sorted(nearest_divisors(layout.micro_batch, of=each))))

@@ -25,7 +25,9 @@ from shoal.precision.formats import FORMATS
 if TYPE_CHECKING:
     from shoal.config import RunConfig
 
+MODEL = "llama-3-8b"  # where none is named
 TOKENS_PER_STEP = 4 * 2**20
+ROUNDING = 1e-9  # of a step: less is none of its parts
 OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
 
 
@@ -92,6 +94,8 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
         check_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         tables.add(options.catalog)
+    if config is None and not options.model:
+        options = options.model_copy(update={"model": MODEL})
     estimate = Estimate(described(options, config, layout, fill=fill))
     if options.dry_run:
         from shoal.plan.dry import run_dry  # which needs torch
@@ -113,7 +117,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
 def described(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool = True) -> Run:
     """The run that the options describe, checked; arguments as `run` has them."""
     if options.model or config is None:
-        shape = model_shape(options.model or "llama-3-8b")
+        shape = model_shape(options.model or MODEL)
     else:
         from shoal.data.tokenizer import load_tokenizer
 
@@ -233,7 +237,7 @@ def lines(estimate: Estimate, options: EstimateOptions) -> list[str]:
     body = [f"  {name:<{width}}  {value}" for name, value in table]
     times = [
         f"  {name:<{width}}  {show_seconds(seconds):>8}  {100 * seconds / step:5.1f} %"
-        for name, seconds in estimate.breakdown.items() if seconds > 0
+        for name, seconds in estimate.breakdown.items() if seconds > ROUNDING * step
     ]
     memory = [
         f"  {name:<{width}}  {show_bytes(size):>8}" for name, size in vars(estimate.fullest).items() if size > 0
