@@ -4,24 +4,16 @@ room for), optimizers (an update of each rule), experts and depths (what they le
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-import platform
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import PositiveInt
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from shoal.bench import attention, ours, peak, slices, transport
+from shoal.bench import attention, peak, slices, transport
 from shoal.bench.checkpoint_command import CheckpointOptions, checkpoint
 from shoal.bench.collectives_command import CollectivesOptions, collectives
 from shoal.bench.context_command import ContextOptions, LongContextOptions, context, long_context
@@ -29,56 +21,18 @@ from shoal.bench.depths_command import DepthsOptions, depths
 from shoal.bench.experts_command import ExpertsOptions, experts
 from shoal.bench.numerics_command import NumericsOptions, numerics
 from shoal.bench.optimizers_command import OptimizersOptions, optimizers
-from shoal.bench.pipelining import MICROBATCHES
-from shoal.bench.progress import telling
-from shoal.bench.race import Race, Row, run
-from shoal.bench.races import NAMES, races
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
-from shoal.bench.workload import Workload
+from shoal.bench.step_command import StepOptions, machine, step
 from shoal.catalog import model_shape
-from shoal.comm.world import pick_device, usable_cores
+from shoal.comm.world import pick_device
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.models.products import by_mkl, tune_products
 from shoal.options import parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
-from shoal.train.allocator import allocator_environment
 from shoal.train.tuning import tune_process
 
 WIDTH = 140  # of tables that no terminal shows
-SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
-"""Races whose ranks, or micro-batches, share the sequences of a step evenly."""
-
-
-class StepOptions(Section):
-    """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
-
-    only: str = ""
-    """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network,
-    compression-network, tp, tp-overlap, tp-overlap-network, pp, single, compile; or one of several of a kind, as in
-    "pp zb-v" or "tp-overlap ring"."""
-
-    turns: PositiveInt = 10
-    """Turns of each contender; what is compared are medians over all."""
-
-    steps: PositiveInt = 3
-    """Steps in a turn."""
-
-    sequences: PositiveInt = 8
-    """Sequences of 256 tokens in a step, over all ranks: a multiple of the ranks, and of 8 for pp."""
-
-    ranks: PositiveInt = 2
-    """Ranks of one thread (in single and compile: threads)."""
-
-    products: Literal["equal", "torch"] = "equal"
-    """Who multiplies for torch's contenders: the library that shoal chooses for its ranks, so that nothing but the
-    parallelism differs; or the one that torch has by itself."""
-
-    quick: bool = False
-    """2 turns of 1 step: shows that everything runs and computes the same losses, and proves nothing about speed."""
-
-    out: Path | None = None
-    """Also write the table to this file, .csv or .json."""
 
 
 class AttentionOptions(Section):
@@ -168,115 +122,6 @@ def main(args: list[str]) -> int:
     options, command = COMMANDS[name]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     return command(parse(f"shoal bench {name}", options, rest), console)
-
-
-# ---- step --------------------------------------------------------------------------------------------------------
-
-
-def step(options: StepOptions, console: Console) -> int:
-    """Run the races and print the table."""
-    every = races(Workload(sequences=options.sequences), options.ranks, products=options.products == "equal")
-    names = _wanted(options.only, every)
-    _check_out(options.out)
-    _check_allocator()
-    wanted = [race for race in every if race.name in names or race.name.split()[0] in names]
-    _check_work(options, wanted)
-    turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
-    rows: list[Row] = []
-    with telling(console) as tell:
-        for race in wanted:
-            found = run(race, turns, steps, warmup=2, say=tell)
-            rows += found
-            for row in found:
-                if row.target is not None:
-                    console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
-    console.print(step_table(rows))
-    if options.products == "torch":
-        console.print("Torch's contenders multiply by the library that torch has by itself.")
-    console.print(machine(), highlight=False)
-    if options.out:
-        write(rows, options.out)
-    missed = [row for row in rows if row.met is False]
-    return 1 if missed and not options.quick else 0
-
-
-def _wanted(only: str, every: list[Race]) -> list[str]:
-    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(NAMES)
-    allowed = list(dict.fromkeys([*NAMES, *(race.name for race in every)]))
-    for name in wanted:
-        if name not in allowed:
-            raise UsageError(f"bench step --only {only}: there is no race '{name}'; {did_you_mean(name, allowed)}")
-    return wanted
-
-
-def _check_work(options: StepOptions, wanted: list[Race]) -> None:
-    if options.ranks < 2:
-        raise UsageError(f"bench step --ranks {options.ranks}: parallelism needs 2 or more.")
-    for race in wanted:
-        parts = MICROBATCHES if race.name.startswith("pp ") else options.ranks
-        if options.sequences % parts and race.name.split()[0] in SHARED:
-            raise UsageError(
-                f"bench step --sequences {options.sequences}: {race.name} needs a multiple of {parts}."
-                f"\n  Give {-(-options.sequences // parts) * parts}, or choose other races with --only."
-            )
-        for contender in (*race.ours, *race.references, *race.also, *race.bounds):
-            try:
-                ours.check(contender)
-            except UsageError as error:
-                raise UsageError(f"bench step, {race.name}: {error}") from None
-
-
-def _check_out(out: Path | None) -> None:
-    if out is not None and (out.suffix not in (".csv", ".json") or not out.parent.is_dir()):
-        raise UsageError(f"bench step --out {out}: give a file in a folder that exists, ending in .csv or .json.")
-
-
-def _check_allocator() -> None:
-    """The system's setting is one side of a comparison, so it must be the system's."""
-    foreign = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
-    if foreign:
-        raise UsageError(f"the environment sets the allocator of every contender: unset {', '.join(foreign)}.")
-
-
-def step_table(rows: list[Row]) -> Table:
-    """The result as people read it; 80 columns are enough."""
-    table = Table(title="one training step: shoal beside torch", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("contender", overflow="fold")
-    for column in ("ms", "CPU ms", "tokens/s", "MB", "ratio", "quartiles", "target"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("met", no_wrap=True)
-    for i, row in enumerate(rows):
-        if i == 0 or rows[i - 1].race != row.race:
-            table.add_row(f"[bold]{row.race}")
-        target = "" if row.target is None else f"{row.target:.2f}"
-        met = {None: "", True: "[green]yes", False: "[red]no"}[row.met]
-        table.add_row(
-            f"  {row.contender}", f"{row.seconds * 1e3:.1f}", f"{row.cpu_seconds * 1e3:.1f}",
-            f"{row.tokens_per_second:,.0f}", f"{row.memory / 1e6:.0f}", f"{row.ratio:.2f}",
-            f"{row.spread[0]:.2f}-{row.spread[1]:.2f}", target, met,
-            end_section=i + 1 == len(rows) or rows[i + 1].race != row.race,
-        )
-    return table
-
-
-def machine() -> str:
-    """What was measured on, in one line."""
-    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"torch {torch.__version__}, {platform.machine()}, {usable_cores()} cores{load}"
-
-
-def write(rows: list[Row], out: Path) -> None:
-    """The table as CSV or JSON, by the file's ending."""
-    records = [asdict(row) | {"met": row.met} for row in rows]
-    if out.suffix == ".json":
-        out.write_text(json.dumps({"machine": machine(), "rows": records}, indent=1) + "\n")
-        return
-    for record in records:
-        record["spread_low"], record["spread_high"] = record.pop("spread")
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, records[0])
-        writer.writeheader()
-        writer.writerows(records)
 
 
 # ---- attention and peak --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.bench import command, references, transport
+from shoal.bench import command, references, step_command, transport
 from shoal.bench.attention import measure
 from shoal.bench.crew import Contender, Crew, Failed, Turn
 from shoal.bench.peak import Product
@@ -173,7 +173,7 @@ def test_table_is_written(tmp_path, ending):
     ours, theirs = lap("ours", [1.0]), lap("theirs", [2.0])
     table = rows(Race("x", (ours.contender,), (theirs.contender,), target=1.5), [ours, theirs])
     out = tmp_path / f"table.{ending}"
-    command.write(table, out)
+    step_command.write(table, out)
     if ending == "csv":
         records = list(csv.DictReader(out.open()))
         assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
