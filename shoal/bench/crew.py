@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,11 +27,19 @@ from shoal.train.tuning import tune_process
 
 Step = Callable[[int], float]
 
-TIMEOUT = 300.0  # seconds for the first steps, which may compile; collectives give up a little earlier
+TIMEOUT = 300.0  # seconds for the first step, which may compile; collectives give up a little earlier
 
 
 class Failed(RuntimeError):
-    """A contender could not be built or raised in a step; the message has its traceback."""
+    """A contender could not be built or raised in a step; the message has its traceback.
+
+    Attributes:
+        reason: the same in one line, without it.
+    """
+
+    def __init__(self, who: str, reason: str, cause: str = ""):
+        super().__init__(f"{who}: {cause or reason}")
+        self.reason = f"{who}: {reason}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,8 @@ class Crew:
             Failed: on any rank.
         """
         for pipe in self._pipes:
-            pipe.send((self._done, steps))
+            with suppress(BrokenPipeError, ConnectionResetError):  # it ended: its answer, which waits, says why
+                pipe.send((self._done, steps))
         self._done += steps
         turns = self._answers()
         return Turn(
@@ -128,14 +138,14 @@ class Crew:
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise Failed(f"{self.contender.name}: no answer in {TIMEOUT:g} s")
+                raise Failed(self.contender.name, f"no answer in {TIMEOUT:g} s")
             for pipe in ready:
                 try:
                     answer = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    answer = "its process died"
-                if isinstance(answer, str):
-                    raise Failed(f"{self.contender.name}, rank {self._pipes.index(pipe)}: {answer}")
+                    answer = ("its process died",)
+                if not isinstance(answer, Turn):
+                    raise Failed(f"{self.contender.name}, rank {self._pipes.index(pipe)}", *answer)
                 answers[pipe] = answer
         return [answers[pipe] for pipe in self._pipes]
 
@@ -156,8 +166,9 @@ def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, 
             pipe.send(_run(step, range(first, first + count)))
     except EOFError:
         destroy_world()
-    except BaseException:
-        pipe.send(traceback.format_exc())
+    except BaseException as error:
+        reason, *_ = f"{type(error).__name__}: {error}".splitlines()
+        pipe.send((reason, traceback.format_exc()))
 
 
 def _run(step: Step, numbers: range) -> Turn:

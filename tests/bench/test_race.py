@@ -131,6 +131,19 @@ def test_crew_tells_which_contender_failed_and_why():
             crew.run(1)
 
 
+def unbuildable(workload: Workload, rank: int, ranks: int):
+    """A contender that cannot be built, for a reason of two lines."""
+    raise ValueError("no such kernel\nand no other")
+
+
+def test_a_crew_that_has_ended_before_it_is_asked_says_why():
+    with Crew(Contender("broken", unbuildable, WORK)) as crew:
+        crew._processes[0].join()  # as when others are built for longer
+        with pytest.raises(Failed, match="Traceback[\\s\\S]*no such kernel\nand no other") as failed:
+            crew.run(1)
+    assert failed.value.reason == "broken, rank 0: ValueError: no such kernel"
+
+
 def test_batches_of_the_parts_make_up_the_step():
     whole = WORK.batch(5)
     parts = [WORK.batch(5, part, 2) for part in range(2)]
