@@ -20,12 +20,14 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
     """Refuse, before any work, a file that could not be written, or (``new``) that would be written over.
 
     Raises:
-        UsageError: its folder is not there, or it is itself.
+        UsageError: its folder is not there, or it is itself; or it is a folder.
     """
     if path is None:
         return
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: it is a folder.\n  Name a file in it.")
     if new and path.exists():
         raise UsageError(f"{option} {path}: it is there already, and is not overwritten.\n  Give another name.")
 

@@ -258,6 +258,7 @@ CASES = {
     "an estimate of an unknown model": Bad(lambda p: ["estimate", "--model", "llama-9"], ("is not in the catalog",)),
     "a proof of what cannot be": Bad(lambda p: ["verify", p.toml, "--parallel.tp", "3"], ("does not divide",)),
     "a plan over a file": Bad(lambda p: ["plan", "--toml", p.toml], ("is not overwritten",)),
+    "a plan in a folder's place": Bad(lambda p: ["plan", "--toml", p.corpus], ("it is a folder",)),
     "a plan into no folder": Bad(lambda p: ["plan", "--out", "none/plan.html"], ("there is no folder none",)),
     "a plan for a number that is none": Bad(lambda p: ["plan", "--global-batch", "\u00b2"], ("--global-batch \u00b2",)),
     "a plan for too many devices": Bad(lambda p: ["plan", "--cluster", "200000x8xH100"], ("at most 1,048,576",)),

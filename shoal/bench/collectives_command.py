@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shoal.comm.algorithms.description import Collective
 from shoal.config import Section
 from shoal.cost.units import BYTES, parse, show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import check_place, write_whole
 from shoal.report.lines import lines
 from shoal.report.svg import FAINT, Canvas
 
@@ -58,15 +60,21 @@ def collectives(options: CollectivesOptions, console: Console) -> int:
     if not options.ranks or not all(2 <= n <= MOST_RANKS for n in options.ranks):
         raise UsageError(f"--ranks {' '.join(map(str, options.ranks))}: 2 to {MOST_RANKS} processes each")
     for path, suffix, option in ((options.out, ".csv", "--out"), (options.plot, ".svg", "--plot")):
-        if path is not None and (path.suffix != suffix or not path.parent.is_dir()):
-            raise UsageError(f"{option} {path}: give a file in a folder that exists, ending in {suffix}")
-    with telling(console) as tell:
-        rows = list(measure(wanted, sorted(set(options.ranks)), sizes, options.turns, tell))
-    console.print(table(rows))
-    if options.out:
-        write(rows, options.out)
-    if options.plot:
-        options.plot.write_text(plot(rows))
+        if path is not None and path.suffix != suffix:
+            raise UsageError(f"{option} {path}: give a file ending in {suffix}")
+        check_place(path, option, new=True)
+    rows: list[Row] = []
+    try:
+        with telling(console) as tell:
+            for row in measure(wanted, sorted(set(options.ranks)), sizes, options.turns, tell):
+                rows.append(row)
+    finally:  # also of those that are measured where another fails, or Ctrl-C ends it
+        if rows:
+            console.print(table(rows))
+            if options.out:
+                write(rows, options.out)
+            if options.plot:
+                write_whole(options.plot, plot(rows))
     return 0
 
 
@@ -105,10 +113,11 @@ def _race(row: Row) -> tuple[str, int, int]:
 
 def write(rows: list[Row], out: Path) -> None:
     """The table as CSV: bytes, seconds, bytes/s."""
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(rows[0]))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, asdict(rows[0]))
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_whole(out, text.getvalue())
 
 
 def plot(rows: list[Row]) -> str:
@@ -122,6 +131,8 @@ def plot(rows: list[Row]) -> str:
     for y, name in enumerate(names):
         for x, n in enumerate(ranks):
             of_race = [row for row in rows if (row.collective, row.ranks) == (name, n)]
+            if not of_race:  # it was not measured any more
+                continue
             series: dict[str, list[tuple[float, float]]] = {}
             for row in of_race:
                 series.setdefault(row.algorithm, []).append((row.size, row.bus))

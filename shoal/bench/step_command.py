@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -18,14 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.bench import ours
+from shoal.bench.crew import Failed
 from shoal.bench.pipelining import MICROBATCHES
 from shoal.bench.progress import telling
-from shoal.bench.race import Race, Row, run
+from shoal.bench.race import Disagreement, Race, Row, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
 from shoal.comm.world import usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
+from shoal.files import check_place, write_whole
 from shoal.train.allocator import allocator_environment
 
 SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
@@ -33,7 +36,8 @@ SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-netwo
 
 
 class StepOptions(Section):
-    """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed."""
+    """Training steps of shoal and of torch's own implementations, in turn; exit code 1 if a target is missed or a race
+    fails."""
 
     only: str = ""
     """Some of the races, with commas: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network,
@@ -64,7 +68,7 @@ class StepOptions(Section):
 
 
 def step(options: StepOptions, console: Console) -> int:
-    """Run the races and print the table."""
+    """Run the races and print the table, of those that are done whatever ends the others."""
     every = races(Workload(sequences=options.sequences), options.ranks, products=options.products == "equal")
     names = _wanted(options.only, every)
     _check_out(options.out)
@@ -73,21 +77,35 @@ def step(options: StepOptions, console: Console) -> int:
     _check_work(options, wanted)
     turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
     rows: list[Row] = []
-    with telling(console) as tell:
-        for race in wanted:
-            found = run(race, turns, steps, warmup=2, say=tell)
-            rows += found
-            for row in found:
-                if row.target is not None:
-                    console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
+    failed = False
+    try:
+        with telling(console) as tell:
+            for race in wanted:
+                try:
+                    found = run(race, turns, steps, warmup=2, say=tell)
+                except (Failed, Disagreement) as error:
+                    failed = True
+                    reason = error.reason if isinstance(error, Failed) else error
+                    console.print(Text(f"{race.name} failed: {reason}"))
+                    continue
+                rows += found
+                for row in found:
+                    if row.target is not None:
+                        console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
+    finally:
+        if rows:
+            _report(rows, options, console)
+    missed = [row for row in rows if row.met is False]
+    return 1 if failed or (missed and not options.quick) else 0
+
+
+def _report(rows: list[Row], options: StepOptions, console: Console) -> None:
     console.print(step_table(rows))
     if options.products == "torch":
         console.print("Torch's contenders multiply by the library that torch has by itself.")
     console.print(machine(), highlight=False)
     if options.out:
         write(rows, options.out)
-    missed = [row for row in rows if row.met is False]
-    return 1 if missed and not options.quick else 0
 
 
 def _wanted(only: str, every: list[Race]) -> list[str]:
@@ -117,8 +135,9 @@ def _check_work(options: StepOptions, wanted: list[Race]) -> None:
 
 
 def _check_out(out: Path | None) -> None:
-    if out is not None and (out.suffix not in (".csv", ".json") or not out.parent.is_dir()):
-        raise UsageError(f"bench step --out {out}: give a file in a folder that exists, ending in .csv or .json.")
+    if out is not None and out.suffix not in (".csv", ".json"):
+        raise UsageError(f"bench step --out {out}: give a file ending in .csv or .json.")
+    check_place(out, "bench step --out", new=True)
 
 
 def _check_allocator() -> None:
@@ -159,11 +178,12 @@ def write(rows: list[Row], out: Path) -> None:
     """The table as CSV or JSON, by the file's ending."""
     records = [asdict(row) | {"met": row.met} for row in rows]
     if out.suffix == ".json":
-        out.write_text(json.dumps({"machine": machine(), "rows": records}, indent=1) + "\n")
+        write_whole(out, json.dumps({"machine": machine(), "rows": records}, indent=1) + "\n")
         return
     for record in records:
         record["spread_low"], record["spread_high"] = record.pop("spread")
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, records[0])
-        writer.writeheader()
-        writer.writerows(records)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, records[0])
+    writer.writeheader()
+    writer.writerows(records)
+    write_whole(out, text.getvalue())

@@ -248,6 +248,14 @@ def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
         run(CalibrateOptions(out=tmp_path / "here.json"))
 
 
+def test_a_figure_is_not_drawn_over_another(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "scatter.svg").write_text("of another machine")
+    with pytest.raises(UsageError, match="not overwritten"):
+        run(CalibrateOptions(check=here, scatter=tmp_path / "scatter.svg"))
+    with pytest.raises(UsageError, match="there is no folder"):
+        run(CalibrateOptions(check=here, scatter=tmp_path / "none" / "scatter.svg"))
+
+
 def test_a_profile_without_its_reference_is_refused(here: Path) -> None:
     here.write_text("".join(line for line in here.read_text().splitlines(True) if not line.startswith("reference")))
     with pytest.raises(UsageError, match="no profile of this version"):

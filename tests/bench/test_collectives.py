@@ -2,12 +2,17 @@
 
 import csv
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 
 import pytest
 
+from shoal.bench import collectives_command
+from shoal.bench.collectives import Row
+from shoal.bench.command import main as main_of_bench
 from shoal.cli import main
 from shoal.comm.algorithms.description import Collective
 from shoal.comm.algorithms.textbook import TEXTBOOK
+from shoal.comm.pool import RankError
 
 
 def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
@@ -29,6 +34,22 @@ def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
     assert all(f"{c} on {n} ranks" in titles for c in Collective for n in (2, 3))
 
 
+@pytest.mark.parametrize("end", [RankError("x", 1, [(0, "other result")]), KeyboardInterrupt()])
+def test_what_is_measured_is_told_whatever_ends_the_rest(end, tmp_path, monkeypatch, capsys):
+    def measure(*_: object) -> Iterator[Row]:
+        yield from (Row("all-reduce", n, 64, name, 1e-3, 1e6, 1.0) for n in (2, 4) for name in ("backend", "ring"))
+        yield from (Row("reduce", 2, 64, name, 1e-3, 1e6, 1.0) for name in ("backend", "chain"))
+        raise end
+
+    monkeypatch.setattr(collectives_command, "measure", measure)
+    out, plot = tmp_path / "x.csv", tmp_path / "x.svg"
+    with pytest.raises(type(end)):
+        main_of_bench(["collectives", "--only", "all-reduce,reduce", "--out", str(out), "--plot", str(plot)])
+    with out.open() as file:
+        assert [row["algorithm"] for row in csv.DictReader(file)] == ["backend", "ring"] * 2 + ["backend", "chain"]
+    assert "reduce on 2 ranks" in plot.read_text() and "chain" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -37,7 +58,8 @@ def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
         (["--sizes", "much"], "--sizes much"),
         (["--ranks", "1"], "2 to 32"),
         (["--out", "x.txt"], "ending in .csv"),
-        (["--plot", "nowhere/x.svg"], "ending in .svg"),
+        (["--plot", "x.png"], "ending in .svg"),
+        (["--plot", "nowhere/x.svg"], "there is no folder nowhere"),
     ],
 )
 def test_bad_options(words, message, capsys):

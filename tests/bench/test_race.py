@@ -14,7 +14,7 @@ from shoal.bench.attention import measure
 from shoal.bench.crew import Contender, Crew, Failed, Turn
 from shoal.bench.peak import Product
 from shoal.bench.pipelining import SCHEDULES
-from shoal.bench.race import Disagreement, Lap, Race, check_agreement, rows, run
+from shoal.bench.race import Disagreement, Lap, Race, Row, check_agreement, rows, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
 from shoal.errors import UsageError
@@ -139,7 +139,7 @@ def unbuildable(workload: Workload, rank: int, ranks: int):
 def test_a_crew_that_has_ended_before_it_is_asked_says_why():
     with Crew(Contender("broken", unbuildable, WORK)) as crew:
         crew._processes[0].join()  # as when others are built for longer
-        with pytest.raises(Failed, match="Traceback[\\s\\S]*no such kernel\nand no other") as failed:
+        with pytest.raises(Failed, match=r"Traceback[\s\S]*no such kernel\nand no other") as failed:
             crew.run(1)
     assert failed.value.reason == "broken, rank 0: ValueError: no such kernel"
 
@@ -167,6 +167,7 @@ def test_every_race_can_be_asked_for():
         (["stpe"], "did you mean 'step'"),
         (["step", "--only", "dp,fsdq"], "did you mean 'fsdp'"),
         (["step", "--out", "table.xls"], "ending in .csv or .json"),
+        (["step", "--out", "none/table.csv"], "there is no folder none"),
         (["step", "--turns", "0"], "turns = 0"),
     ],
 )
@@ -192,6 +193,49 @@ def test_table_is_written(tmp_path, ending):
         assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
     else:
         assert json.loads(out.read_text())["rows"][0]["ratio"] == 2.0
+
+
+def toy(name: str, **changes: bool) -> Race:
+    """A race of two contenders of no work."""
+    ours, theirs = (Contender(who, partial(build, **changes), WORK) for who in ("ours", "theirs"))
+    return Race(name, (ours,), (theirs,), target=0.0)
+
+
+def test_a_race_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step_command, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
+    out = tmp_path / "table.csv"
+    assert command.main(["step", "--quick", "--out", str(out)]) == 1
+    assert [record["race"] for record in csv.DictReader(out.open())] == ["dp", "dp", "single", "single"]
+    said = capsys.readouterr().out
+    assert "tp failed: ours, rank 0: ValueError: third step\n" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monkeypatch, capsys):
+    def run(race: Race, *_: object, **__: object) -> list[Row]:
+        if race.name == "tp":
+            raise end
+        return rows(race, [lap("ours", [1.0]), lap("theirs", [2.0])])
+
+    ours, theirs = lap("ours", [1.0]).contender, lap("theirs", [2.0]).contender
+    every = [Race(name, (ours,), (theirs,), target=1.5) for name in ("dp", "tp")]
+    monkeypatch.setattr(step_command, "races", lambda *_, **__: every)
+    monkeypatch.setattr(step_command, "run", run)
+    out = tmp_path / "table.json"
+    with pytest.raises(end):
+        command.main(["step", "--out", str(out)])
+    assert [row["race"] for row in json.loads(out.read_text())["rows"]] == ["dp", "dp"]
+    assert "one training step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", ["step --out", "collectives --out", "collectives --plot"])
+def test_a_table_is_not_written_over_another(options, tmp_path):
+    there, folder = (tmp_path / f"{name}.{'svg' if 'plot' in options else 'csv'}" for name in ("there", "folder"))
+    there.write_text("measured for hours")
+    folder.mkdir()
+    for path, message in ((there, "not overwritten"), (folder, "it is a folder")):
+        with pytest.raises(UsageError, match=message):
+            command.main([*options.split(), str(path)])
 
 
 def test_all_contenders_of_a_small_model_do_the_same_work():

@@ -17,6 +17,7 @@ from shoal.bench.ours import engine
 from shoal.bench.workload import Workload
 from shoal.catalog.clusters import cluster, nodes
 from shoal.comm.pool import Pool
+from shoal.files import write_whole
 from shoal.layout import Layout
 from shoal.plan.estimate import Estimate
 from shoal.plan.run import Run
@@ -185,4 +186,4 @@ def write_scatter(path: Path, found: list[Compared]) -> None:
     for i, ranks in enumerate(sorted({one.layout.world_size for one in found})):
         canvas.add("circle", cx=left + 20, cy=top + 12 + 16 * i, r=4, fill=colours[ranks])
         canvas.text(left + 30, top + 16 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
-    path.write_text(canvas.document(size, size, "Steps as they are estimated, over measured ones"), encoding="utf-8")
+    write_whole(path, canvas.document(size, size, "Steps as they are estimated, over measured ones"))

@@ -24,7 +24,7 @@ from shoal.comm.world import host_memory, usable_cores
 from shoal.config import Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
-from shoal.files import check_place
+from shoal.files import check_place, write_whole
 from shoal.train.tuning import tune_process
 
 NAME = "here"  # of the machine in its profile
@@ -58,7 +58,7 @@ class CalibrateOptions(Section):
     that are. Of 4 ranks there are 744: half an hour."""
 
     scatter: Path | None = None
-    """With check: draw estimates over measurements (.svg)."""
+    """With check: draw estimates over measurements (.svg); no file is overwritten."""
 
 
 def run(options: CalibrateOptions) -> int:
@@ -90,7 +90,7 @@ def run(options: CalibrateOptions) -> int:
         )  # fmt: skip
     source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} of {usable} cores at once"
     made = profile(found, NAME, host_memory(), source)
-    options.out.write_text(tomli_w.dumps(made), encoding="utf-8")
+    write_whole(options.out, tomli_w.dumps(made))
     of = made["accelerators"][NAME]
     peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in of["peak_flops"].items())
     say = [
@@ -114,6 +114,7 @@ def _progress() -> Progress:
 def _check(options: CalibrateOptions, console: Console) -> int:
     if options.scatter and options.scatter.suffix != ".svg":
         raise UsageError(f"--scatter {options.scatter}: a figure ends in .svg")
+    check_place(options.scatter, "--scatter", new=True)
     tables.add(options.check)
     if (machine := nodes().get(NAME)) is None or machine.reference is None or machine.at_once is None:
         raise UsageError(
