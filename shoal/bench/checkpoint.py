@@ -19,7 +19,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from shoal.bench.crew import Contender, Crew
+from shoal.bench.crew import TIMEOUT, Contender, Crew
 from shoal.bench.ours import build
 from shoal.bench.race import Lap, check_agreement, quartiles
 from shoal.bench.workload import Workload
@@ -139,8 +139,10 @@ def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int
 
 def seconds_to_restore(workload: Workload, ranks: int, memory: Path, repeats: int) -> list[float]:
     """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""
+    limit = TIMEOUT * (1 + repeats)  # to build, and to restore each time, takes no longer than a first step
     with tempfile.TemporaryDirectory(dir=memory) as folder, Pool(ranks, tune_process) as pool:
-        return [max(times) for times in zip(*pool.run(_restored, ranks, workload, Path(folder), repeats), strict=True)]
+        every = pool.run(_restored, ranks, workload, Path(folder), repeats, timeout=limit)
+        return [max(times) for times in zip(*every, strict=True)]
 
 
 def _restored(workload: Workload, folder: Path, repeats: int) -> list[float]:

@@ -19,7 +19,6 @@ from shoal.cost.collectives import bus_bandwidth
 from shoal.train.tuning import tune_process
 
 BACKEND = "backend"
-TIMEOUT = 170.0  # seconds for one collective on so many ranks with one size
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -70,7 +69,8 @@ def measure(
                     each = max(1, round(wanted / 4 / n))
                     size = 4 * n * each
                     say(f"{collective} of {size:,} bytes on {n} ranks")
-                    times = pool.run(_race, n, collective, each, turns, timeout=TIMEOUT)
+                    limit = seconds_at_most(n, collective, size, turns)
+                    times = pool.run(_race, n, collective, each, turns, timeout=limit)
                     seconds = {
                         name: median(max(rank[name][turn] for rank in times) for turn in range(turns))
                         for name in times[0]
@@ -78,6 +78,12 @@ def measure(
                     for name, took in seconds.items():
                         bus = bus_bandwidth(collective, n, size, took)
                         yield Row(collective.value, n, size, name, took, bus, took / seconds[BACKEND])
+
+
+def seconds_at_most(n: int, collective: Collective, size: int, turns: int) -> float:
+    """What a race takes if nothing hangs: of each run ten milliseconds and 10 ns a byte for each rank, since all may
+    share a core."""
+    return 170.0 + (turns + 1) * (1 + len(TEXTBOOK[collective])) * n * (1e-2 + 1e-8 * size)
 
 
 def _race(collective: Collective, each: int, turns: int) -> dict[str, list[float]]:

@@ -27,6 +27,8 @@ from shoal.parallel.context.sight import Sight
 from shoal.train.engine import Engine
 from shoal.train.tuning import tune_process
 
+SLOW = 2e9  # FLOP/s that all ranks together attain on any machine, sharing a core or not; slower ones hang
+
 WAYS = ("ring", "bound")
 """As it runs, and with every place's keys and values there already."""
 
@@ -72,8 +74,14 @@ class Idle(Ring):
 def seconds_of_a_step(what: Attention, repeats: int) -> dict[str, list[float]]:
     """Seconds of every repeat by way: A B A B, of the slower rank each."""
     with Pool(what.ranks, setup=tune_process) as pool:
-        every = pool.run(_time, what.ranks, what, repeats, timeout=900.0)
+        every = pool.run(_time, what.ranks, what, repeats, timeout=seconds_at_most(what, repeats))
     return {way: [max(times) for times in zip(*(found[way] for found in every), strict=True)] for way in WAYS}
+
+
+def seconds_at_most(what: Attention, repeats: int) -> float:
+    """What all repeats take if nothing hangs."""
+    flops = 3.5 * 2 * what.tokens**2 * what.heads * what.head_dim  # causal: half of 4; backward 2.5 times forward
+    return 900.0 + len(WAYS) * (repeats + 1) * flops / SLOW
 
 
 def _time(what: Attention, repeats: int) -> dict[str, list[float]]:
@@ -133,7 +141,9 @@ def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:
     """Train on synthetic data with all ranks of the config on this machine, one thread each."""
     ranks = config.parallel.world_size
     with Pool(ranks, setup=tune_process) as pool:
-        return pool.run(_train, ranks, config, shape, steps, timeout=3600.0)
+        tokens = config.data.sequence_length
+        limit = 3600.0 + steps * tokens * shape.flops_per_token(tokens) / SLOW
+        return pool.run(_train, ranks, config, shape, steps, timeout=limit)
 
 
 def makes_room(alone: int, most: int, budget: float) -> bool:

@@ -28,6 +28,7 @@ from shoal.train.tuning import tune_process
 Step = Callable[[int], float]
 
 TIMEOUT = 300.0  # seconds for the first step, which may compile; collectives give up a little earlier
+PATIENCE = 10.0  # times as long as its longest step so far may each further one take
 
 
 class Failed(RuntimeError):
@@ -89,6 +90,7 @@ class Crew:
     def __init__(self, contender: Contender):
         self.contender = contender
         self._done = 0
+        self._longest = 0.0  # seconds of a step so far
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
         context = worker_context()
         self._pipes: list[Connection] = []
@@ -116,29 +118,40 @@ class Crew:
         """Do the next ``steps`` steps.
 
         Raises:
-            Failed: on any rank.
+            Failed: on any rank; or they take so much longer than those before that it must hang.
         """
+        if self._done == 0 and steps > 1:  # the first one tells how long the others may take
+            first, others = self._run(1), self._run(steps - 1)
+            return Turn(
+                first.seconds + others.seconds, first.cpu_seconds + others.cpu_seconds, first.losses + others.losses,
+                others.memory,
+            )
+        return self._run(steps)
+
+    def _run(self, steps: int) -> Turn:
         for pipe in self._pipes:
             with suppress(BrokenPipeError, ConnectionResetError):  # it ended: its answer, which waits, says why
                 pipe.send((self._done, steps))
         self._done += steps
-        turns = self._answers()
+        turns = self._answers(TIMEOUT + PATIENCE * steps * self._longest)
+        seconds = [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)]
+        self._longest = max(self._longest, *seconds)
         return Turn(
-            [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)],
+            seconds,
             [sum(ranks) for ranks in zip(*(turn.cpu_seconds for turn in turns), strict=True)],
             [sum(ranks) for ranks in zip(*(turn.losses for turn in turns), strict=True)],
             max(turn.memory for turn in turns),
         )
 
-    def _answers(self) -> list[Turn]:
-        """Each rank's own turn."""
+    def _answers(self, limit: float) -> list[Turn]:
+        """Each rank's own turn, in so many seconds."""
         answers: dict[Connection, Turn] = {}
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + limit
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise Failed(self.contender.name, f"no answer in {TIMEOUT:g} s")
+                raise Failed(self.contender.name, f"no answer in {limit:.0f} s")
             for pipe in ready:
                 try:
                     answer = pipe.recv()

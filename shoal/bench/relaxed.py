@@ -25,6 +25,7 @@ from shoal.data.batches import open_dataset
 from shoal.data.commands import prepare
 from shoal.report.panels import Panel, panels, with_mean
 from shoal.train.check import check
+from shoal.train.handicap import Handicaps
 from shoal.train.metrics import read_metrics
 from shoal.train.relaxed.choose import FREE, POOLED, trainer_of
 from shoal.train.run_folder import new_run
@@ -107,12 +108,22 @@ def measure(
             for method in methods:
                 say(f"{method}, seed {seed}")
                 config = config_of(method, seed, ranks=ranks, **settings)
-                check(config)
+                shape = check(config)
                 prepare(config.data)
                 folder = new_run(config, Path(scratch, f"{method}-{seed}"))
-                pool.run(_train, ranks, plain(config), folder, timeout=600.0)
+                limit = seconds_at_most(config, shape.parameters())
+                pool.run(_train, ranks, plain(config), folder, timeout=limit)
                 runs.append(_read(folder, method, seed, config))
     return runs
+
+
+def seconds_at_most(config: RunConfig, parameters: int) -> float:
+    """What a run that does not hang takes: ten times its steps as slow as they are asked to be, of a tenth of a second
+    at least, since ranks may share a core."""
+    train = config.train
+    slowest = max([1.0, *Handicaps.of(train, config.parallel.dp).factors.values()])
+    exchange = 2 * 4 * parameters / (1e9 * train.link_gbs) if train.link_gbs else 0.0  # of fp32 gradients, all-reduced
+    return 600.0 + 10 * train.steps * (max(train.pace, 0.1) * slowest + exchange)
 
 
 def _train(values: dict[str, Any], folder: Path) -> None:

@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import time
 from functools import partial
 
 import pytest
 import torch
 from rich.console import Console
 
-from shoal.bench import command, references, step_command, transport
+from shoal.bench import collectives, command, context, references, step_command, transport
 from shoal.bench.attention import measure
 from shoal.bench.crew import Contender, Crew, Failed, Turn
 from shoal.bench.peak import Product
@@ -17,6 +18,7 @@ from shoal.bench.pipelining import SCHEDULES
 from shoal.bench.race import Disagreement, Lap, Race, Row, check_agreement, rows, run
 from shoal.bench.races import NAMES, races
 from shoal.bench.workload import Workload
+from shoal.comm.algorithms.description import Collective
 from shoal.errors import UsageError
 from shoal.models.products import _multiplies_faster
 
@@ -144,6 +146,34 @@ def test_a_crew_that_has_ended_before_it_is_asked_says_why():
     assert failed.value.reason == "broken, rank 0: ValueError: no such kernel"
 
 
+def sleeping(workload: Workload, rank: int, ranks: int):
+    """A contender that hangs in step 8."""
+
+    def step(number: int) -> float:
+        time.sleep(60 if number == 8 else 0.1)
+        return 0.0
+
+    return step
+
+
+def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monkeypatch):
+    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+        assert len(crew.run(3).seconds) == 3
+        monkeypatch.setattr("shoal.bench.crew.TIMEOUT", 0.05)
+        assert len(crew.run(5).seconds) == 5
+        with pytest.raises(Failed, match=r"sleeper: no answer in [12] s"):
+            crew.run(1)
+
+
+def test_a_first_turn_of_many_steps_is_given_time_by_its_first_step(monkeypatch):
+    limits: list[float] = []
+    answers = Crew._answers
+    monkeypatch.setattr(Crew, "_answers", lambda crew, limit: limits.append(limit) or answers(crew, limit))
+    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+        assert len(crew.run(4).losses) == 4
+    assert limits[0] == 300 and limits[1] > 300 + 10 * 3 * 0.1
+
+
 def test_batches_of_the_parts_make_up_the_step():
     whole = WORK.batch(5)
     parts = [WORK.batch(5, part, 2) for part in range(2)]
@@ -257,6 +287,17 @@ def test_all_transports_are_timed():
     assert timing.size == 4096
     for way in transport.WAYS:
         assert timing.gain(way) == timing.seconds["gloo"] / timing.seconds[way] > 0
+
+
+@pytest.mark.parametrize(("few", "many", "least"), [
+    (transport.seconds_at_most(2, [4096], 15), transport.seconds_at_most(4, [4096, 1 << 30], 15), 3000),
+    (collectives.seconds_at_most(2, Collective.REDUCE, 64, 9),
+     collectives.seconds_at_most(2, Collective.REDUCE, 1 << 30, 999), 50_000),
+    (context.seconds_at_most(context.Attention(2, 4096, 8, 4, 64), 7),
+     context.seconds_at_most(context.Attention(2, 131_072, 8, 4, 64), 7), 100_000),
+])  # fmt: skip
+def test_limits_grow_with_what_is_asked_for(few: float, many: float, least: float):
+    assert few < 2000 < least < many
 
 
 def test_a_bound_need_not_agree():

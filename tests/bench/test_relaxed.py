@@ -6,7 +6,17 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from shoal.bench.relaxed import METHODS, OVER_LINKS, REFERENCE, Run, config_of, draw, summaries, write_csv
+from shoal.bench.relaxed import (
+    METHODS,
+    OVER_LINKS,
+    REFERENCE,
+    Run,
+    config_of,
+    draw,
+    seconds_at_most,
+    summaries,
+    write_csv,
+)
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
 from shoal.errors import UsageError
 from shoal.train.check import check
@@ -41,6 +51,16 @@ def test_every_method_of_the_experiment_can_run(method):
     check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="3=2"))
     if method in OVER_LINKS:
         check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="", link_gbs=0.1))
+
+
+def test_the_limit_of_a_run_grows_with_its_steps_and_how_slow_they_are_asked_to_be():
+    def limit(**changes: object) -> float:
+        settings = {"ranks": 4, "steps": 120, "pace": 0.04, "straggler": "3=3", **changes}
+        return seconds_at_most(config_of("diloco", 0, **settings), 100_000)
+
+    assert limit() < 1000
+    assert limit(steps=5000) > 10_000 and limit(pace=1.0) > 10 * 120 * 3
+    assert limit(straggler="3=30") > 3000 and limit(link_gbs=1e-4) > 10 * 120 * 8
 
 
 @pytest.mark.parametrize(("options", "expected"), [

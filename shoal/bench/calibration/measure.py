@@ -128,15 +128,16 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
     means = {
         kind: {key: median(seconds[cores:]) for key, seconds in times.items()} for kind, times in found.items()
     }
-    waiting = median(pool.run(waits, cores, rounds, timeout=300.0)) if cores > 1 else 0.0
+    limit = 300.0 + 60.0 * rounds  # seconds; a round of any of these takes a few
+    waiting = median(pool.run(waits, cores, rounds, timeout=limit)) if cores > 1 else 0.0
     reduces, split = {}, {}
     if cores > 1:
         say(0.7, "models on two ranks")
-        every = pool.run(on_two_ranks, 2, rounds, timeout=300.0)
+        every = pool.run(on_two_ranks, 2, rounds, timeout=limit)
         split = {key: max(rank[key] for rank in every) for key in every[0]}
     for i, n in enumerate(ranks):
         say(0.8 + 0.2 * i / len(ranks), f"collectives of {n} ranks")
-        every = pool.run(reductions, n, rounds, timeout=300.0)
+        every = pool.run(reductions, n, rounds, timeout=limit)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
     return Measured(
         cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["again"],
