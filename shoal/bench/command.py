@@ -4,9 +4,11 @@ room for), optimizers (an update of each rule), experts and depths (what they le
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import nullcontext
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn
 
 import torch
 from pydantic import PositiveInt
@@ -110,6 +112,7 @@ def main(args: list[str]) -> int:
 
     Raises:
         UsageError: bad options.
+        SystemExit: 143, on SIGTERM.
     """
     if not args or args[0] in ("-h", "--help"):
         print("shoal bench WHAT [--help]\n")
@@ -121,7 +124,18 @@ def main(args: list[str]) -> int:
         raise UsageError(f"bench: there is no '{name}'; {did_you_mean(name, COMMANDS)}")
     options, command = COMMANDS[name]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    return command(parse(f"shoal bench {name}", options, rest), console)
+    given = parse(f"shoal bench {name}", options, rest)
+    former = signal.signal(signal.SIGTERM, _leave)
+    try:
+        return command(given, console)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """End as by an error, so that every measurement ends its processes and removes what it has in memory."""
+    signal.signal(signum, signal.SIG_IGN)  # a second one would interrupt that
+    sys.exit(128 + signum)
 
 
 # ---- attention and peak --------------------------------------------------------------------------------------------

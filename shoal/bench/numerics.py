@@ -7,6 +7,7 @@ are 2^13 times as small. One run has gradients of that size, to see what float16
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.forks import worker_context
+from shoal.comm.forks import become_worker, worker_context
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import usable_cores
 from shoal.config import RunConfig, build, plain
@@ -102,12 +103,18 @@ def measure(names: Sequence[str], seeds: int, steps: int, say: Callable[[str], N
     jobs = [(name, seed) for seed in range(seeds) for name in names]
     prepare(config_of(REFERENCE, 0, steps).data)
     found = []
-    context = worker_context()
-    with ProcessPoolExecutor(min(usable_cores(), len(jobs)), mp_context=context) as workers:
+    with ProcessPoolExecutor(
+        min(usable_cores(), len(jobs)), worker_context(), initializer=become_worker, initargs=(dict(os.environ),)
+    ) as workers:
         configs = [plain(config_of(name, seed, steps)) for name, seed in jobs]
-        for (name, seed), curve in zip(jobs, workers.map(_train, configs), strict=True):
-            found.append(Curve(name, seed, *curve))
-            say(f"{len(found)} of {len(jobs)}: {name}, seed {seed}")
+        try:
+            for (name, seed), curve in zip(jobs, workers.map(_train, configs), strict=True):
+                found.append(Curve(name, seed, *curve))
+                say(f"{len(found)} of {len(jobs)}: {name}, seed {seed}")
+        except BaseException:
+            for process in list(workers._processes.values()):  # else their trainings would be waited for
+                process.kill()
+            raise
     return found
 
 

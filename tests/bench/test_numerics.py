@@ -1,15 +1,23 @@
 """The experiment of the number formats: its arithmetic, its plot, and one run of it."""
 
 import math
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import get_args
 
+import psutil
 import pytest
 
 from shoal.bench import numerics
 from shoal.bench.numerics import FAILS, FAMILIES, LOST, REFERENCE, RUNS, Curve, config_of, draw, rows, write_csv, wrong
 from shoal.config import Precision
 from shoal.train.check import check
+
+ROOT = Path(__file__).parents[2]
 
 
 def curve(name, seed, losses, validation=None):
@@ -52,6 +60,28 @@ def test_every_run_is_drawn_and_can_be_made(tmp_path):
     assert "16 bits" in text and "float16 without a loss scale" in text and "bf16" in text
     write_csv(CURVES, tmp_path / "numerics.csv")
     assert len((tmp_path / "numerics.csv").read_text().splitlines()) == 1 + 6 * 100
+
+
+@pytest.mark.parametrize("end, code", [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+def test_no_training_outlives_its_command(end, code):
+    words = ["-m", "shoal", "bench", "numerics", "--only", REFERENCE, "--seeds", "1", "--steps", "1000000"]
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.DEVNULL) as command:
+        while not (workers := workers_of(command.pid)) and command.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.5)  # into the training
+        begin = time.monotonic()
+        command.send_signal(end)
+    took = time.monotonic() - begin
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    for worker in alive:
+        worker.kill()
+    assert workers and not alive
+    assert command.returncode == code and took < 10, "no training is waited for"
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """What the process that forks its workers has forked."""
+    return [worker for forks in psutil.Process(pid).children() for worker in forks.children()]
 
 
 def test_a_short_run():

@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import os
+import signal
+import tempfile
 import time
 from functools import partial
 
@@ -204,6 +207,24 @@ def test_every_race_can_be_asked_for():
 def test_bad_input_is_refused_before_anything_starts(args, message):
     with pytest.raises(UsageError, match=message):
         command.main(args)
+
+
+def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypatch):
+    def asked_to_end(options: command.PeakOptions, console: Console) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setitem(command.COMMANDS, "peak", (command.PeakOptions, asked_to_end))
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not this process, whatever the command does
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            command.main(["peak"])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not list(tmp_path.iterdir())
 
 
 def test_foreign_allocator_settings_are_refused(monkeypatch):
