@@ -264,6 +264,13 @@ CASES = {
     "a plan for too many devices": Bad(lambda p: ["plan", "--cluster", "200000x8xH100"], ("at most 1,048,576",)),
     "an estimate into no folder": Bad(lambda p: ["estimate", "--out", "none/page.html"], ("there is no folder none",)),
     "a calibration into no folder": Bad(lambda p: ["calibrate", "--out", "none/a.toml"], ("there is no folder none",)),
+    "no ranks to calibrate": Bad(lambda p: ["calibrate", "--out", "q.toml", "--ranks"], ("ranks = []",)),
+    "no ranks to measure": Bad(lambda p: ["bench", "transport", "--ranks"], ("ranks = []",)),
+    "no experts to measure": Bad(lambda p: ["bench", "experts", "--experts"], ("experts = []",)),
+    "no sizes to measure": Bad(lambda p: ["bench", "collectives", "--sizes"], ("sizes = []",)),
+    "a product beyond all memory": Bad(
+        lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices take 48 TB", "Give sides up to")),
+    "checkpoints of no model": Bad(lambda p: ["bench", "checkpoint", "--model", "tinny"], ("did you mean 'tiny'?",)),
     "a goodput into no folder": Bad(lambda p: ["goodput", "--out", "none/g.svg"], ("there is no folder none",)),
     "a fit into no folder": Bad(lambda p: ["validate", ".", "--fit", "none/c.toml"], ("there is no folder none",)),
     "a seed of nothing": Bad(lambda p: ["simulate", "--seed", "4"], ("--seed 4: only of --jitter",)),

@@ -13,6 +13,7 @@ from rich.table import Table
 from shoal.bench.checkpoint import TARGET, Cost, measure, seconds_to_restore
 from shoal.bench.progress import telling
 from shoal.bench.workload import Workload
+from shoal.catalog import model_shape
 from shoal.config import FailoverConfig, Section
 from shoal.errors import UsageError
 
@@ -47,7 +48,7 @@ def checkpoint(options: CheckpointOptions, console: Console) -> int:
     """Measure and print; returns the exit code.
 
     Raises:
-        UsageError: sequences that the ranks cannot share, or no such folder.
+        UsageError: sequences that the ranks cannot share, or no such folder or model.
     """
     if options.sequences % options.ranks:
         raise UsageError(
@@ -56,6 +57,7 @@ def checkpoint(options: CheckpointOptions, console: Console) -> int:
     for name in ("disk", "memory"):
         if not (folder := getattr(options, name)).is_dir():
             raise UsageError(f"bench checkpoint --{name} {folder}: there is no such folder.")
+    model_shape(options.model)  # which is refused here if there is none
     workload = Workload(options.model, sequences=options.sequences)
     with telling(console) as tell:
         costs = measure(workload, options.ranks, options.every, options.turns, options.disk, options.memory, say=tell)

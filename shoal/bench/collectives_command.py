@@ -14,7 +14,7 @@ from rich.table import Table
 from shoal.bench.collectives import BACKEND, Row, measure
 from shoal.bench.progress import telling
 from shoal.comm.algorithms.description import Collective
-from shoal.config import Section
+from shoal.config import NonEmpty, Section
 from shoal.cost.units import BYTES, parse, show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
 from shoal.files import check_place, write_whole
@@ -31,10 +31,10 @@ class CollectivesOptions(Section):
     only: str = "all-reduce"
     """Some of the collectives, with commas, or all."""
 
-    ranks: tuple[PositiveInt, ...] = (2, 4)
+    ranks: NonEmpty[PositiveInt] = (2, 4)
     """Numbers of ranks."""
 
-    sizes: tuple[str, ...] = ("4kB", "64kB", "1MB", "16MB")
+    sizes: NonEmpty[str] = ("4kB", "64kB", "1MB", "16MB")
     """Bytes of the largest input or output of one rank."""
 
     turns: PositiveInt = 9
@@ -55,9 +55,9 @@ def collectives(options: CollectivesOptions, console: Console) -> int:
     """
     wanted = _wanted(options.only)
     sizes = sorted({parse(size, BYTES, where="--sizes") for size in options.sizes})
-    if not sizes or sizes[0] == 0:
+    if sizes[0] == 0:
         raise UsageError("--sizes: give sizes above 0, such as --sizes 64kB 16MB")
-    if not options.ranks or not all(2 <= n <= MOST_RANKS for n in options.ranks):
+    if not all(2 <= n <= MOST_RANKS for n in options.ranks):
         raise UsageError(f"--ranks {' '.join(map(str, options.ranks))}: 2 to {MOST_RANKS} processes each")
     for path, suffix, option in ((options.out, ".csv", "--out"), (options.plot, ".svg", "--plot")):
         if path is not None and path.suffix != suffix:

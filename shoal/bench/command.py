@@ -26,8 +26,9 @@ from shoal.bench.optimizers_command import OptimizersOptions, optimizers
 from shoal.bench.relaxed_command import RelaxedOptions, relaxed
 from shoal.bench.step_command import StepOptions, machine, step
 from shoal.catalog import model_shape
-from shoal.comm.world import pick_device
-from shoal.config import Section
+from shoal.comm.world import host_memory, pick_device
+from shoal.config import NonEmpty, Section
+from shoal.cost.units import show_bytes
 from shoal.errors import UsageError, did_you_mean
 from shoal.models.products import by_mkl, tune_products
 from shoal.options import parse
@@ -40,7 +41,7 @@ WIDTH = 140  # of tables that no terminal shows
 class AttentionOptions(Section):
     """Causal attention forward and backward, torch's fused kernel against the explicit one."""
 
-    lengths: tuple[PositiveInt, ...] = (128, 256, 512, 1024, 2048)
+    lengths: NonEmpty[PositiveInt] = (128, 256, 512, 1024, 2048)
     """Sequence lengths."""
 
     tokens: PositiveInt = 2048
@@ -68,7 +69,7 @@ class SlicesOptions(Section):
     length: PositiveInt = 1024
     """Tokens of a sequence."""
 
-    stages: tuple[PositiveInt, ...] = (2, 4, 8)
+    stages: NonEmpty[PositiveInt] = (2, 4, 8)
     """Pipeline stages to choose for."""
 
     micro_batch: PositiveInt = 1
@@ -90,17 +91,17 @@ class SlicesOptions(Section):
 class PeakOptions(Section):
     """FLOP/s of square matrix products on the CPU: the peak that shares are measured against."""
 
-    sides: tuple[PositiveInt, ...] = (512, 1024, 2048)
+    sides: NonEmpty[PositiveInt] = (512, 1024, 2048)
     """Rows and columns."""
 
 
 class TransportOptions(Section):
     """All-reduce between CPU ranks of this host, through and in shared memory against gloo; all in turn."""
 
-    ranks: tuple[PositiveInt, ...] = (2, 4)
+    ranks: NonEmpty[PositiveInt] = (2, 4)
     """Numbers of ranks, each of 2 or more; one thread a rank."""
 
-    sizes: tuple[PositiveInt, ...] = (4, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
+    sizes: NonEmpty[PositiveInt] = (4, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
     """KiB of float32."""
 
     repeats: PositiveInt = 15
@@ -193,7 +194,17 @@ def sequence_slices(options: SlicesOptions, console: Console) -> int:
 
 
 def matrix_peak(options: PeakOptions, console: Console) -> int:
-    """Time the products."""
+    """Time the products.
+
+    Raises:
+        UsageError: this machine has no room for a side.
+    """
+    has = host_memory()
+    if (needs := peak.memory(max(options.sides))) > has:
+        raise UsageError(
+            f"bench peak --sides {max(options.sides)}: its matrices take {show_bytes(needs)}, and this machine has "
+            f"{show_bytes(has)}.\n  Give sides up to {int((has / peak.memory(1)) ** 0.5)}."
+        )
     ways = {"as torch has it": by_mkl} | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
     table = Table(title=f"matrix products, {torch.get_num_threads()} threads")
     for column in ("dtype", "by", "side", "GFLOP / s"):

@@ -14,7 +14,7 @@ from shoal.bench import switch
 from shoal.bench.experts import measure
 from shoal.bench.progress import telling
 from shoal.comm.world import pick_device
-from shoal.config import Section
+from shoal.config import NonEmpty, Section
 from shoal.errors import UsageError
 from shoal.train.tuning import tune_process
 
@@ -25,7 +25,7 @@ TARGETS = {8: 1.0, 64: 1.5}
 class ExpertsOptions(Section):
     """Experts as one grouped computation against a loop; --learning: Switch against dense, loss against steps."""
 
-    experts: tuple[PositiveInt, ...] = (8, 64)
+    experts: NonEmpty[PositiveInt] = (8, 64)
     """Experts of the layer (with --learning the first counts)."""
 
     per_token: PositiveInt = 2

@@ -14,7 +14,7 @@ from shoal.bench.optimizers import Timing, measure, shapes_of
 from shoal.bench.progress import telling
 from shoal.catalog import model_shape
 from shoal.comm.world import usable_cores
-from shoal.config import Section
+from shoal.config import NonEmpty, Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.optim.build import RULES
 from shoal.train.tuning import tune_process
@@ -26,7 +26,7 @@ class OptimizersOptions(Section):
     rules: str = "all"
     """Some of the rules, with commas, or all."""
 
-    parameters: tuple[PositiveInt, ...] = (10_000_000,)
+    parameters: NonEmpty[PositiveInt] = (10_000_000,)
     """Numbers of parameters."""
 
     model: str | None = None

@@ -32,7 +32,7 @@ SPREADS = ("node", "small", "large")
 class Constant(BaseModel):
     """One constant: a number, or one for each generation, network, software or scale."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     meaning: str
     """What it is."""
@@ -62,14 +62,19 @@ class Constant(BaseModel):
     fitted: Literal["time", "memory", ""] = ""
     """The measurements that it is fitted to; not at all if empty."""
 
-    value: float | dict[str, float] = {}
-    """What the fit found."""
+    value: NonNegativeFloat | dict[str, NonNegativeFloat] = {}
+    """What the fit found: a number, or a table of some of what there is one for each of."""
 
     @model_validator(mode="after")
     def _complete(self) -> Constant:
-        known = {"rest", *names_of(self.by)}
-        if isinstance(self.expected, dict) and not {"rest"} <= self.expected.keys() <= known:
-            raise ValueError(f"expected: a table has `rest` and some of {', '.join(names_of(self.by))}")
+        names = names_of(self.by)
+        if isinstance(self.expected, dict) and not {"rest"} <= self.expected.keys() <= {"rest", *names}:
+            raise ValueError(f"expected: a table has `rest` and some of {', '.join(names)}")
+        if self.by and not isinstance(self.value, dict):
+            raise ValueError(f"value: it is a table, with some of {', '.join(names)}")
+        if isinstance(self.value, dict) and (wrong := self.value.keys() - set(names)):
+            what = f"there is no {self.by} '{min(wrong)}'; {did_you_mean(min(wrong), names)}"
+            raise ValueError(f"value: {what if self.by else 'it is one number'}")
         return self
 
     def prior(self, name: str = "") -> float:
@@ -146,7 +151,8 @@ def read_calibration(path: Path | None = None) -> Calibration:
     """Constants from a TOML file, or shoal's own.
 
     Raises:
-        UsageError: no such file, not TOML, or a constant that is missing or unknown.
+        UsageError: no such file, not TOML, a constant that is missing, unknown or by something else than shoal's own,
+            or a value that is unknown, negative or not finite.
     """
     own = _entries(tomllib.loads((FOLDER / "calibration.toml").read_text("utf-8")), "calibration.toml")
     if path is None:
@@ -154,14 +160,26 @@ def read_calibration(path: Path | None = None) -> Calibration:
     given = _entries(read_toml(path), str(path))
     if wrong := sorted(given.keys() ^ own.keys()):
         raise UsageError(f"{path}: constants must be those of shoal's own calibration.toml; these differ: {wrong}")
+    for name, constant in given.items():
+        if constant.by != own[name].by:
+            raise UsageError(f"{path}: [{name}] by = '{constant.by}', but in shoal's own it is '{own[name].by}'")
     return Calibration(given)
 
 
 def _entries(tables: dict[str, Any], where: str) -> dict[str, Constant]:
-    try:
-        return {name: Constant(**values) for name, values in tables.items()}
-    except (ValidationError, TypeError) as error:
-        raise UsageError(f"{where} is no calibration: {error}") from None
+    found = {}
+    for name, values in tables.items():
+        if not isinstance(values, dict):
+            raise UsageError(f"{where} is no calibration: {name} = {values!r} is no table")
+        try:
+            found[name] = Constant(**values)
+        except ValidationError as error:
+            deepest = max(error.errors(), key=lambda each: len(each["loc"]))
+            place = ".".join(map(str, deepest["loc"][::2]))  # between keys stand the types, of which it may be one
+            said = deepest["msg"].removeprefix("Value error, ")
+            what = f"{place}: {said[0].lower()}{said[1:]}" if place else said
+            raise UsageError(f"{where} is no calibration: [{name}] {what}") from None
+    return found
 
 
 @cache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.config.precision import Float8Config, LossScaleConfig, Precision
     from shoal.config.relaxed import RelaxedConfig
     from shoal.config.run import RUN_FILE, RunConfig, build, load, save
-    from shoal.config.section import Section, plain, validate
+    from shoal.config.section import NonEmpty, Section, plain, validate
     from shoal.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 
 _FILES = {
@@ -29,7 +29,7 @@ _FILES = {
     "precision": ("Float8Config", "LossScaleConfig", "Precision"),
     "relaxed": ("RelaxedConfig",),
     "run": ("RUN_FILE", "RunConfig", "build", "load", "save"),
-    "section": ("Section", "plain", "validate"),
+    "section": ("NonEmpty", "Section", "plain", "validate"),
     "train": ("CheckpointConfig", "MetricsConfig", "TrainConfig"),
 }
 
@@ -52,6 +52,7 @@ __all__ = [
     "LossScaleConfig",
     "MetricsConfig",
     "ModelConfig",
+    "NonEmpty",
     "OptimizerConfig",
     "Precision",
     "RelaxedConfig",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import UsageError, did_you_mean
 
 T = TypeVar("T", bound=BaseModel)
+Each = TypeVar("Each")
+NonEmpty = Annotated[tuple[Each, ...], Field(min_length=1)]
+"""One value or more."""
 
 
 class Section(BaseModel):

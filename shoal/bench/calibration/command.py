@@ -21,7 +21,7 @@ from shoal.catalog import tables
 from shoal.catalog.clusters import nodes
 from shoal.comm.pool import Pool
 from shoal.comm.world import host_memory, usable_cores
-from shoal.config import Section
+from shoal.config import NonEmpty, Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
 from shoal.files import check_place, write_whole
@@ -43,7 +43,7 @@ class CalibrateOptions(Section):
     rounds: PositiveInt | None = None
     """Measurements of everything; medians count. By itself 9 of the machine, and 5 with check."""
 
-    ranks: tuple[PositiveInt, ...] = (2, 4)
+    ranks: NonEmpty[PositiveInt] = (2, 4)
     """Numbers of ranks whose collectives are measured."""
 
     check: Path | None = None
