@@ -270,6 +270,19 @@ CASES = {
     "no sizes to measure": Bad(lambda p: ["bench", "collectives", "--sizes"], ("sizes = []",)),
     "a product beyond all memory": Bad(
         lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices take 48 TB", "Give sides up to")),
+    "a training that is not asked for": Bad(
+        lambda p: ["bench", "experts", "--steps", "9"], ("--steps 9: of --learning",)),
+    "a measurement in whose place a training is asked for": Bad(
+        lambda p: ["bench", "experts", "--learning", "--tokens", "9"], ("--tokens 9: of the measurement",)),
+    "turns of a race that takes two": Bad(
+        lambda p: ["bench", "step", "--quick", "--turns", "3"], ("--turns 3: --quick takes 2 turns",)),
+    "a profile that is not written": Bad(
+        lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: of a measurement",)),
+    "ranks that are not measured": Bad(
+        lambda p: ["calibrate", "--check", "here.toml", "--ranks", "3"], ("--ranks (3,): of a measurement",)),
+    "layouts that are not checked": Bad(lambda p: ["calibrate", "--layouts", "3"], ("--layouts 3: of --check",)),
+    "layouts beside all": Bad(
+        lambda p: ["calibrate", "--check", "here.toml", "--layouts", "3", "--pick", "2"], ("--layouts 3: --pick",)),
     "checkpoints of no model": Bad(lambda p: ["bench", "checkpoint", "--model", "tinny"], ("did you mean 'tiny'?",)),
     "a goodput into no folder": Bad(lambda p: ["goodput", "--out", "none/g.svg"], ("there is no folder none",)),
     "a fit into no folder": Bad(lambda p: ["validate", ".", "--fit", "none/c.toml"], ("there is no folder none",)),

@@ -16,6 +16,7 @@ from shoal.bench.progress import telling
 from shoal.comm.world import pick_device
 from shoal.config import NonEmpty, Section
 from shoal.errors import UsageError
+from shoal.plan.unused import check_unused
 from shoal.train.tuning import tune_process
 
 TARGETS = {8: 1.0, 64: 1.5}
@@ -67,7 +68,18 @@ class ExpertsOptions(Section):
 
 
 def experts(options: ExpertsOptions, console: Console) -> int:
-    """Run the measurement or the experiment."""
+    """Run the measurement or the experiment.
+
+    Raises:
+        UsageError: options of the other, or that do not go together.
+    """
+    for unread, names, why in (
+        (not options.learning, ("seeds", "steps", "shape", "out"), "of --learning, which is not given"),
+        (options.learning, ("per_token", "tokens", "hidden", "width", "precision", "repeats", "device"),
+         "of the measurement, in whose place --learning trains"),
+    ):  # fmt: skip
+        if unread:
+            check_unused(options, names, why)
     if options.learning:
         return _learning(options, console)
     device = pick_device(options.device)

@@ -29,6 +29,7 @@ from shoal.comm.world import usable_cores
 from shoal.config import Section
 from shoal.errors import UsageError, did_you_mean
 from shoal.files import check_place, write_whole
+from shoal.plan.unused import check_unused
 from shoal.train.allocator import allocator_environment
 
 SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
@@ -71,6 +72,8 @@ def step(options: StepOptions, console: Console) -> int:
     """Run the races and print the table, of those that are done whatever ends the others."""
     every = races(Workload(sequences=options.sequences), options.ranks, products=options.products == "equal")
     names = _wanted(options.only, every)
+    if options.quick:
+        check_unused(options, ("turns", "steps"), "--quick takes 2 turns of 1 step")
     _check_out(options.out)
     _check_allocator()
     wanted = [race for race in every if race.name in names or race.name.split()[0] in names]

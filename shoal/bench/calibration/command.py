@@ -25,6 +25,7 @@ from shoal.config import NonEmpty, Section
 from shoal.cost.units import show_seconds
 from shoal.errors import UsageError
 from shoal.files import check_place, write_whole
+from shoal.plan.unused import check_unused
 from shoal.train.tuning import tune_process
 
 NAME = "here"  # of the machine in its profile
@@ -66,14 +67,18 @@ def run(options: CalibrateOptions) -> int:
     another order (`ORDERED`), or a pick that takes 5 % longer than the fastest layout.
 
     Raises:
-        UsageError: a file that is there already, or is none.
+        UsageError: a file that is there already, or is none; or options that nothing would read.
     """
     console = Console(highlight=False)
+    for unread, names, why in (
+        (options.check, ("out", "ranks"), "of a measurement, which --check does not make"),
+        (not options.check, ("scatter", "pick", "layouts"), "of --check, which is not given"),
+        (options.pick, ("layouts",), "--pick takes all layouts of so many ranks"),
+    ):
+        if unread:
+            check_unused(options, names, why)
     if options.check:
         return _check(options, console)
-    for name in ("scatter", "pick"):
-        if getattr(options, name):
-            raise UsageError(f"--{name}: of a check.\n  Give --check FILE too.")
     check_place(options.out, "--out", new=True)
     if options.out.suffix != ".toml":
         raise UsageError(f"--out {options.out}: a catalog file ends in .toml")
