@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 import torch
@@ -55,7 +56,7 @@ def measure(
     """Measure every algorithm of some collectives, in float32.
 
     Args:
-        sizes: S in bytes; rounded up so that all blocks are equal.
+        sizes: S in bytes; rounded up so that all blocks are equal, and measured once where several then coincide.
         turns: of each contender, A B C A B C, after one that is not counted.
         say: told what is going on.
 
@@ -65,8 +66,7 @@ def measure(
     with Pool(max(ranks), tune_process) as pool:
         for collective in collectives:
             for n in ranks:
-                for wanted in sizes:
-                    each = max(1, round(wanted / 4 / n))
+                for each in sorted({max(1, ceil(wanted / 4 / n)) for wanted in sizes}):
                     size = 4 * n * each
                     say(f"{collective} of {size:,} bytes on {n} ranks")
                     limit = seconds_at_most(n, collective, size, turns)

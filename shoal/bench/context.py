@@ -156,9 +156,9 @@ def _train(config: RunConfig, shape: ModelShape, steps: int) -> Kept:
     samples = SyntheticDataset(shape.vocab, config.data.sequence_length, config.train.seed)
     engine = Engine(config, shape, mesh, samples)
     losses: list[float] = []
+    begin = time.perf_counter()  # of the first, where there is no other
     with counted(engine) as kept:
         losses.append(engine.step(0).loss)
-    begin = time.perf_counter()
     for step in range(1, steps):
         begin = time.perf_counter()
         losses.append(engine.step(step).loss)

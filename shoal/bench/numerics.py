@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
 
+from shoal.bench.race import deviation
 from shoal.comm.forks import become_worker, worker_context
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import usable_cores
@@ -172,7 +173,7 @@ def rows(curves: Sequence[Curve]) -> list[Row]:
         losses = [curve.validation for curve in mine]
         apart = max(_apart(curve, base[curve.seed]) for curve in mine)
         found.append(Row(
-            name, mean(losses), stdev(losses) if len(losses) > 1 else 0.0,
+            name, mean(losses), deviation(losses),
             mean(losses) - mean(curve.validation for curve in base.values()), apart, sum(c.skipped for c in mine),
         ))
     return found

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median, quantiles, stdev
 
 from shoal.bench.crew import Contender, Crew, Turn
 
@@ -170,3 +170,10 @@ def quartiles(values: list[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+def deviation(values: list[float]) -> float:
+    """The standard deviation: 0 of a single value, not a number where one of several is not finite."""
+    if len(values) < 2:
+        return 0.0
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan

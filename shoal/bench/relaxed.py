@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch.distributed as dist
 
+from shoal.bench.race import deviation
 from shoal.comm.link import Link
 from shoal.comm.mesh import Mesh
 from shoal.comm.pool import Pool
@@ -179,7 +180,7 @@ def summaries(runs: Sequence[Run]) -> list[Summary]:
         if mine:
             losses, seconds = [r.validation for r in mine], mean(r.seconds for r in mine)
             found.append(Summary(
-                method, mean(losses), stdev(losses) if len(losses) > 1 else 0.0,
+                method, mean(losses), deviation(losses),
                 mean(losses) - mean(r.validation for r in base), seconds, mean(r.seconds for r in base) / seconds,
             ))
     return found
@@ -206,7 +207,7 @@ def draw(runs: Sequence[Run], title: str) -> str:
         )
         for family, methods in FAMILIES.items() if measured.intersection(methods)
     ]
-    highest = max(run.losses[1] for run in runs if len(run.losses) > 1)
+    highest = max((run.losses[1] for run in runs if len(run.losses) > 1), default=None)
     return panels(
         title, charts, x="seconds in steps", y="training loss, nats per token (thin: each seed)", highest=highest
     )

@@ -91,6 +91,6 @@ def relaxed(options: RelaxedOptions, console: Console) -> int:
         name = "relaxed-link" if options.link_gbs else "relaxed"
         write_csv(runs, options.out / f"{name}.csv")
         (options.out / f"{name}.svg").write_text(draw(runs, f"Loss against time: {setting}"))
-    far = [row.method for row in rows if row.difference > margins[row.method]]
+    far = [row.method for row in rows if not row.difference <= margins[row.method]]  # also one that is not a number
     console.print(f"beyond their margin: {', '.join(far)}" if far else "all within their margins")
     return 1 if far else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import fmean
 
 from shoal.report.chart import ticks
@@ -46,11 +47,14 @@ def panels(title: str, charts: Sequence[Panel], *, x: str, y: str, highest: floa
 
     Args:
         x, y: titles of the axes.
-        highest: y above it is cut off.
+        highest: y above it is cut off. What is not finite is left out.
     """
     points = [point for chart in charts for lines in chart.series.values() for line in lines for point in line]
-    right, low = max(p[0] for p in points), min(p[1] for p in points)
-    high = max(p[1] for p in points) if highest is None else highest
+    heights = [p[1] for p in points if isfinite(p[1])] or [0.0]
+    right, low = max(p[0] for p in points), min(heights)
+    high = max(heights) if highest is None or not isfinite(highest) else highest
+    if high <= low:  # all points lie on one line, or above what is shown
+        high = low + 1.0
     page = Canvas()
     page.text(8, 20, title, size=15, font_weight=600)
     for i, chart in enumerate(charts):
@@ -84,7 +88,7 @@ def _panel(chart: Panel, last: float, low: float, high: float, x: str, y: str) -
     for row, (name, lines) in enumerate(chart.series.items()):
         colour = FAINT if name in chart.grey else COLOURS[coloured.index(name)]
         for i, line in enumerate(lines):
-            shown = [point for point in line if point[1] <= high]
+            shown = [point for point in line if low <= point[1] <= high]
             if not shown:
                 continue
             path = "M" + " L".join(f"{px:.1f} {py:.1f}" for px, py in (at(*point) for point in shown))

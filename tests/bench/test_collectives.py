@@ -3,9 +3,11 @@
 import csv
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
+from shoal.bench import collectives as collectives_bench
 from shoal.bench import collectives_command
 from shoal.bench.collectives import Row
 from shoal.bench.command import main as main_of_bench
@@ -32,6 +34,13 @@ def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
     root = ET.parse(plot).getroot()
     titles = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert all(f"{c} on {n} ranks" in titles for c in Collective for n in (2, 3))
+
+
+def test_sizes_are_rounded_up_and_measured_once(pool, monkeypatch):
+    monkeypatch.setattr(collectives_bench, "Pool", lambda *_: nullcontext(pool))
+    rows = list(collectives_bench.measure([Collective.BROADCAST], [3], [1000, 1004], 1, str))
+    assert {row.size for row in rows} == {1008}
+    assert len(rows) == len({row.algorithm for row in rows})
 
 
 @pytest.mark.parametrize("end", [RankError("x", 1, [(0, "other result")]), KeyboardInterrupt()])

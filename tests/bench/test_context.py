@@ -27,6 +27,12 @@ def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.Captur
     assert first != second
 
 
+def test_an_only_step_is_timed(capsys: pytest.CaptureFixture) -> None:
+    main(["bench", "long-context", "--ranks", "2", "--tokens", "256", "--layers", "1", "--steps", "1"])
+    seconds, unit = re.search(r"([\d.]+) (\w+) a step", capsys.readouterr().out).groups()
+    assert float(seconds) > 0 and unit in ("ms", "s"), "of forward and backward, not of nothing"
+
+
 @pytest.mark.parametrize(("budget", "made"), [(1.0, False), (8.0, True), (20.0, True), (1000.0, False)])
 def test_a_budget_that_shows_nothing_fails(budget: float, made: bool) -> None:
     """Too small for a rank, or enough for one device."""

@@ -1,11 +1,15 @@
 """What the experiment makes of its runs; the runs themselves are tests/train/relaxed."""
 
 import csv
+import io
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from math import inf, nan
 
 import pytest
 from rich.console import Console
 
+from shoal.bench import relaxed_command
 from shoal.bench.relaxed import (
     METHODS,
     OVER_LINKS,
@@ -44,6 +48,23 @@ def test_the_plot_and_the_csv_hold_every_run(tmp_path):
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(rows) == 12 and rows[-1] == {
         "method": "hogwild", "seed": "1", "seconds": "2.000", "training_loss": "3.2000", "validation_loss": "3.5000"}
+
+
+@pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])
+def test_runs_of_few_or_endless_losses_are_drawn(losses):
+    times = tuple(map(float, range(1, len(losses) + 1)))
+    text = draw([Run(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
+    ET.fromstring(text)
+    assert "nan" not in text and "inf" not in text
+
+
+@pytest.mark.parametrize(("end", "code"), [(3.1, 0), (3.9, 1), (nan, 1), (inf, 1)])
+def test_a_loss_that_is_not_a_number_is_beyond_any_margin(end, code, monkeypatch):
+    runs = [replace(run, validation=end) if run.method == "hogwild" and run.seed == 0 else run for run in RUNS]
+    monkeypatch.setattr(relaxed_command, "measure", lambda *_, **__: runs)
+    console = Console(file=io.StringIO(), width=120)
+    assert relaxed(RelaxedOptions(only="hogwild", margin=0.5), console) == code
+    assert ("beyond their margin: hogwild" in console.file.getvalue()) == bool(code)
 
 
 @pytest.mark.parametrize("method", METHODS)
