@@ -31,7 +31,7 @@ from shoal.config import NonEmpty, Section
 from shoal.cost.units import show_bytes
 from shoal.errors import UsageError, did_you_mean
 from shoal.models.products import by_mkl, tune_products
-from shoal.options import parse
+from shoal.options import listed, parse
 from shoal.pipeline.slices import best_slices, fitted, pipeline_time
 from shoal.train.tuning import tune_process
 
@@ -117,8 +117,7 @@ def main(args: list[str]) -> int:
     """
     if not args or args[0] in ("-h", "--help"):
         print("shoal bench WHAT [--help]\n")
-        for name, (options, _) in COMMANDS.items():
-            print(f"  {name:<14}{' '.join((options.__doc__ or '').split())}")
+        print(*listed({name: options.__doc__ or "" for name, (options, _) in COMMANDS.items()}, 13), sep="\n")
         return 0
     name, *rest = args
     if name not in COMMANDS:
