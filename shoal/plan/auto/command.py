@@ -21,6 +21,7 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.layout import Layout
 from shoal.models.transformer import Transformer, initialise
 from shoal.plan.auto.execute import compare, reference, worst_of
+from shoal.plan.auto.forward import Forward, forward_of
 from shoal.plan.auto.graph import Graph
 from shoal.plan.auto.ilp import SECONDS, NothingFits, solve
 from shoal.plan.auto.layers import Layers
@@ -31,7 +32,7 @@ from shoal.plan.auto.price import Prices
 from shoal.plan.auto.problem import GIVEN, UPDATE, Builder, Bytes
 from shoal.plan.auto.rivals import rivals
 from shoal.plan.auto.stages import latency
-from shoal.plan.auto.trace import Forward, forward_of, graph_of
+from shoal.plan.auto.trace import graph_of
 from shoal.plan.listing import table
 from shoal.plan.memory import capacity_of, fragmentation_of, unused_of
 from shoal.plan.run import KINDS, Run

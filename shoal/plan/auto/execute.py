@@ -72,7 +72,8 @@ class Step:
     def _done(self, op: Op) -> Tensor:
         split = self.plan.splits.get(op.name)
         if split is None:  # a constant
-            return op.call(tuple(self.values[name] for name in op.operands))
+            tensors = tuple(self.values[name] for name in op.operands)
+            return tensors[0].reshape(op.shape) if op.op in RESHAPES else op.call(tensors)
         tensors = tuple(
             self._read(name, lies) for name, lies in zip(op.operands, split.operands, strict=True)
         )
@@ -176,7 +177,7 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 
 
     Outputs that are no scalars get random gradients.
     """
-    from shoal.plan.auto.trace import forward_of
+    from shoal.plan.auto.forward import forward_of
 
     forward = forward_of(module, inputs)
     given: dict[str, Tensor] = {}

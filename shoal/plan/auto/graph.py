@@ -50,8 +50,8 @@ class Op:
 
     @property
     def op(self) -> str:
-        """Without the overload: ``mm``."""
-        return self.target.split(".")[0]
+        """A call without its overload: ``mm``; else nothing."""
+        return self.target.split(".")[0] if self.kind == "call" else ""
 
     @cached_property
     def operands(self) -> tuple[str, ...]:

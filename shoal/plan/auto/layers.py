@@ -14,8 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from shoal.plan.auto.forward import Forward
 from shoal.plan.auto.graph import Graph
-from shoal.plan.auto.trace import Forward, differentiated
+from shoal.plan.auto.trace import differentiated
 
 DELTA = 0.5  # of a layer's share of the FLOPs that it may have more
 CUTS = 150  # that are looked at: those that carry least

@@ -1,6 +1,6 @@
-"""A module's graph: `torch.export`, differentiated by autograd, in ATen operators.
+"""A module's graph: its forward pass, differentiated by autograd, in ATen operators.
 
-The exported forward pass (or a part of it, for a stage) is traced together with its gradients: products of matrices,
+The forward pass (or a part of it, for a stage) is traced together with its gradients: products of matrices,
 element-wise operators, sums, views. So the backward pass is operators like the forward one, and what it communicates
 needs no rules of its own.
 """
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.errors import UsageError
+from shoal.plan.auto.forward import Forward, forward_of, writes
 from shoal.plan.auto.graph import Graph, Op, Ref, phased
 from shoal.plan.auto.unfold import unfolded
 
@@ -30,81 +31,7 @@ WHOLE_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_back
 """What is not taken apart."""
 
 
-# ---- from a module ---------------------------------------------------------------------------------------------------
-
-
-def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
-    """The forward pass of a module in training, on example inputs; no numbers are computed.
-
-    Raises:
-        UsageError: it has no graph (its path depends on numbers), or changes buffers.
-    """
-    try:
-        program = torch.export.export(module, inputs)
-    except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(
-            f"{type(module).__name__}: torch.export finds no graph of it: {first.strip()}"
-            "\n  Its forward pass must not depend on the values of tensors."
-        ) from error
-    signature = program.graph_signature
-    if changed := [*signature.buffers_to_mutate.values(), *getattr(signature, "user_inputs_to_mutate", {}).values()]:
-        raise UsageError(
-            f"{type(module).__name__}: its forward pass changes {', '.join(map(str, changed))}, "
-            "which devices would do differently.\n  Take batch norms and counters out, or freeze them by .eval()."
-        )
-    return program
-
-
-@dataclass
-class Forward:
-    """An exported forward pass, flat: one node for each operator and each tensor from outside.
-
-    Attributes:
-        sources: from a placeholder's name to (kind, name in the module).
-        values: of parameters and buffers, by these names; parameters that take no gradient are not trained.
-    """
-
-    module: fx.GraphModule
-    sources: dict[str, tuple[str, str]]
-    values: dict[str, Tensor]
-
-    @property
-    def outputs(self) -> list[fx.Node]:
-        """What it gives back."""
-        (out,) = (node for node in self.module.graph.nodes if node.op == "output")
-        return [value for value in out.args[0] if isinstance(value, fx.Node)]
-
-
-def forward_of(module: nn.Module, inputs: tuple) -> Forward:
-    """Export a module; parameters that are one tensor under several names get the first of these.
-
-    Raises:
-        UsageError: it has no graph, or nothing in it is trained.
-    """
-    program = export(module, inputs)
-    signature, first = program.graph_signature, {}
-    names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
-    sources: dict[str, tuple[str, str]] = {}
-    values: dict[str, Tensor] = dict(module.named_parameters())
-    for node in program.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if (name := signature.inputs_to_parameters.get(node.name)) is not None:
-            sources[node.name] = ("parameter", names[name])
-        elif (name := signature.inputs_to_buffers.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.state_dict.get(name, program.constants.get(name))
-        elif (name := signature.inputs_to_lifted_tensor_constants.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.constants[name]
-        else:
-            sources[node.name] = ("input", node.name)
-    if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
-        raise UsageError(
-            f"{type(module).__name__}: nothing in it is trained: it reads no parameter that takes a gradient"
-        )
-    return Forward(program.graph_module, sources, values)
+# ---- from a forward pass ---------------------------------------------------------------------------------------------
 
 
 def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> Graph:
@@ -171,6 +98,9 @@ def differentiated(forward: Forward, wanted=()) -> Graph:
         gradients = [torch.empty_like(node.meta["val"]) for node in learning]
         traced = make_fx(step, decomposition_table=_decompositions(), tracing_mode="fake")
         joint = traced(list(once.values()), gradients)
+        if any(map(writes, joint.graph.nodes)):  # formulas of autograd and decompositions do so
+            again = make_fx(functionalize(joint), decomposition_table=_decompositions(), tracing_mode="fake")
+            joint = again(list(once.values()), gradients)
     kinds = [(kind, name) for kind, name in keys]
     kinds += [("gradient", node.name) for node in learning]
     names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned] if learning else []
@@ -270,15 +200,9 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
                 new[node] = operand
                 continue
             target = f"{'' if room == 'aten' else room + '::'}{name}.{node.target._overloadname}"
-            changes = node.target._schema.is_mutable
-            if changes:
-                target = target.replace("_.", ".")
             ops[node.name] = Op(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
             new[node] = Ref(node.name)
-            if changes:
-                for old, ref in list(new.items()):  # what was changed is from here on what came of it
-                    new[old] = Ref(node.name) if ref == operand else ref
-        elif node.op == "call_function":  # getitem of an operator with several outputs
+        elif node.target is getitem:  # of an operator with several outputs
             many, index = ops[new[node.args[0]].name], node.args[1]
             target, args = "getitem.int", (Ref(many.name), index)
             if many.op == "split_with_sizes":
@@ -287,7 +211,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             ops[node.name] = Op(node.name, "call", target, *_made(value), args)
             new[node] = Ref(node.name)
         else:
-            raise UsageError(f"{node.op} {node.target}: a tensor that is no parameter, buffer or input")
+            raise UsageError(f"{node.op} {node.target}: no tensor from outside and no operator of ATen's kind")
     return phased(ops, outputs, gradients)
 
 

@@ -143,8 +143,9 @@ class _Unfolding:
         return True
 
     def _permute(self, op: Op) -> bool:
-        (name,), order = op.operands, op.args[1]
+        (name,) = op.operands
         form = self.form[name]
+        order = [d % len(form) for d in op.args[1]]
         starts = list(accumulate((len(group) for group in form), initial=0))
         stored = [starts[d] + i for d in order for i in range(len(form[d]))]
         x = Ref(self.name[name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +12,8 @@ from shoal.catalog import model_shape
 from shoal.catalog.clusters import cluster
 from shoal.comm.sharding.notation import NamedMesh
 from shoal.models.transformer import Transformer
+from shoal.plan.auto.ilp import Solution, solve
+from shoal.plan.auto.plan import plan_of
 from shoal.plan.auto.price import Prices
 from shoal.plan.auto.problem import Builder, Bytes
 
@@ -84,3 +88,11 @@ def transformer(family: str, layers: int = 1, **change) -> Transformer:
 def builder(graph, name: str, mesh: NamedMesh, microbatches: int = 1) -> Builder:
     """Priced on a cluster of the catalog, in bf16."""
     return Builder(graph, Prices.on(cluster(name), mesh, "bf16", 2), BF16, microbatches)
+
+
+def any_plan(build, rng):
+    """One that random costs make the cheapest: splits that no cluster would ask for are among its choices."""
+    problem = build.problem()
+    moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in problem.decisions]
+    chosen = solve(replace(problem, decisions=moved)).chosen
+    return plan_of(build, problem, Solution(chosen, problem.cost(chosen)))

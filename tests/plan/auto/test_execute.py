@@ -12,11 +12,11 @@ from shoal.errors import UsageError
 from shoal.models.transformer import initialise
 from shoal.plan.auto.command import verdict
 from shoal.plan.auto.execute import compare, reference, worst_of
-from shoal.plan.auto.ilp import Solution, solve
+from shoal.plan.auto.ilp import solve
 from shoal.plan.auto.plan import plan_of, shard
 from shoal.plan.auto.rivals import rivals
 from shoal.plan.auto.trace import graph_of
-from tests.plan.auto.modules import MLP, Attention, LoRA, Odd, builder, transformer
+from tests.plan.auto.modules import MLP, Attention, LoRA, Odd, any_plan, builder, transformer
 
 LINE, GRID = NamedMesh("x", (4,)), NamedMesh("xy", (2, 2))
 
@@ -33,14 +33,6 @@ def example(name):
     module = modules[name].double()
     shape = {"mlp": (8, 12), "attention": (2, 6, 16), "odd": (10, 6), "lora": (8, 12)}[name]
     return module, (torch.randn(shape, dtype=torch.float64),)
-
-
-def any_plan(build, rng):
-    """One that random costs make the cheapest: splits that no cluster would ask for are among its choices."""
-    problem = build.problem()
-    moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in problem.decisions]
-    chosen = solve(replace(problem, decisions=moved)).chosen
-    return plan_of(build, problem, Solution(chosen, problem.cost(chosen)))
 
 
 @pytest.mark.parametrize("name, mesh", [

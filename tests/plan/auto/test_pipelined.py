@@ -5,11 +5,12 @@ import torch
 from shoal.catalog.clusters import cluster
 from shoal.models.transformer import initialise
 from shoal.plan.auto.execute import reference, worst_of
+from shoal.plan.auto.forward import forward_of
 from shoal.plan.auto.layers import Layers
 from shoal.plan.auto.pipelined import Pipelined, compare_stages
 from shoal.plan.auto.problem import GIVEN, UPDATE
 from shoal.plan.auto.stages import Stage
-from shoal.plan.auto.trace import forward_of, graph_of
+from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import BF16, transformer
 
 
