@@ -116,7 +116,8 @@ class Forward:
     """An exported forward pass, flat: one node for each operator and each tensor from outside.
 
     Attributes:
-        sources: from a placeholder's name to (kind, name in the module).
+        sources: from a placeholder's name to (kind, name in the module); of what another stage makes, a boundary, its
+            name there.
         values: of parameters and buffers, by these names; parameters that take no gradient are not trained.
     """
 

@@ -33,7 +33,7 @@ class Op:
 
     Attributes:
         name: of the one tensor that it makes.
-        kind: parameter, buffer, input, gradient (of an output), or call.
+        kind: parameter, buffer, input, boundary (what another stage makes), gradient (of an output), or call.
         target: of a call, as ``mm.default``; of a parameter, its name in the module.
         args, kwargs: of a call; tensors as `Ref`.
         phase: when it must be done: backward if only backward operators need it.
@@ -82,7 +82,7 @@ class Graph:
     Attributes:
         ops: in an order in which they can be done.
         outputs: what the forward pass gives back.
-        gradients: from a parameter or an input to the operator that makes its gradient.
+        gradients: from a parameter, a boundary or an input to the operator that makes its gradient.
     """
 
     ops: dict[str, Op]

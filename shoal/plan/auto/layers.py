@@ -47,14 +47,18 @@ class Layers:
         """Where each layer ends in `nodes`."""
         place = {node: i for i, node in enumerate(self.nodes)}
         carried = [0] * (len(self.nodes) + 1)  # bytes of what is made before a place and read behind it
+        closed: set[int] = set()  # places over which several tensors would go as one value
         for node, i in place.items():
             last = max((place[user] for user in node.users if user in place), default=i)
             for cut in range(i + 1, last + 1):
                 carried[cut] += _bytes(node)
+            if not isinstance(node.meta.get("val"), Tensor):
+                closed.update(range(i + 1, last + 1))
         work = [0.0]
         for node in self.nodes:
             work.append(work[-1] + _flops(node))
-        inner = sorted(sorted(range(1, len(self.nodes)), key=lambda cut: carried[cut])[:CUTS])
+        open_ = [cut for cut in range(1, len(self.nodes)) if cut not in closed]
+        inner = sorted(sorted(open_, key=lambda cut: carried[cut])[:CUTS])
         return _cut([0, *inner, len(self.nodes)], carried, work, self.count)
 
     def boundary(self, cut: int) -> int:
@@ -87,21 +91,26 @@ class Layers:
 
     def graph(self, first: int, last: int) -> Graph:
         """A training step of some layers, with the gradients of what they read of others."""
-        part = self.part(first, last)
-        own = {node.name for node in self.forward.module.graph.nodes if node.op == "placeholder"}
-        others = [node for node in part.module.graph.nodes if node.op == "placeholder" and node.name not in own]
-        return differentiated(part, {node.name for node in others})
+        return differentiated(self.part(first, last))
 
     def like(self, first: int, last: int) -> tuple:
-        """What makes two runs of layers the same problem: their operators, shapes and wiring."""
+        """What makes two runs of layers the same problem: their operators, shapes and wiring, and whence tensors come:
+        parameters and boundaries have gradients, frozen parameters and inputs have none."""
         number: dict[fx.Node, int] = {}
+        seen: dict[tuple[str, str], int] = {}
         key = []
-        for node in self.part(first, last).module.graph.nodes:
+        part = self.part(first, last)
+        for node in part.module.graph.nodes:
             number[node] = len(number)
             value = node.meta.get("val")
             shape = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
             args = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
-            key.append((node.op, str(node.target) if node.op == "call_function" else "", repr(args), shape))
+            what: tuple = (str(node.target),) if node.op == "call_function" else ()
+            if node.op == "placeholder":
+                kind, name = source = part.sources[node.name]
+                trained = kind == "parameter" and part.values[name].requires_grad
+                what = (kind, trained, seen.setdefault(source, len(seen)))
+            key.append((node.op, what, repr(args), shape))
         return tuple(key)
 
 
@@ -170,7 +179,7 @@ def _part(forward: Forward, nodes: list[fx.Node]) -> Forward:
         places[node] = graph.placeholder(node.name)
         places[node].meta = dict(node.meta)
         known = node.op == "placeholder"
-        sources[places[node].name] = forward.sources[node.name] if known else ("input", node.name)
+        sources[places[node].name] = forward.sources[node.name] if known else ("boundary", node.name)
     for node in nodes:
         for argument in node.all_input_nodes:
             bring(argument)

@@ -166,10 +166,10 @@ def compare_stages(
     for stage in stages:
         parts = []
         if stage is mine:
-            here = [op.name for op in stage.plan.graph.ops.values() if op.kind in ("parameter", "buffer", "input")]
+            here = [op.name for op in stage.plan.graph.ops.values() if op.kind not in ("call", "gradient")]
             step = Step(stage.plan, Runner(stage.plan.mesh, stage.rank), {name: tensors[name] for name in here})
             step.run(FORWARD)
-            parts = [(f"input {name}", *_piece(step, op)) for name, op in stage.sends]
+            parts = [(f"boundary {name}", *_piece(step, op)) for name, op in stage.sends]
         tensors.update(_assembled(parts))
     for stage in reversed(stages):
         parts = []
@@ -179,15 +179,15 @@ def compare_stages(
                 if op.kind == "gradient":
                     step.give(op.name, tensors[op.name])
             step.run(BACKWARD)
-            parts = [(f"gradient {name.removeprefix('input ')}", *_piece(step, op))
-                     for name, op in stage.plan.graph.gradients.items() if name.startswith("input ")]  # fmt: skip
+            parts = [(f"gradient {name.removeprefix('boundary ')}", *_piece(step, op))
+                     for name, op in stage.plan.graph.gradients.items() if name.startswith("boundary ")]  # fmt: skip
         for name, gradient in _assembled(parts).items():
             tensors[name] = tensors[name] + gradient if name in tensors else gradient
     assert step is not None
     errors = {}
     largest = max(x.abs().max().item() for x in outputs.values()) or 1.0
     for name, expect in outputs.items():
-        errors[name] = (tensors[f"input {name}"] - expect).abs().max().item() / largest
+        errors[name] = (tensors[f"boundary {name}"] - expect).abs().max().item() / largest
     largest = max((x.abs().max().item() for x in expected.values()), default=1.0) or 1.0
     for op in mine.plan.graph.parameters:
         if (name := UPDATE + op.name) in mine.plan.splits:

@@ -190,11 +190,12 @@ class Builder:
         return space.together and len(leaders) > 1 and all(self.ops[n].shape == op.shape for n in op.operands)
 
     def _kept(self) -> set[str]:
-        """Tensors of the forward pass whose memory lives until the backward pass: not those of weights and inputs."""
+        """Tensors of the forward pass whose memory lives until the backward pass: not those of weights and inputs; of a
+        stage's boundaries each micro-batch has its own."""
         return {
             self.stored[operand] for op in self.ops.values() if op.phase == BACKWARD and op.kind == "call"
             for operand in op.operands
-            if self.ops[operand].phase != BACKWARD and self.ops[self.stored[operand]].kind == "call"
+            if self.ops[operand].phase != BACKWARD and self.ops[self.stored[operand]].kind in ("call", "boundary")
             and operand not in self.constants
         }  # fmt: skip
 

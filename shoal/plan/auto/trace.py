@@ -41,20 +41,17 @@ def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False)
         inputs: examples, whose shapes count and whose values do not.
         input_gradients: make the gradients of floating-point inputs as well, as a layer among others does.
     """
-    forward = forward_of(module, inputs)
-    wanted = {node.name for node in forward.module.graph.nodes if node.op == "placeholder"} if input_gradients else ()
-    return differentiated(forward, wanted)
+    return differentiated(forward_of(module, inputs), input_gradients=input_gradients)
 
 
-def differentiated(forward: Forward, wanted=()) -> Graph:
-    """A forward pass with its gradients.
+def differentiated(forward: Forward, *, input_gradients: bool = False) -> Graph:
+    """A forward pass with its gradients: of trained parameters and of the boundaries of a stage.
 
     Args:
-        wanted: placeholders, besides trained parameters, whose gradients are made where they are floating-point
-            numbers.
+        input_gradients: also of inputs; of them and of boundaries those that are floating-point numbers.
 
     Raises:
-        UsageError: it draws random numbers.
+        UsageError: it draws random numbers, or a tensor is empty or has too many dims.
     """
     graph, places, learned = forward.module.graph, [], []
     for node in graph.nodes:
@@ -63,7 +60,7 @@ def differentiated(forward: Forward, wanted=()) -> Graph:
             value = node.meta.get("val")
             tensor = value if isinstance(value, Tensor) else None
             trained = kind == "parameter" and forward.values[name].requires_grad
-            asked = trained or (kind == "input" and node.name in wanted)
+            asked = trained or kind == "boundary" or (kind == "input" and input_gradients)
             learns = asked and tensor is not None and tensor.is_floating_point()
             places.append((node, kind, name, tensor))
             if learns and (kind, name) not in [(k, n) for _, k, n, _ in learned]:

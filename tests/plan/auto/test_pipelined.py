@@ -1,6 +1,8 @@
 """Stages of a model, each on its own part of the ranks with its own sharding, compute what one device computes."""
 
+import pytest
 import torch
+from torch import nn
 
 from shoal.catalog.clusters import cluster
 from shoal.models.transformer import initialise
@@ -14,6 +16,23 @@ from shoal.plan.auto.trace import graph_of
 from tests.plan.auto.modules import BF16, transformer
 
 
+def joint(layers: Layers, name: str) -> Pipelined:
+    """On a cluster of the catalog, with room for all."""
+    return Pipelined(layers, cluster(name), "bf16", 2, BF16, 4, 80e9)
+
+
+def compared(pool, ranks, module, inputs, forward, stages):
+    """The largest difference of any output and gradient of some stages."""
+    graph = graph_of(module, inputs)
+    given, expected = reference(module, inputs, graph)
+    outputs = {node.name: expected[GIVEN + op] for node, op in zip(forward.outputs, graph.outputs, strict=True)}
+    gradients = {name: x for name, x in expected.items() if name.startswith(UPDATE)}
+    results = pool.run(compare_stages, ranks, stages, given, outputs, gradients)
+    seen = set().union(*results)
+    assert seen == set(outputs) | set(gradients), "every parameter is in a stage"
+    return worst_of(results)[0]
+
+
 def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     module = transformer("llama", layers=2)
     initialise(module, 0)
@@ -23,13 +42,57 @@ def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     forward = forward_of(module, inputs)
     layers = Layers(forward, 3)
     assert len(layers.ends) == 3
-    joint = Pipelined(layers, cluster("4xA100"), "bf16", 2, BF16, 4, 80e9)
-    stages = joint.planned((Stage(0, 1, (1, 1), 0.0), Stage(1, 2, (1, 2), 0.0), Stage(2, 3, (1, 1), 0.0)))
-    graph = graph_of(module, inputs)
-    given, expected = reference(module, inputs, graph)
-    outputs = {node.name: expected[GIVEN + op] for node, op in zip(forward.outputs, graph.outputs, strict=True)}
-    gradients = {name: x for name, x in expected.items() if name.startswith(UPDATE)}
-    results = pool.run(compare_stages, 4, stages, given, outputs, gradients)
-    seen = set().union(*results)
-    assert seen == set(outputs) | set(gradients), "every parameter is in a stage"
-    assert worst_of(results)[0] < 1e-10
+    stages = joint(layers, "4xA100").planned(
+        (Stage(0, 1, (1, 1), 0.0), Stage(1, 2, (1, 2), 0.0), Stage(2, 3, (1, 1), 0.0))
+    )
+    assert compared(pool, 4, module, inputs, forward, stages) < 1e-10
+
+
+class Gated(nn.Module):
+    """A chunk, whose parts are read at several places, of an input whose name is a builtin's."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.mix = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, input):
+        gate, up = self.both(input).chunk(2, -1)
+        return self.mix(torch.sigmoid(gate) * up).square()
+
+
+def test_no_cut_is_made_inside_an_operator_with_several_outputs(pool):
+    torch.manual_seed(0)
+    module, inputs = Gated().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    forward = forward_of(module, inputs)
+    layers = Layers(forward, 99)
+    count = len(layers.ends)
+    assert 1 < count < len(layers.nodes)
+    assert set(layers.graph(0, 1).gradients) == {"both.weight", "both.bias"}, "of the module's own input there is none"
+    stages = joint(layers, "2xA100").planned((Stage(0, count - 1, (1, 1), 0.0), Stage(count - 1, count, (1, 1), 0.0)))
+    assert compared(pool, 2, module, inputs, forward, stages) < 1e-10
+
+
+def linears(frozen: range) -> tuple[nn.Module, tuple]:
+    """Four matrices, of which some take no gradient."""
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).double()
+        for number in frozen:
+            module[number].requires_grad_(False)
+        return module, (torch.empty(1024, 256, dtype=torch.float64),)
+
+
+@pytest.mark.parametrize("frozen", [range(0), range(2), range(2, 4)], ids=str)
+def test_layers_cost_what_their_own_plan_takes(frozen):
+    """Whatever was asked before: of the model's input there is no gradient, nor of frozen weights."""
+    found = joint(Layers(forward_of(*linears(frozen)), 4), "2xA100")
+    for first, last in ((2, 4), (0, 2), (1, 2), (0, 1), (3, 4), (2, 3)):
+        cost = found.cost(first, last, (1, 1), 1) - found._receives(first, (1, 1))
+        plan, _ = found.plan(first, last, (1, 1), 1)
+        assert cost == pytest.approx(plan.seconds, rel=1e-9)
+
+
+def test_a_stage_keeps_what_it_was_sent():
+    found = joint(Layers(forward_of(*linears(range(0))), 4), "4xA100")
+    tensor = 1024 * 256 * 2  # bytes in bf16
+    saved = [found.plan(first, last, (1, 1), 1)[0].saved for first, last in ((0, 1), (1, 2), (1, 3))]
+    assert saved == [0, tensor, 2 * tensor], "the module's own input is there for all micro-batches"
