@@ -222,8 +222,8 @@ def _own(text: str, *, check: bool) -> tuple[nn.Module, tuple]:
             f"--module {text} --check: {' and '.join(empty)} are on the meta device, which holds no numbers to compute"
             " with.\n  Make them on the CPU, or plan without --check."
         )
-    return module.double(), tuple(
-        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+    return module.double(), torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs
     )
 
 
@@ -261,9 +261,18 @@ def bytes_of(formats: Formats) -> Bytes:
 def _pipeline(
     options: AutoOptions, machine: Cluster, formats: Formats, capacity: float, subject: tuple, console: Console
 ) -> int:
-    """Both levels: stages on parts of the cluster, beside all devices for all layers."""
+    """Both levels: stages on parts of the cluster, beside all devices for all layers.
+
+    Raises:
+        UsageError: something that is given back belongs to no stage.
+    """
     forward = forward_of(*subject)
     layers = Layers(forward, LAYERS_PER_STAGE * options.stages)
+    if came := [node.name for node in forward.outputs if node not in layers.nodes]:
+        raise UsageError(
+            f"--stages: the module gives back {', '.join(came)} as it came, which no stage makes.\n"
+            "  Return what operators make of parameters or inputs alone."
+        )
     joint = Pipelined(
         layers, machine, KINDS[formats.compute.name], formats.compute.itemsize, bytes_of(formats),
         options.microbatches, capacity, fragmentation_of(calibration_of(machine).values),

@@ -73,7 +73,8 @@ class Step:
         split = self.plan.splits.get(op.name)
         if split is None:  # a constant
             tensors = tuple(self.values[name] for name in op.operands)
-            return tensors[0].reshape(op.shape) if op.op in RESHAPES else op.call(tensors)
+            same = op.op in RESHAPES or op.name.startswith(ENDS)
+            return tensors[0].reshape(op.shape) if same else op.call(tensors)
         tensors = tuple(
             self._read(name, lies) for name, lies in zip(op.operands, split.operands, strict=True)
         )
@@ -111,7 +112,7 @@ class Step:
             return tensors[0][op.args[1]]
         if op.op == "embedding":
             return self._embedding(tensors, split.operands[0].dims[0][1])
-        if op.op == "embedding_dense_backward":
+        if op.op == "embedding_dense_backward" and not op.args[4]:  # else scaled by how often a token comes, and whole
             return self._embedding_backward(op, tensors, split.made.dims[0][1], shape[0])
         return op.call(tensors)
 
@@ -195,7 +196,7 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 
                 leaf.requires_grad_()
     _, spec = torch.utils._pytree.tree_flatten(inputs)
     outs = module(*torch.utils._pytree.tree_unflatten(leaves, spec))
-    outs = [out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)]
+    outs = forward.each([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
     cotangents = [op for op in graph.ops.values() if op.kind == "gradient"]
     generator = torch.Generator().manual_seed(seed)
     trained = [out for out in outs if out.requires_grad]

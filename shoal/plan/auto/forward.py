@@ -7,6 +7,7 @@ graph alone, by which it is differentiated and cut into stages.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 
@@ -127,7 +128,15 @@ class Forward:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """What it gives back."""
+        """What it gives back, once what it gives back several times."""
+        return list(dict.fromkeys(self._returned))
+
+    def each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of all tensors that it gave back, one for each of the outputs."""
+        return list(dict(zip(self._returned, tensors, strict=True)).values())
+
+    @property
+    def _returned(self) -> list[fx.Node]:
         (out,) = (node for node in self.module.graph.nodes if node.op == "output")
         return [value for value in out.args[0] if isinstance(value, fx.Node)]
 

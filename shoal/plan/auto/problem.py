@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from string import ascii_uppercase
 
 import numpy as np
 
@@ -349,7 +350,7 @@ def _space(op: Op, ops: dict[str, Op]) -> Space | None:
     if op.kind != "call" or op.op == "getitem":
         return None
     if op.name.startswith(ENDS):
-        letters = tuple("ABCDEFGH"[: len(op.shape)])
+        letters = tuple(ascii_uppercase[: len(op.shape)])
         return Space(dict(zip(letters, op.shape, strict=True)), (letters,), letters)
     return space_of(op, tuple(ops[operand].shape for operand in op.operands))
 

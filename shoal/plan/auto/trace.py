@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from operator import getitem
+from string import ascii_uppercase
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def differentiated(forward: Forward, *, input_gradients: bool = False) -> Graph:
         for _, kind, name, _ in learned:
             given[kind, name] = given[kind, name].detach().requires_grad_()
         flat = [given.get((kind, name)) for _, kind, name, _ in places]
-        return given, [out for out in fx.Interpreter(forward.module).run(*flat) if isinstance(out, Tensor)]
+        outs = fx.Interpreter(forward.module).run(*flat)
+        return given, forward.each([out for out in outs if isinstance(out, Tensor)])
 
     def step(tensors: list[Tensor], gradients: list[Tensor]):
         given, outs = outputs(tensors)
@@ -101,7 +103,27 @@ def differentiated(forward: Forward, *, input_gradients: bool = False) -> Graph:
     kinds = [(kind, name) for kind, name in keys]
     kinds += [("gradient", node.name) for node in learning]
     names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned] if learning else []
-    return unfolded(_read(joint, kinds, names))
+    return _splittable(_read(joint, kinds, names))
+
+
+def _splittable(graph: Graph) -> Graph:
+    """Unfolded.
+
+    Raises:
+        UsageError: a tensor has no elements, or more dims than the notation has letters.
+    """
+    if empty := next((op for op in graph.ops.values() if op.numel == 0), None):
+        raise UsageError(
+            f"{empty.name} has the shape {list(empty.shape)}: there is nothing in it to split.\n"
+            "  Plan without tensors that have a dim of 0."
+        )
+    graph = unfolded(graph)
+    if deep := next((op for op in graph.ops.values() if len(op.shape) > len(ascii_uppercase)), None):
+        raise UsageError(
+            f"{deep.name} has {len(deep.shape)} dims, and shardings have a letter for {len(ascii_uppercase)}.\n"
+            "  Fold some of them together."
+        )
+    return graph
 
 
 @cache

@@ -18,6 +18,20 @@ def make():
 def wrong():
     return 3
 
+class Back(nn.Linear):
+    def forward(self, x):
+        return x, super().forward(x)
+
+def back():
+    return Back(12, 12), (torch.randn(6, 12),)
+
+class Nested(nn.Linear):
+    def forward(self, given):
+        return super().forward(given["x"][0])
+
+def nested():
+    return Nested(12, 12), ({"x": [torch.randn(6, 12)]},)
+
 def empty():
     with torch.device("meta"):
         return make()
@@ -65,6 +79,12 @@ def test_a_users_own_module_is_planned_and_run(mine, capsys, pool, monkeypatch):
     assert "run on 2 ranks in float64, as one device computes it: 4 outputs and gradients" in said
 
 
+def test_inputs_in_lists_and_dicts_are_made_float64_too(mine, capsys, pool, monkeypatch):
+    monkeypatch.setattr("shoal.comm.pool.Pool", lambda ranks: nullcontext(pool))
+    assert main(["plan", "auto", "--module", f"{mine}:nested", "--cluster", "2xA100", "--check"]) == 0
+    assert "as one device computes it: 3 outputs and gradients" in capsys.readouterr().out
+
+
 def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys, pool, monkeypatch):
     """Over a slow network a stage on each node; inside, where neither batch nor sequence can be halved, Megatron's
     split of attention and of the feed-forward block."""
@@ -94,6 +114,7 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
 @pytest.mark.parametrize("args, words", [
     (["--module", "{mine}:wrong"], "must return (module, example inputs)"),
     (["--module", "{mine}:empty", "--check", "--cluster", "2xA100"], "its weights and the inputs are on the meta"),
+    (["--module", "{mine}:back", "--stages", "2"], "gives back x as it came, which no stage makes"),
     (["--module", "{mine}:mak"], "did you mean 'make'?"),
     (["--module", "nothing.py:make"], "of a file that is there"),
     (["--mesh", "x=3"], "and 8xA100 has 8"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from shoal.comm.sharding.notation import NamedMesh
 from shoal.errors import UsageError
@@ -96,6 +97,39 @@ def test_what_is_frozen_has_no_gradient_and_no_state():
     assert kept.used and state is None
     moved = [(t.move.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.found for t in move.transfers]
     assert ("all-gather", 12 * 20) in moved, "frozen weights are gathered too"
+
+
+class Lists(nn.Module):
+    """Inputs in a dict, rare tokens that count more, the same output twice and behind a dropout of nothing, a constant,
+    and an output of ten dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(8, 8, padding_idx=0, scale_grad_by_freq=True), nn.Linear(8, 8)
+
+    def forward(self, given):
+        y = self.mix(self.embed(given["tokens"][0]) * given["scale"])
+        return {"y": y, "again": [y, nn.functional.dropout(y, 0.0), torch.arange(4)],
+                "dims": y.tanh().view(4, 2, 1, 2, 1, 2, 1, 2, 2, 1)}  # fmt: skip
+
+
+def test_odd_inputs_and_outputs_are_planned_and_run(pool):
+    torch.manual_seed(0)
+    inputs = ({"tokens": [torch.randint(0, 4, (4, 4))], "scale": torch.randn(8, dtype=torch.float64)},)
+    module = Lists().double()
+    graph = graph_of(module, inputs)
+    plan = any_plan(builder(graph, "4xA100", GRID), np.random.default_rng(0))
+    given, expected = reference(module, inputs, plan.graph)
+    assert worst_of(pool.run(compare, 4, plan, given, expected))[0] < 1e-10
+
+
+@pytest.mark.parametrize("shape, words", [
+    ((0, 4), r"input input has the shape \[0, 4\]: there is nothing in it to split"),
+    ((4, 4, *[1] * 25), "has 27 dims, and shardings have a letter for 26"),
+])  # fmt: skip
+def test_shapes_without_a_sharding_are_refused(shape, words):
+    with pytest.raises(UsageError, match=words):
+        graph_of(nn.Sequential(nn.Flatten(1), nn.Linear(4, 8)), (torch.empty(shape),))
 
 
 def test_what_has_nothing_to_train_is_refused():
