@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import PositiveInt
@@ -10,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.catalog.accelerators import accelerator
-from shoal.comm.sharding.chain import Chain
 from shoal.comm.sharding.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
 from shoal.comm.sharding.product import REMEDIES, cases, products
 from shoal.comm.sharding.route import Route, Transfer, elements_of
@@ -21,11 +21,13 @@ from shoal.cost.sharded.network import MOST_RANKS, Links, Network, Rings
 from shoal.cost.sharded.routes import Planner
 from shoal.cost.units import show_bytes, show_seconds
 from shoal.errors import UsageError, did_you_mean
+from shoal.plan.unused import check_unused
 from shoal.report.blocks import memory, pictures
 from shoal.report.blocks_svg import Stage, State, figure
 from shoal.report.explain_collective import CollectiveOptions, network, wire_of, wire_words
 
 TOPOLOGIES = ("full", "ring", "torus", "fat-tree", "islands", "rings")
+OF_TOPOLOGY = {"inside": ("islands",), "per_node": ("fat-tree", "islands")}  # options, with those that read them
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
 SIZE = 4096  # of a dim that is given none
 MOST_RANKS_RUN = 16
@@ -72,7 +74,7 @@ class ShardingOptions(Section):
     """Also the gradient of every factor, which lies as the factor does. A chain of products always shows them."""
 
     run: bool = False
-    """Run the cheapest route on real ranks, small and in float64, beside the plain product."""
+    """Run the cheapest route on real ranks, small and in float64, beside the plain product; of one array, its moves."""
 
     out: Path | None = None
     """Also draw who holds what, step by step, to this file, .svg."""
@@ -87,10 +89,9 @@ def explain(text: str, options: ShardingOptions, console: Console) -> int:
     if not options.mesh:
         raise UsageError("--mesh: which devices are there? Give each mesh axis its number, as --mesh x=4,y=2")
     mesh = parse_mesh(options.mesh)
-    usual = "full" if mesh.ranks <= MOST_RANKS else "rings"
-    options = options.model_copy(update={"topology": options.topology or usual})
     expression, sizes = parse(text, mesh, parse_sizes(options.sizes), SIZE)
-    _check(options, mesh)
+    _check(expression, options, mesh)
+    options = options.model_copy(update={"topology": _topology(options, mesh)})
     itemsize = ITEMSIZE[options.dtype]
     plan = Planner(mesh, sizes, itemsize, _network(options, mesh), _peak(options))
     shown = _arrays(expression)
@@ -105,15 +106,28 @@ def explain(text: str, options: ShardingOptions, console: Console) -> int:
     return _product(expression, options, plan, console)
 
 
-def _check(options: ShardingOptions, mesh: NamedMesh) -> None:
+def _topology(options: ShardingOptions, mesh: NamedMesh) -> str:
+    return options.topology or ("full" if mesh.ranks <= MOST_RANKS else "rings")
+
+
+def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) -> None:
     if options.dtype not in ITEMSIZE:
         raise UsageError(f"--dtype {options.dtype}: {did_you_mean(options.dtype, ITEMSIZE)}")
-    if options.topology not in TOPOLOGIES:
+    topology = _topology(options, mesh)
+    if topology not in TOPOLOGIES:
         raise UsageError(f"--topology {options.topology}: {did_you_mean(options.topology, TOPOLOGIES)}")
     if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
         raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
     if options.run and mesh.ranks > MOST_RANKS_RUN:
         raise UsageError(f"--run: {mesh.ranks} processes, one for each device; at most {MOST_RANKS_RUN} are started")
+    if len(expression.arrays) == 1:
+        check_unused(options, ("routes", "backward"), "of a product, not of one array")
+    if expression.result is None:
+        network = ("topology", "link", "alpha", "bandwidth", "inside", "per_node", "accelerator")
+        check_unused(options, ("run", *network), "one array stays where it is; give what it becomes, as -> A[I, Jx]")
+    for name, known in OF_TOPOLOGY.items():
+        if topology not in known:
+            check_unused(options, (name,), f"of --topology {' or '.join(known)}, not of {topology}")
 
 
 def _network(options: ShardingOptions, mesh: NamedMesh) -> Network:
@@ -168,6 +182,10 @@ def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, co
     for transfer in moves:
         _add_transfer(table, before.name, transfer, plan)
     console.print(table if moves else "  none: it lies so already")
+    if options.run:
+        from shoal.comm.sharding.check import compare_moves
+
+        console.print(_run("array", plan, compare_moves, moves, before, after.sharding), highlight=False)
     stages = [([(Array(before.name, before.sharding), ""), *_states(before.name, moves, plan)], [], [], "")]
     return _drawn(expression.text, options, stages, plan, console)
 
@@ -201,7 +219,9 @@ def _product(expression: Expression, options: ShardingOptions, plan: Planner, co
         console.print(_steps(chain.backward, plan))
         console.print(_total(chain.backward, plan), highlight=False)
     if options.run:
-        console.print(_run(best, chain, expression, plan), highlight=False)
+        from shoal.comm.sharding.check import compare
+
+        console.print(_run("product", plan, compare, best, chain, expression), highlight=False)
     drawn = [_stage(route, plan) for route in (*best, *(chain.backward if chain else ()))]
     return _drawn(expression.text, options, drawn, plan, console)
 
@@ -316,16 +336,16 @@ def _drawn(text: str, options: ShardingOptions, stages: list[Stage], plan: Plann
     return 0
 
 
-def _run(routes: tuple[Route, ...], chain: Chain | None, expression: Expression, plan: Planner) -> str:
+def _run(what: str, plan: Planner, comparison: Callable[..., dict[str, float]], *run: object) -> str:
+    """What a comparison with the plain product or array finds on real ranks."""
     from shoal.comm.pool import Pool
-    from shoal.comm.sharding.check import compare
 
     small = dict.fromkeys(plan.sizes, 2 * plan.mesh.ranks)  # comes out even over all axes together
     with Pool(plan.mesh.ranks) as pool:
-        results = pool.run(compare, plan.mesh.ranks, routes, chain, expression, plan.mesh, small)
+        results = pool.run(comparison, plan.mesh.ranks, *run, plan.mesh, small)
     worst = {name: max(errors[name] for errors in results) for name in results[0]}
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     return (
         f"\nrun on {plan.mesh.ranks} ranks in float64, every dim {2 * plan.mesh.ranks}; largest difference from the "
-        f"plain product: {errors}"
+        f"plain {what}: {errors}"
     )

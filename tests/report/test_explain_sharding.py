@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import product
 
 import pytest
 
@@ -55,6 +56,14 @@ def test_the_run_is_compared_with_the_plain_product(capsys):
     assert found and all(float(error) < 1e-12 for error in found.groups())
 
 
+@pytest.mark.parametrize("text", ["A[Ix, J] -> A[I, Jx]", "A[I, J]{Ux} -> A[I, Jx]", "A[Ix] -> A[Ix]"])
+def test_the_moves_of_one_array_are_run(capsys, text):
+    out = explained(capsys, text, "--mesh", "x=2", "--run")
+    found = re.search(r"run on 2 ranks in float64, every dim 4; largest difference from the plain array: A (\S+)",
+                      " ".join(out.split()))  # fmt: skip
+    assert found and float(found[1]) < 1e-12
+
+
 def test_one_array_and_a_resharding(capsys):
     out = explained(capsys, "A[Ix, J]", "--mesh", "x=4,y=8,z=2", "--sizes", "I=256,J=2048")
     assert re.search(r"256 x 2048 +64 x 2048 +262 kB +16 +16.8 MB", out)
@@ -64,11 +73,16 @@ def test_one_array_and_a_resharding(capsys):
     assert "none: it lies so already" in explained(capsys, "A[Ix] -> A[Ix]", "--mesh", "x=4")
 
 
-@pytest.mark.parametrize("topology", ["full", "ring", "torus", "fat-tree", "islands", "rings"])
-@pytest.mark.parametrize("text", [PRODUCT, CHAIN, "A[Ix, J] -> A[I, Jx]", "A[I, J]{Ux}"])
+NETWORKS = ["full", "ring", "torus", "fat-tree", "islands", "rings"]
+
+
+@pytest.mark.parametrize("text, topology", [
+    *product([PRODUCT, CHAIN, "A[Ix, J] -> A[I, Jx]"], NETWORKS), ("A[I, J]{Ux}", ""),
+])  # fmt: skip
 def test_everything_is_drawn_on_every_network(capsys, tmp_path, text, topology):
     drawn = tmp_path / "x.svg"
-    out = explained(capsys, text, "--mesh", "x=2,y=2", "--topology", topology, "--out", str(drawn))
+    network = ["--topology", topology] if topology else []
+    out = explained(capsys, text, "--mesh", "x=2,y=2", *network, "--out", str(drawn))
     root = ET.parse(drawn).getroot()
     words = [element.text for element in root.iter(f"{SVG}text")]
     states = len(re.findall(r"^given$|^→", "\n".join(words), re.MULTILINE))
@@ -106,6 +120,12 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
         ([PRODUCT, "--mesh", "x=32", "--run"], "at most 16 are started"),
         ([PRODUCT, "--mesh", "x=128", "--topology", "full"], "--topology rings"),
         ([PRODUCT, "--mesh", "x=4", "--out", "x.png"], "ending in .svg"),
+        ([PRODUCT, "--mesh", "x=4", "--inside", "nvlink-3"], "of --topology islands, not of full"),
+        ([PRODUCT, "--mesh", "x=4", "--topology", "rings", "--per-node", "2"], "of --topology fat-tree or islands"),
+        (["A[Ix] -> A[I]", "--mesh", "x=4", "--backward"], "--backward: of a product, not of one array"),
+        (["A[Ix] -> A[I]", "--mesh", "x=4", "--routes", "3"], "--routes 3: of a product, not of one array"),
+        (["A[Ix]", "--mesh", "x=4", "--run"], "--run: one array stays where it is; give what it becomes"),
+        (["A[Ix]", "--mesh", "x=4", "--link", "nvlink-3"], "--link nvlink-3: one array stays where it is"),
         (["A[I] -> B[J]", "--mesh", "x=4"], "a product is needed for that"),
         (["A[I, J] -> B[J, I]", "--mesh", "x=4"], "that is a transpose"),
         (["A[I] -> A[I]{Ux}", "--mesh", "x=4"], "no collective leaves an array unreduced"),

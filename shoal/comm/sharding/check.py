@@ -1,5 +1,5 @@
-"""A sharded product beside the plain one: every rank has all numbers once, to compare with what the route made of its
-blocks."""
+"""A sharded product, or array, beside the plain one: every rank has all numbers once, to compare with what the route
+made of its blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.sharding.chain import Chain, reduced, run_backward, run_forward
-from shoal.comm.sharding.notation import Expression, NamedMesh, Sharding, Sizes
-from shoal.comm.sharding.route import Route
+from shoal.comm.sharding.notation import Array, Expression, NamedMesh, Sharding, Sizes
+from shoal.comm.sharding.route import Route, Transfer
 from shoal.comm.sharding.run import Runner, box, held
 
 
@@ -46,6 +46,21 @@ def compare(
             assert whole.grad is not None, "every factor has a gradient"
             errors[f"d{array.name}"] = difference(block, whole.grad, reduced(array.sharding), runner, sizes)
     return errors
+
+
+def compare_moves(
+    moves: tuple[Transfer, ...], before: Array, after: Sharding, mesh: NamedMesh, sizes: Sizes
+) -> dict[str, float]:
+    """Move an array of random float64 numbers; to be called by every rank of the mesh.
+
+    Returns:
+        The largest difference on this rank from the whole array, by its name.
+    """
+    runner, whole = Runner(mesh), numbers(before.sharding.letters, sizes, 0)
+    block = held(whole, before.sharding, dist.get_rank(), sizes, mesh)
+    for transfer in moves:
+        block = runner.move(transfer, block)
+    return {before.name: difference(block, whole, after, runner, sizes)}
 
 
 def numbers(letters: str, sizes: Sizes, seed: int) -> Tensor:
