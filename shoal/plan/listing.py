@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, zip_longest
+from shutil import get_terminal_size
+from textwrap import wrap
 
 import tomli_w
 
@@ -17,6 +20,8 @@ from shoal.plan.run import Run
 from shoal.plan.search import Found, Plan
 from shoal.plan.space import LEVELS
 from shoal.plan.trained import model_section
+
+NARROWEST = 12  # letters of a column that is made narrower
 
 
 def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
@@ -117,7 +122,16 @@ def run_toml(model: str, run: Run, layout: Layout) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """Columns, as wide as they need."""
+    """Columns, as wide as they need; in a narrower terminal the widest have several lines in a row."""
     every = [head, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in every]
+    if sys.stdout.isatty():
+        room = get_terminal_size().columns - 2 * len(widths) + 1
+        while sum(widths) > room and max(widths) > NARROWEST:
+            widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in every:
+        cells = [[c] if len(c) <= width else wrap(c, width) for c, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(c.ljust(w) for c, w in zip(parts, widths, strict=True)).rstrip())
+    return lines

@@ -10,6 +10,8 @@ from shoal.cli import main
 from shoal.config import RUN_FILE, load
 from shoal.errors import UsageError
 from shoal.pipeline.choose import check_schedule
+from shoal.plan import listing
+from shoal.plan.listing import table
 from shoal.plan.questions import fewest, machines, what_if
 from shoal.plan.search import search
 from shoal.plan.search_command import PlanOptions, described, fixed
@@ -126,3 +128,17 @@ def test_fixed_fields_have_their_types() -> None:
     }
     with pytest.raises(UsageError):
         fixed("tp=zero")
+
+
+def test_a_table_is_as_wide_as_its_terminal(monkeypatch):
+    layout = "dp 8 (ZeRO-1, shard 4) x tp 2 + sequence parallel x pp 2"
+    rows = [["1", layout, "+0.3 %: bubble +37.5 ms"], ["2", "dp 8", ""]]
+    whole = table(["", "layout", "against the best"], rows)
+    assert [len(line) for line in whole] == [77, 84, 7]  # of what is no terminal each row is a line
+    monkeypatch.setattr(listing.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = table(["", "layout", "against the best"], rows)
+    assert max(map(len, narrow)) <= 59 and len(narrow) > 3
+    assert sorted(" ".join(narrow).split()) == sorted(" ".join(whole).split())
+    monkeypatch.setenv("COLUMNS", "5")
+    assert max(map(len, table(["", "layout", "against the best"], rows))) <= 1 + 2 * (2 + listing.NARROWEST)
