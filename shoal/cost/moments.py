@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.cost.buckets import Bucket, Filled, Size
 from shoal.cost.parameters import Held
-from shoal.optim.orthogonal import AT_ONCE, orthogonal_flops
+from shoal.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
 from shoal.pieces import flat_range
 
 STATES = {  # per element
@@ -68,7 +68,9 @@ class Moments:
     def passing(self) -> int:
         """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
         of a turn (`shoal.optim.turns`), and two copies of the largest and three as large as its product with itself."""
-        largest, product = max(((n * m, min(n, m) ** 2) for *_, n, m in self._matrices), default=(0, 0))
+        sides = [(n * m, min(n, m)) for *_, n, m in self._matrices]
+        largest, side = max(sides, default=(0, 0))
+        product = side * (side + APART)
         every = sum(map(math.prod, self._matrices))
         turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest), every)
         return (turn + 2 * largest + 3 * product) * self.itemsize

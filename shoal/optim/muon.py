@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import OptimizerConfig
-from shoal.optim.orthogonal import ROWS, nearly_square
+from shoal.optim.orthogonal import APART, ROWS, nearly_square
 from shoal.optim.rule import Rule, named
 from shoal.optim.shards import Shards, like
 from shoal.optim.turns import products, turns
@@ -16,7 +16,6 @@ from shoal.pieces import Piece
 # Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_APART = 16  # elements between rows: those that lie a power of two apart share few lines of the caches
 _MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
 
 
@@ -113,7 +112,7 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
     n = len(left)
     if left.is_cuda:
         return torch.mm(left, right, out=out)
-    out = left.new_empty(n, n + _APART)[:, :n] if out is None else out
+    out = left.new_empty(n, n + APART)[:, :n] if out is None else out
     for start in range(0, n, ROWS):
         end = min(start + ROWS, n)
         torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])

@@ -8,6 +8,10 @@ ROWS = 128
 """Of a symmetric product, that are made at once: fewer save more, and below are slower by about as much."""
 
 
+APART = 16
+"""Elements between the rows of what is symmetric: those that lie a power of two apart share few lines of the caches."""
+
+
 def nearly_square(shape: tuple[int, int]) -> bool:
     """Whether multiplying the polynomials of a matrix with each other first takes no fewer FLOPs than step by step, and
     more memory."""

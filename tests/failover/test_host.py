@@ -82,7 +82,7 @@ def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
 
 def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
     """Memory that filled up since it was looked at."""
-    def full(*args):
+    def full(*args, **_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)

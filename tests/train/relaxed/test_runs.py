@@ -234,7 +234,7 @@ REFUSED = {
     "a rule that the server cannot keep": (
         ["--parallel.sync", "ps-ssp", "--optimizer.name", "muon"], "optimizer.name = 'muon'"),
     "a straggler that is no number": (["--train.straggler", "1:4"], "train.straggler = '1=4'"),
-    "a straggler that is faster": (["--train.straggler", "1=0.5"], "a factor of 1 or more"),
+    "a straggler that is faster": (["--train.straggler", "1=0.5"], "a factor of 1 to 1000"),
     "a rank that is not there": (["--train.dead", "7@1"], "there is no rank 7"),
     "too many to count": (
         ["--parallel.sync", "sgp", "--parallel.dp", "65", "--train.global_batch", "65"], "Use parallel.dp <= 64"),
