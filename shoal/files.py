@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -50,15 +51,29 @@ def try_to_write(path: Path, size: int = 1) -> None:
         file.write(bytes(size))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A text as a file, in place of what was there: whole or, whatever happens meanwhile, not at all.
+def write_whole(path: Path, text: str, *, new: bool = False) -> None:
+    """A text as a file, in place of what was there, or of what a link names: whole or, whatever happens, not at all.
+
+    Args:
+        new: not in place of anything.
 
     Raises:
-        OSError: it cannot be written; what was there still is.
+        OSError: it cannot be written, or is there and should be new; what was there still is.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        if new:
+            os.link(partial, path)
+            partial.unlink()
+            return
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def expanded(path: str | Path, option: str) -> Path:

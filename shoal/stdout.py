@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 
 def print_what_can_be() -> None:
@@ -14,21 +16,31 @@ def print_what_can_be() -> None:
 
 
 def outlive_readers() -> None:
-    """From now on the reader of stdout may go away, as that of `shoal train | head` does: nothing fails for it, and
-    nothing more is printed."""
-    out = sys.stdout
+    """From now on the reader of stdout and stderr may go away, as that of `shoal train | head` does: nothing fails for
+    it, and nothing more is printed. Of stdout's stderr is told, if it is another."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout, _told), _lasting(sys.stderr, lambda: None)
+
+
+def _told() -> None:
+    print("nobody reads any more what this process prints; it goes on", file=sys.stderr, flush=True)
+
+
+def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
     raw = getattr(out.buffer, "raw", out.buffer) if isinstance(out, io.TextIOWrapper) else None
     if not isinstance(raw, io.FileIO) or isinstance(raw, _Lasting):
-        return
+        return out
     out.flush()
     lasting = _Lasting(out.fileno(), "w", closefd=False)
-    sys.stdout = io.TextIOWrapper(
+    lasting.told = told
+    return io.TextIOWrapper(
         lasting if out.buffer is raw else io.BufferedWriter(lasting),  # as python -u has it, or not
         out.encoding, out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
     )
 
 
 class _Lasting(io.FileIO):
+    told: Callable[[], None]
+
     def write(self, content: bytes | memoryview) -> int | None:
         try:
             return super().write(content)
@@ -36,5 +48,5 @@ class _Lasting(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            print("nobody reads any more what this process prints; it goes on", file=sys.stderr, flush=True)
+            self.told()
             return len(content)

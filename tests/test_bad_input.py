@@ -178,6 +178,11 @@ CASES = {
     "paths that nothing reads": Bad(
         lambda p: ["train", "--data.paths", p.corpus, "--run-folder", p.folder / "unread"],
         ("with data.source = 'stdlib', which does not read it", "Set data.source (text, jsonl, parquet)")),
+    "paths of random tokens": Bad(
+        lambda p: ["train", "--data.source", "synthetic", "--data.paths", p.corpus, "--run-folder", p.folder / "no"],
+        ("with data.source = 'synthetic', which does not read it",)),
+    "a look at paths that nothing reads": Bad(
+        lambda p: ["data", "inspect", "--data.paths", p.corpus], ("with data.source = 'stdlib'",)),
     "a field of plain text": option("--data.field", "body", says="data.field = 'body' with data.source = 'text'"),
     "a dataset of plain text": option("--data.dataset", "a/b", says="Set data.source (hub), or leave data.dataset out"),
     "a path that is empty": option("--data.paths", "", says="data.paths: '' names no file"),

@@ -38,6 +38,18 @@ def test_a_reader_that_goes_away_ends_nothing(unbuffered):
     )
 
 
+def test_it_may_be_the_reader_of_stderr_too():
+    speaker = subprocess.Popen(
+        [sys.executable, "-c", SPEAKER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )
+    assert speaker.stdout.readline() == "line 0\n"
+    speaker.stdout.close()
+    speaker.stdin.write("\n\n\n")
+    speaker.stdin.close()
+    assert speaker.wait() == 0
+
+
 def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path):
     words = {
         "--run-folder": tmp_path / "run", "--model.layers": 1, "--model.hidden": 16, "--model.heads": 2,

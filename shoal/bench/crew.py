@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.workload import Workload
-from shoal.comm.forks import become_worker, worker_context
+from shoal.comm.forks import LOOK, become_worker, worker_context
 from shoal.comm.world import destroy_world, init_world, loopback, peak_memory
 from shoal.train.tuning import tune_process
 
@@ -149,8 +149,8 @@ class Crew:
         deadline = time.monotonic() + limit
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(waiting, min(max(0.0, deadline - time.monotonic()), LOOK))
+            if not ready and time.monotonic() >= deadline:
                 raise Failed(self.contender.name, f"no answer in {limit:.0f} s")
             for pipe in ready:
                 try:

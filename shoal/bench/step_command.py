@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -90,6 +91,8 @@ def step(options: StepOptions, console: Console) -> int:
                     failed = True
                     reason = error.reason if isinstance(error, Failed) else error
                     console.print(Text(f"{race.name} failed: {reason}"))
+                    if str(error) != str(reason):  # with the traceback of the process in which it was
+                        print(error, file=sys.stderr)
                     continue
                 rows += found
                 for row in found:

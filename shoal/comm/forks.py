@@ -12,6 +12,8 @@ from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 
+LOOK = 3600.0  # seconds for which workers are waited for at a time: `multiprocessing.connection.wait` knows no weeks
+
 
 @cache
 def worker_context() -> BaseContext:

@@ -94,6 +94,11 @@ def read(x: Tensor) -> Any:
     return x.tolist()
 
 
+def in_host_memory(x: Tensor) -> Tensor:
+    """The same as `read`, as a tensor."""
+    return x.cpu()
+
+
 def first_of(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
     """The numbers that the group's first rank has, on all of them; equally many on each."""
     if group is None:

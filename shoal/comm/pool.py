@@ -34,7 +34,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.forks import become_worker, worker_context
+from shoal.comm.forks import LOOK, become_worker, worker_context
 from shoal.comm.world import destroy_world, init_world, loopback
 
 START_SECONDS = 180.0  # to import torch, on a machine that is busy
@@ -165,7 +165,7 @@ class _Collect:
 
     def results(self) -> list[Any]:
         while self.waiting and (left := self.deadline - time.monotonic()) > 0:
-            for pipe in wait([worker.pipe for worker in self.waiting.values()], left):
+            for pipe in wait([worker.pipe for worker in self.waiting.values()], min(left, LOOK)):
                 self._take(next(rank for rank, worker in self.waiting.items() if worker.pipe is pipe))
         hung = [(rank, _stack_of(worker)) for rank, worker in self.waiting.items() if not self._has_raised(rank)]
         # A rank that died or hung explains the others' errors; among errors the earliest does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.config import DataConfig
-from shoal.data.corpus import open_corpus
+from shoal.data.corpus import check_read, open_corpus
 from shoal.data.shards import SPLITS, Manifest, open_shards, split_of
 from shoal.data.tokenizer import load_tokenizer, train_bpe
 from shoal.files import expanded
@@ -31,6 +31,7 @@ def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:
     Raises:
         UsageError: the corpus cannot be read, ``out`` exists, or ``vocab_size`` is too small.
     """
+    check_read(config)
     documents = (
         text
         for text in open_corpus(config).documents()
@@ -49,6 +50,7 @@ def inspect(config: DataConfig) -> None:
     """
     from shoal.data.batches import open_dataset
 
+    check_read(config)
     tokenizer = load_tokenizer(config.tokenizer)
     if config.source != "synthetic":
         folder = open_shards(config, tokenizer, progress=True)

@@ -165,11 +165,11 @@ class HubCorpus:
         return xxhash.xxh3_128_hexdigest(f"hub {self._rows._fingerprint} {self.field}".encode())
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    """The documents that ``config.source`` names. Files are found now, and read by `Corpus.documents`.
+def check_read(config: DataConfig) -> None:
+    """Refuse settings that the source does not read, of what begins: a run that began with some goes on with them.
 
     Raises:
-        UsageError: no path or dataset was given, one that the source does not read, or no file matches one.
+        UsageError: naming one, and the sources that do.
     """
     for name, readers in _READERS.items():
         value = getattr(config, name)
@@ -178,6 +178,14 @@ def open_corpus(config: DataConfig) -> Corpus:
                 f"data.{name} = {value!r} with data.source = '{config.source}', which does not read it."
                 f"\n  Set data.source ({', '.join(readers)}), or leave data.{name} out."
             )
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """The documents that ``config.source`` names. Files are found now, and read by `Corpus.documents`.
+
+    Raises:
+        UsageError: no path or dataset was given, or no file matches one.
+    """
     if config.source == "stdlib":
         return FileCorpus("Python's standard library", _stdlib_files(), _read_source, "stdlib", plain=True)
     if config.source == "hub":

@@ -164,7 +164,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
         try_to_write(out.parent)  # before all is read
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
-    _refuse_existing(out)
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -180,13 +181,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
     tokenizer.train_from_iterator(chain((first,), documents), trainer)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _refuse_existing(out)  # somebody may have made it meanwhile
-        write_whole(out, tokenizer.to_str(pretty=True))
+        write_whole(out, tokenizer.to_str(pretty=True), new=True)  # somebody may have made it meanwhile
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     return FileTokenizer(out)
-
-
-def _refuse_existing(out: Path) -> None:
-    if os.path.lexists(out):
-        raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")

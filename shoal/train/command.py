@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.comm.world import pick_device
 from shoal.config import RunConfig, plain
 from shoal.data.commands import prepare
+from shoal.data.corpus import check_read
 from shoal.errors import UsageError
 from shoal.failover.elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
 from shoal.failover.host import free, home
@@ -72,6 +73,8 @@ def _train(
     again = resume is None and goes_on(run_folder, keep_going)
     if again:
         resume = run_folder
+    if resume is None:
+        check_read(config.data)
     shape = check(config, ranks=member.world_size if member else ranks)
     check_trackers(config.metrics)
     choice = config.train.device

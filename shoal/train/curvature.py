@@ -55,7 +55,7 @@ def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for part in found:
         total += torch.linalg.vector_norm(part, dtype=torch.float64).to(total.device)
-    if not math.isfinite(all_reduce(total, engine.mesh.group("world"))):
+    if not math.isfinite(read(all_reduce(total, engine.mesh.group("world")))):
         raise NonFinite(f"step {step}: Sophia's estimate of the Hessian is not finite")
     return found
 

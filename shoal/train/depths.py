@@ -9,7 +9,7 @@ import torch
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, in_host_memory
 from shoal.models.depths import COUNTS, begin, depths_of
 from shoal.parallel.apply import Stage
 
@@ -64,7 +64,7 @@ class Depths:
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for depth in self.here:
             totals[self.layers.index(depth.layer)] += depth.tally
-        self.totals = all_reduce(totals, self.mesh.group("world")).cpu()
+        self.totals = in_host_memory(all_reduce(totals, self.mesh.group("world")))
 
     def foreseen(self, sequences: int, length: int) -> Foreseen:
         """Of the last step.

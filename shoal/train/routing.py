@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.catalog import ModelShape
 from shoal.comm.mesh import Mesh
-from shoal.comm.ops import all_reduce
+from shoal.comm.ops import all_reduce, in_host_memory
 from shoal.models.experts.balance import begin, begin_validation, rebalance, routers_of
 from shoal.models.experts.router import SUMS, Router
 from shoal.parallel.apply import Stage
@@ -119,7 +119,7 @@ class Routing:
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for router, _ in self.routers:
             totals[self.layers.index(router.layer)] += getattr(router, counter)
-        return all_reduce(totals, self.mesh.group("world")).cpu()
+        return in_host_memory(all_reduce(totals, self.mesh.group("world")))
 
     def state(self) -> dict[str, list[Piece]]:
         """The biases, by the names that they have in the whole model."""

@@ -242,8 +242,8 @@ class Trainer:
     # ---- around the step ---------------------------------------------------------------------------------------
 
     def _log(self, result: StepResult, timer: StepTimer, peak: float | None) -> None:
-        memory = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
-        all_reduce(memory, self.mesh.group("world"), dist.ReduceOp.MAX)
+        most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
+        memory = read(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
         steps, seconds = timer.lap()
         stalled = self.states.take_stalled()
         if not self.first:

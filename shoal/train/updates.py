@@ -120,7 +120,7 @@ class ManyUpdates(OneUpdate):
         stage = share.clone()
         for axis in ("tp", "replicas"):  # so that all ranks of the stage do the same
             all_reduce(stage, engine.mesh.group(axis))
-        if not self.spoilt and math.isfinite(stage.item()):
+        if not self.spoilt and math.isfinite(read(stage)):
             self.update()
         elif not self.spoilt:
             self.spoilt = action.version

@@ -164,7 +164,7 @@ def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monk
         assert len(crew.run(3).seconds) == 3
         monkeypatch.setattr("shoal.bench.crew.TIMEOUT", 0.05)
         assert len(crew.run(5).seconds) == 5
-        with pytest.raises(Failed, match=r"sleeper: no answer in [12] s"):
+        with pytest.raises(Failed, match=r"sleeper: no answer in \d+ s"):
             crew.run(1)
 
 

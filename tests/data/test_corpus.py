@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import DataConfig
 from shoal.data import corpus
-from shoal.data.corpus import open_corpus
+from shoal.data.corpus import check_read, open_corpus
 from shoal.errors import UsageError
 
 
@@ -24,6 +24,16 @@ def test_the_standard_library_is_there_and_in_order():
     assert sum("def loads(s, *, cls=None" in text for text in texts) == 1
     assert not any("site-packages" in path.parts or "test" in path.parts for path in library.files)
     assert list(library.files) == sorted(library.files)
+
+
+def test_what_nothing_reads_is_refused_of_what_begins_alone():
+    """Runs began with such settings, and must go on."""
+    config = DataConfig(paths=("unread",), dataset="un/read")
+    assert open_corpus(config).name == "Python's standard library"
+    with pytest.raises(UsageError, match=r"data.paths = \('unread',\) with data.source = 'stdlib', which does not"):
+        check_read(config)
+    for source, settings in (("text", {"paths": ("a",)}), ("hub", {"dataset": "a/b", "field": "b"}), ("synthetic", {})):
+        check_read(DataConfig(source=source, **settings))
 
 
 def test_files_folders_and_globs(tmp_path):

@@ -137,8 +137,8 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_sum_waits(tmp_path):
     assert waits((tmp_path / "stack").read_text())
 
 
-def test_all_read_what_they_sum_where_it_is_seen():
-    unseen = re.compile(r"all_reduce\(.*\)\.(tolist|item)\(\)|(int|float|bool)\(all_reduce\(")
+def test_no_line_reads_what_it_sums_where_it_is_not_seen():
+    unseen = re.compile(r"all_reduce\(.*\)\.(tolist|item|cpu)\(\)|(int|float|bool|isfinite)\(all_reduce\(")
     rooms = [path for room in ("train", "parallel", "failover", "pipeline") for path in (SHOAL / room).rglob("*.py")]
     assert len(rooms) > 50
     assert [path for path in rooms if unseen.search(path.read_text())] == []

@@ -268,9 +268,11 @@ def _pipeline(
     """
     forward = forward_of(*subject)
     layers = Layers(forward, LAYERS_PER_STAGE * options.stages)
-    if came := [node.name for node in forward.outputs if node not in layers.nodes]:
+    came = [node for node in forward.outputs if node not in layers.nodes]
+    if any(options.check or node.op != "placeholder" for node in came):
+        names = ", ".join(node.name for node in came)
         raise UsageError(
-            f"--stages: the module gives back {', '.join(came)} as it came, which no stage makes.\n"
+            f"--stages: the module gives back {names} as it came, which no stage makes.\n"
             "  Return what operators make of parameters or inputs alone."
         )
     joint = Pipelined(

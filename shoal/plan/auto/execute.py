@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm.sharding.notation import Sharding
 from shoal.comm.sharding.run import Runner, box
+from shoal.errors import UsageError
 from shoal.plan.auto.choices import Split, sizes_of
 from shoal.plan.auto.graph import BACKWARD, FORWARD, Graph, Op
 from shoal.plan.auto.plan import Plan
@@ -177,6 +178,9 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 
     """What `compare` takes: a module's own numbers on one device, by autograd.
 
     Outputs that are no scalars get random gradients.
+
+    Raises:
+        UsageError: a parameter of which the graph knows no gradient has one.
     """
     from shoal.plan.auto.forward import forward_of
 
@@ -206,10 +210,17 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 
     for parameter in module.parameters():
         parameter.grad = None
     torch.autograd.backward(trained, [given[op.name] for op in cotangents])
+    parameters = dict(module.named_parameters())
+    if lost := [name for name, p in parameters.items() if p.grad is not None and name not in graph.gradients]:
+        raise UsageError(
+            f"{type(module).__name__}: {lost[0]} has a gradient on one device, and none in the graph that was exported."
+            "\n  Something in its forward pass is hidden from torch.export; it cannot be planned."
+        )
     expected = {GIVEN + name: out.detach() for name, out in zip(graph.outputs, outs, strict=True)}
     for name, gradient in graph.gradients.items():
         if graph.ops[name].kind == "parameter":
-            expected[UPDATE + name] = dict(module.named_parameters())[name].grad
+            gradient = parameters[name].grad
+            expected[UPDATE + name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
         else:
             leaf = leaves[names.index(name.removeprefix("input "))]
             expected[GIVEN + gradient] = leaf.grad

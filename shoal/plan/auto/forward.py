@@ -65,28 +65,68 @@ def _copy(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _cut_gradients(program: ExportedProgram) -> None:
-    """Detach what is made under `torch.no_grad`: a functional program has no such regions.
+    """Detach what is read under `torch.no_grad`, and what `detach_` detaches: a functional program knows neither.
 
     Raises:
-        UsageError: a tensor from outside is written to there, past autograd.
+        UsageError: a tensor with a gradient is written to past autograd.
     """
     graph = program.graph_module.graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [node for node in graph.nodes if node.target is aten.detach_.default]:
+        node.target = aten.detach.default
+        node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, at=place[node]: place[user] > at)
+    learning = _with_gradients(program)
     for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+        for views in map(_views, _written(node)):
+            if any(view.target is aten.detach.default for view in views) and views[-1] in learning:
+                raise _unseen(node, views[-1], "through .detach()")
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
             continue
         region = getattr(program.graph_module, node.args[1].target)
+        given = [inner for inner in region.graph.nodes if inner.op == "placeholder"]
+        outer = {inner: out for inner, out in zip(given, node.args[2:], strict=True) if out in learning}
         for inner in region.graph.nodes:
-            if outside := [base.name for base in map(_base, _written(inner)) if base.op == "placeholder"]:
-                raise UsageError(
-                    f"{inner.target} under torch.no_grad changes {outside[0]}, which was made outside of it: autograd "
-                    "does not know.\n  Make a new tensor there, or write to it outside of torch.no_grad."
-                )
+            for base in (views[-1] for views in map(_views, _written(inner)) if views[-1] in outer):
+                raise _unseen(inner, outer[base], "under torch.no_grad")
+        for inner in outer:
+            _detach(region.graph, inner)
+        region.recompile()
         for made in list(node.users):
-            with graph.inserting_after(made):
-                detached = graph.call_function(aten.detach.default, (made,))
-            made.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
-            detached.meta = dict(made.meta)
+            _detach(graph, made)
     program.graph_module.recompile()
+
+
+def _detach(graph: fx.Graph, node: fx.Node) -> None:
+    """Have all readers of a node read it detached."""
+    with graph.inserting_after(node):
+        detached = graph.call_function(aten.detach.default, (node,))
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    detached.meta = dict(node.meta)
+
+
+def _with_gradients(program: ExportedProgram) -> set[fx.Node]:
+    """What parameters' gradients may flow through."""
+    found: set[fx.Node] = set()
+    for node in program.graph_module.graph.nodes:
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        value = node.meta.get("val")
+        cut = name == "aten::detach" or name.endswith("_like") or name.startswith("aten::new_")
+        if cut or (isinstance(value, Tensor) and not value.is_floating_point()):
+            continue
+        if node.name in program.graph_signature.inputs_to_parameters or (
+            found.intersection(node.all_input_nodes)
+            and node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled
+        ):
+            found.add(node)
+        found.update(views[-1] for views in map(_views, _written(node)) if node in found)
+    return found
+
+
+def _unseen(node: fx.Node, changed: fx.Node, how: str) -> UsageError:
+    return UsageError(
+        f"{node.target} {how} changes {changed.name}, which was made outside of it: autograd does not know."
+        "\n  Make a new tensor there, or write to it where autograd sees it."
+    )
 
 
 def writes(node: fx.Node) -> bool:
@@ -103,13 +143,16 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [value for value in torch.utils._pytree.tree_leaves(changed) if isinstance(value, fx.Node)]
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """Whose memory a view shows, or may show."""
+def _views(node: fx.Node) -> list[fx.Node]:
+    """A view, what it is one of, and so on to whose memory it shows, or may show."""
+    chain = [node]
     while node.target is getitem or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns[0].alias_info is not None
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns
+        and node.target._schema.returns[0].alias_info is not None
     ):
         node = node.all_input_nodes[0]
-    return node
+        chain.append(node)
+    return chain
 
 
 @dataclass

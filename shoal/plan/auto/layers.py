@@ -86,7 +86,7 @@ class Layers:
                 if n.op == "placeholder" and self.forward.sources[n.name] == source]  # fmt: skip
 
     def part(self, first: int, last: int) -> Forward:
-        """Some layers; what they read of others are inputs, what others read of them are outputs."""
+        """Some layers; what they read of others are boundaries, what others read of them are outputs."""
         return _part(self.forward, self.inside(first, last))
 
     def graph(self, first: int, last: int) -> Graph:

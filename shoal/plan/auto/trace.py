@@ -110,9 +110,10 @@ def _splittable(graph: Graph) -> Graph:
     """Unfolded.
 
     Raises:
-        UsageError: a tensor has no elements, or more dims than the notation has letters.
+        UsageError: a tensor that is given and read has no elements, or one more dims than the notation has letters.
     """
-    if empty := next((op for op in graph.ops.values() if op.numel == 0), None):
+    users = graph.users()
+    if empty := next((op for op in graph.ops.values() if op.numel == 0 and op.kind != "call" and users[op.name]), None):
         raise UsageError(
             f"{empty.name} has the shape {list(empty.shape)}: there is nothing in it to split.\n"
             "  Plan without tensors that have a dim of 0."
@@ -230,7 +231,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             ops[node.name] = Op(node.name, "call", target, *_made(value), args)
             new[node] = Ref(node.name)
         else:
-            raise UsageError(f"{node.op} {node.target}: no tensor from outside and no operator of ATen's kind")
+            raise UsageError(f"{node.op} {node.target}: graphs inside of operators, as torch.cond has, are not planned")
     return phased(ops, outputs, gradients)
 
 

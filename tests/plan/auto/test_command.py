@@ -114,7 +114,7 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
 @pytest.mark.parametrize("args, words", [
     (["--module", "{mine}:wrong"], "must return (module, example inputs)"),
     (["--module", "{mine}:empty", "--check", "--cluster", "2xA100"], "its weights and the inputs are on the meta"),
-    (["--module", "{mine}:back", "--stages", "2"], "gives back x as it came, which no stage makes"),
+    (["--module", "{mine}:back", "--stages", "2", "--check"], "gives back x as it came, which no stage makes"),
     (["--module", "{mine}:mak"], "did you mean 'make'?"),
     (["--module", "nothing.py:make"], "of a file that is there"),
     (["--mesh", "x=3"], "and 8xA100 has 8"),

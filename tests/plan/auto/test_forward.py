@@ -1,4 +1,4 @@
-"""What modules write in place, through views too, is planned and run as one device computes it."""
+"""What modules write in place, detach, or make by views is planned and run as one device computes it."""
 
 import numpy as np
 import pytest
@@ -62,6 +62,28 @@ def mask_without_gradients(m, x):
     return m.b(h) * seen
 
 
+def mask_made_outside(m, x):
+    """To which nothing flows back, whatever is written."""
+    h = m.a(x)
+    seen = torch.zeros_like(h)
+    with torch.no_grad():
+        seen.copy_((h > 0).to(h.dtype) * h)
+    return m.b(h) * seen
+
+
+def detached_in_place(m, x):
+    h = m.a(x) * 1.0
+    h.detach_()
+    return m.b(h) + m.a(x)
+
+
+def nothing_left(m, x):
+    """As partial rotary embeddings have it where the part is all."""
+    h = m.a(x)
+    turned, passed = h[:, :8], h[:, 8:]
+    return m.b(torch.cat((turned.roll(1, -1), passed), -1))
+
+
 def padded(m, x):
     """By torch itself, which writes through views."""
     return F.pad(m.a(x).unsqueeze(0), (1, 1), mode="circular") + m.b(x)[:, :1]
@@ -82,9 +104,10 @@ def largest(m, x):
 
 
 @pytest.mark.parametrize("forward", [
-    interleaved, column, whole_view, mask, mask_without_gradients, padded, turned, windows, largest,
+    interleaved, column, whole_view, mask, mask_without_gradients, mask_made_outside, detached_in_place, nothing_left,
+    padded, turned, windows, largest,
 ])  # fmt: skip
-def test_what_is_written_in_place_is_seen(pool, forward):
+def test_a_module_is_planned_as_it_computes(pool, forward):
     torch.manual_seed(0)
     module, inputs = Two(forward).double(), (torch.randn(8, 8, dtype=torch.float64),)
     mesh = NamedMesh("x", (2,))
@@ -101,6 +124,12 @@ def outside(m, x):
     return m.b(h)
 
 
+def past_detach(m, x):
+    h = m.a(x) * 1.0
+    h.detach()[:, :4] = 0.0
+    return m.b(h)
+
+
 def buffer(m, x):
     m.c[0] = 2.0
     return m.a(x) + m.c
@@ -113,6 +142,7 @@ def given(m, x):
 
 @pytest.mark.parametrize("forward, words", [
     (outside, "aten.mul_.Tensor under torch.no_grad changes mul, which was made outside of it"),
+    (past_detach, r"through .detach\(\) changes mul, which was made outside of it"),
     (buffer, "its forward pass changes c, which devices would do differently"),
     (given, "its forward pass changes x, which devices would do differently"),
 ])  # fmt: skip
