@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,58 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from shoal.cli import main
-
-ROOT = Path(__file__).parents[1]
-
-CONFIG = """
-[model]
-name = "tiny"
-layers = 2
-hidden = 32
-heads = 2
-ffn = 64
-[data]
-source = "text"
-paths = ["{corpus}"]
-cache = "{cache}"
-sequence_length = 32
-[train]
-steps = 2
-global_batch = 8
-threads = 1
-device = "cpu"
-"""
-
-
-class Place:
-    """A corpus, a config that trains, and room for files."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.corpus = folder / "corpus"
-        self.corpus.mkdir()
-        for number in range(120):
-            (self.corpus / f"{number}.txt").write_text(f"document {number} says {'something ' * 20}\n")
-        self.config = CONFIG.format(corpus=self.corpus, cache=folder / "cache")
-        self.toml = self.write("run.toml", self.config)
-
-    def write(self, name: str, content: str | bytes) -> Path:
-        """A new file."""
-        path = self.folder / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return path
-
-    def run(self) -> Path:
-        """A run folder with a checkpoint after each of two steps: trained once."""
-        folder = self.folder / "done"
-        if not folder.exists():
-            words = ["--checkpoint.every", "1", "--run-folder", str(folder)]
-            assert main(["train", str(self.toml), *words]) == 0
-        return folder
-
-    def copy(self, name: str) -> Path:
-        """A copy of `run` to be damaged."""
-        return Path(shutil.copytree(self.run(), self.folder / name))
+from tests.place import Place
 
 
 @pytest.fixture(scope="module")
@@ -347,116 +291,3 @@ def tree(folder: Path) -> dict[Path, tuple[int, int]]:
         path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else (0, 0)
         for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts
     }
-
-
-# ---- as a process of its own -----------------------------------------------------------------------------------------
-
-
-def shoal(*words: str | Path, prefix: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
-    """What a user sees: the exit code and stderr."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "shoal", *map(str, words)], cwd=ROOT, timeout=120, text=True,
-        capture_output=True, env={**inherited, **environment},
-    )
-    return done.returncode, done.stderr
-
-
-def test_a_port_in_use(place):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        code, said = shoal(
-            "train", place.toml, "--run-folder", place.folder / "port", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        )
-    assert code == 2, said
-    assert f"MASTER_PORT = {port} is in use" in said and "Traceback" not in said
-    assert not (place.folder / "port").exists()
-
-
-def test_a_folder_of_somebody_else():
-    """Root may write anywhere, so that the command runs as nobody."""
-    folder = Path("/var/shoal-has-no-business-here")
-    prefix = ("setpriv", "--reuid", "65534", "--clear-groups") if os.getuid() == 0 else ()
-    code, said = shoal("train", "--data.source", "synthetic", "--run-folder", folder, prefix=prefix)
-    assert code == 2, said
-    assert f"--run-folder {folder} cannot be written: Permission denied" in said and "Traceback" not in said
-
-
-FULL = "{ head -c 1M /dev/zero > filler 2> /dev/null || true; }"
-READ_ONLY = "mount -o remount,ro ."
-DISKS = {
-    "small": (
-        "true", ("--run-folder", "disk/run"), ("checkpoints: 1 of ", "kB free", "checkpoint.keep")),
-    "full for the run": (
-        FULL, ("--run-folder", "disk/run", "--checkpoint.folder", "kept"),
-        ("--run-folder {}/disk/run cannot be written: No space left on device", "Make room")),
-    "full for checkpoints": (
-        FULL, ("--run-folder", "run", "--checkpoint.folder", "disk/kept"),
-        ("checkpoints cannot be written into {}/disk/kept: No space", "checkpoint.folder")),
-    "read-only": (
-        READ_ONLY, ("--run-folder", "run", "--checkpoint.folder", "disk/kept"),
-        ("checkpoints cannot be written into {}/disk/kept: Read-only file system", "checkpoint.folder")),
-    "full memory": (
-        FULL, ("--run-folder", "run", "--failover.memory_every", "1", "--failover.memory_folder", "disk"),
-        ("failover.memory_folder = '{}/disk' cannot be written: No space", "failover.memory_every = 0")),
-    "small memory": (
-        "true", ("--run-folder", "run", "--failover.memory_every", "1", "--failover.memory_folder", "disk"),
-        ("failover.memory_every: two copies", "take ", "kB in {}/disk", "197 kB are free", "failover.memory_folder")),
-}  # fmt: skip
-"""What is done on a disk of 192 kB, the words of a run, and what is said of them."""
-
-ON_DISKS = """
-import io, json, subprocess, sys
-from contextlib import redirect_stderr
-from pathlib import Path
-from shoal.cli import main
-
-found = {}
-for name, (folder, script, words) in json.loads(Path(sys.argv[1]).read_text()).items():
-    disk = Path(folder, "disk")
-    mount = f"mount -t tmpfs -o size=192k tmpfs . && cd '{disk}' && {script}"
-    subprocess.run(["sh", "-c", mount], cwd=disk, check=True)
-    with redirect_stderr(io.StringIO()) as said:
-        found[name] = main(words), said.getvalue()
-    subprocess.run(["umount", disk], check=True)
-Path(sys.argv[2]).write_text(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def on_disks(place, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
-    """What each of `DISKS` comes to, in a process with mounts of its own: the code, what is said and the folder."""
-    unshare = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
-    place_of, cases = {}, {}
-    for name, (script, options, _) in DISKS.items():
-        place_of[name] = folder = tmp_path_factory.mktemp("disk")
-        (folder / "disk").mkdir()
-        words = [w if w.startswith("-") or w.isdigit() else str(folder / w) for w in options]
-        cases[name] = str(folder), script, ["train", str(place.toml), *words]
-    if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", folder / "disk"], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here, not even in a namespace of its own")
-    told = tmp_path_factory.mktemp("told")
-    (told / "cases.json").write_text(json.dumps(cases))
-    python = (sys.executable, "-c", ON_DISKS, told / "cases.json", told / "found.json")
-    subprocess.run([*unshare, *python], cwd=ROOT, timeout=120, check=True)
-    return {name: (*found, place_of[name]) for name, found in json.loads((told / "found.json").read_text()).items()}
-
-
-@pytest.mark.parametrize("name", DISKS)
-def test_a_disk_that_cannot_be_written(name, on_disks):
-    """Nothing is left behind, so that the same run folder may be named again."""
-    code, said, folder = on_disks[name]
-    assert code == 2, said
-    assert said.startswith("shoal: error: ")
-    assert all(text.format(folder) in said for text in DISKS[name][2]), said
-    assert [path.name for path in folder.iterdir()] == ["disk"]
-
-
-def test_a_typo(place):
-    file = place.write("typo.toml", "[optimiser]\nname = 'sgd'")
-    code, said = shoal("train", file)
-    assert code == 2
-    assert said == f"shoal: error: {file}: there is no key 'optimiser'; did you mean 'optimizer'?\n"

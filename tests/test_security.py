@@ -25,7 +25,8 @@ from shoal.errors import UsageError, redact
 from shoal.train.check import check
 from tests.checkpoint.cuts import whole, write_checkpoint
 
-from .test_bad_input import CONFIG, ROOT, Place
+from .place import CONFIG, Place
+from .test_bad_surroundings import ROOT
 
 SHOAL = ROOT / "shoal"
 

@@ -48,6 +48,17 @@ def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     assert compared(pool, 4, module, inputs, forward, stages) < 1e-10
 
 
+def cut_once(pool, module: nn.Module, at: int) -> tuple[Layers, float]:
+    """As many layers as there can be, and the largest difference of two stages, of which the second begins there."""
+    torch.manual_seed(0)
+    module, inputs = module.double(), (torch.randn(4, 8, dtype=torch.float64),)
+    forward = forward_of(module, inputs)
+    layers = Layers(forward, 99)
+    count = len(layers.ends)
+    stages = (Stage(0, at % count, (1, 1), 0.0), Stage(at % count, count, (1, 1), 0.0))
+    return layers, compared(pool, 2, module, inputs, forward, joint(layers, "2xA100").planned(stages))
+
+
 class Gated(nn.Module):
     """A chunk, whose parts are read at several places, of an input whose name is a builtin's."""
 
@@ -61,15 +72,10 @@ class Gated(nn.Module):
 
 
 def test_no_cut_is_made_inside_an_operator_with_several_outputs(pool):
-    torch.manual_seed(0)
-    module, inputs = Gated().double(), (torch.randn(4, 8, dtype=torch.float64),)
-    forward = forward_of(module, inputs)
-    layers = Layers(forward, 99)
-    count = len(layers.ends)
-    assert 1 < count < len(layers.nodes)
+    layers, difference = cut_once(pool, Gated(), at=-1)
+    assert 1 < len(layers.ends) < len(layers.nodes)
     assert set(layers.graph(0, 1).gradients) == {"both.weight", "both.bias"}, "of the module's own input there is none"
-    stages = joint(layers, "2xA100").planned((Stage(0, count - 1, (1, 1), 0.0), Stage(count - 1, count, (1, 1), 0.0)))
-    assert compared(pool, 2, module, inputs, forward, stages) < 1e-10
+    assert difference < 1e-10
 
 
 class Cut(nn.Module):
@@ -84,12 +90,7 @@ class Cut(nn.Module):
 
 
 def test_nothing_flows_back_over_a_cut_that_is_read_without_gradients(pool):
-    torch.manual_seed(0)
-    module, inputs = Cut().double(), (torch.randn(4, 8, dtype=torch.float64),)
-    forward = forward_of(module, inputs)
-    layers = Layers(forward, 99)
-    stages = joint(layers, "2xA100").planned((Stage(0, 1, (1, 1), 0.0), Stage(1, len(layers.ends), (1, 1), 0.0)))
-    assert compared(pool, 2, module, inputs, forward, stages) < 1e-10
+    assert cut_once(pool, Cut(), at=1)[1] < 1e-10
 
 
 def linears(frozen: range) -> tuple[nn.Module, tuple]:
