@@ -11,7 +11,7 @@ def main() -> int:
     """The command's exit code."""
     gc.disable()  # what a start makes stays: the collector of cycles need not look at it now, nor ever again
     _without_plugins()
-    from shoal.cli import main
+    from shoal.cli.main import main
 
     gc.freeze()
     gc.enable()

@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from shoal.comm.forks import worker_context
-from shoal.comm.pool import Pool
-from shoal.models.products import tune_products
+from shoal.engine.models.products import tune_products
+from shoal.launch.forkserver import worker_context
+from shoal.launch.worker_pool import Pool
+from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
+from tests.trainings.supervised import nursery, supervised, undisturbed  # noqa: F401 -- fixtures
 
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
 # them at once says how many.
@@ -29,8 +31,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # What the tests of ranks import besides is imported once too, before the last of these freezes what is there.
 worker_context().set_forkserver_preload([
-    "pytest", "hypothesis.strategies", "shoal.cli", "shoal.simulate.dry_run", "shoal.verify.rank",
-    "shoal.train.relaxed.trainers", "shoal.comm.preload",
+    "pytest", "hypothesis.strategies", "shoal.cli.main", "shoal.training.dry_run.dry_run", "shoal.testing.verify.rank",
+    "shoal.training.async_dp.trainers", "shoal.launch.preload",
 ])
 
 

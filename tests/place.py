@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shoal.cli import main
+from shoal.cli.main import main
 
 CONFIG = """
 [model]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.main import main
 from tests.place import Place
 
 

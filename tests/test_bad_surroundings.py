@@ -81,7 +81,7 @@ ON_DISKS = """
 import io, json, subprocess, sys
 from contextlib import redirect_stderr
 from pathlib import Path
-from shoal.cli import main
+from shoal.cli.main import main
 
 found = {}
 for name, (folder, script, words) in json.loads(Path(sys.argv[1]).read_text()).items():

@@ -17,16 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointError, load, verify
-from shoal.cli import main
-from shoal.config import build
-from shoal.data.batches import open_dataset
-from shoal.errors import UsageError, redact
-from shoal.train.check import check
-from tests.checkpoint.cuts import whole, write_checkpoint
-
-from .place import CONFIG, Place
-from .test_bad_surroundings import ROOT
+from shoal.base.errors import UsageError, redact
+from shoal.cli.main import main
+from shoal.engine.checkpoint import CheckpointError, load, verify
+from shoal.engine.data.batches import open_dataset
+from shoal.spec.config import build
+from shoal.training.check import check
+from tests.engine.checkpoint.cuts import whole, write_checkpoint
+from tests.place import CONFIG, Place
+from tests.test_bad_surroundings import ROOT
 
 SHOAL = ROOT / "shoal"
 

@@ -1,4 +1,5 @@
-"""A short program, played in plain numbers: what `shoal.simulate` finds in arrays, which take longer to import.
+"""A short program, played in plain numbers: what `shoal.pipeline.simulator` finds in arrays, which take longer to
+import.
 
 Every rank does its actions in their order, each as soon as what it needs is there; a result leaves as soon as it is
 made, and messages of one rank to one other go one after another.
@@ -10,14 +11,14 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import NamedTuple
 
-from shoal.errors import UsageError
+from shoal.base.errors import UsageError
 from shoal.pipeline.program import BACKWARDS, COMPUTE, FORWARDS, SENDS, WEIGHTS, Op, Program
 
 Passes = Sequence[tuple[float, float, float]]
 KINDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 NTH = 3  # micro-batches that are told apart: the first, the second, and all later ones
 NONE, SOME, EVERY = range(3)  # of a rank's other stages, which are after a forward
-TOLD_APART = (len(KINDS) + 1, NTH, NTH, 2, 3)  # see `shoal.plan.memory.TIMES`
+TOLD_APART = (len(KINDS) + 1, NTH, NTH, 2, 3)  # see `shoal.planning.cost.memory.stage.TIMES`
 LONGEST = 10_000  # actions, from which on arrays are faster
 
 
@@ -103,7 +104,7 @@ def _table(program: Program, passes: Passes, finishing: Passes) -> dict[Op, list
 def before_backwards(
     program: Program, whole: Sequence[float], half: Sequence[float], passing: float
 ) -> list[list[float]]:
-    """[stages] as `shoal.simulate.columns.before_backwards` has it.
+    """[stages] as `shoal.pipeline.simulator.columns.before_backwards` has it.
 
     Args:
         whole: [stages] that a micro-batch's forward leaves.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from shoal.report.chart import ticks
 from shoal.report.page import Fragment
-from shoal.train.metrics import StepMetrics
+from shoal.report.timeline.chart import ticks
+from shoal.training.records.metrics import StepMetrics
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 190, 52, 22, 8
 Points = Sequence[tuple[float, float]]

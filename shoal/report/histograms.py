@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.precision.formats import BF16, E4M3, E5M2, FP16, Format
-from shoal.precision.histogram import BINS, PER_OCTAVE, bin_of, limits, octave_of, shares
+from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of, limits, octave_of, shares
 from shoal.report.page import Fragment
-from shoal.train.histograms import KINDS, Histogram
+from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, Format
+from shoal.training.records.histograms import KINDS, Histogram
 
 FORMATS: dict[str, tuple[Format, bool]] = {
     "fp16": (FP16, False), "bf16": (BF16, False), "e5m2": (E5M2, False), "e4m3": (E4M3, False),

@@ -15,9 +15,9 @@ from importlib.resources import files
 
 import numpy as np
 
-from shoal.report.chart import Chart, legend, table
-from shoal.report.palette import NAMES, Paint, colour, ink
-from shoal.simulate.columns import OPS
+from shoal.pipeline.simulator.columns import OPS
+from shoal.report.timeline.chart import Chart, legend, table
+from shoal.report.timeline.palette import NAMES, Paint, colour, ink
 
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
 
-from shoal.report.chart import ticks
 from shoal.report.lines import COLOURS
 from shoal.report.svg import FAINT, GRID, INK, Canvas
+from shoal.report.timeline.chart import ticks
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, RIGHT = 430.0, 290.0, 48.0, 46.0, 40.0, 14.0
 COLUMNS = 2

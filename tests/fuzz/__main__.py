@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from .targets import TARGETS, target
+from tests.fuzz.targets import TARGETS, target
 
 CHUNK = 2500  # cases of one process
 MEMORY = 12 << 30  # of its address space: what asks for more fails loudly

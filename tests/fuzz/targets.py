@@ -19,19 +19,18 @@ from typing import Any, get_args
 import torch
 from hypothesis import strategies as st
 
-from shoal.checkpoint import describe, load, verify
-from shoal.checkpoint.manifest import MANIFEST, MANIFEST_SUM, checksum
-from shoal.comm.world import pick_device
-from shoal.config import RunConfig, build
-from shoal.config import load as load_config
-from shoal.data.batches import open_dataset
-from shoal.data.tokenizer import load_tokenizer, train_bpe
-from shoal.errors import UsageError
-from shoal.train.check import check
-from shoal.train.fits import check_memory
-from tests.checkpoint.cuts import cut, whole, write_checkpoint
-
-from .wild import WILD, WORDS, changed, changed_bytes
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint import describe, load, verify
+from shoal.engine.checkpoint.manifest import MANIFEST, MANIFEST_SUM, checksum
+from shoal.engine.data.batches import open_dataset
+from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
+from shoal.engine.device import pick_device
+from shoal.launch.checks.memory_check import check_memory
+from shoal.spec.config import RunConfig, build
+from shoal.spec.config import load as load_config
+from shoal.training.check import check
+from tests.engine.checkpoint.cuts import cut, whole, write_checkpoint
+from tests.fuzz.wild import WILD, WORDS, changed, changed_bytes
 
 SECONDS = 20  # of CPU, for one case: on a busy machine the clock on the wall says nothing
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from .targets import TARGETS, target
+from tests.fuzz.targets import TARGETS, target
 
 CASES = {"config": 400, "checkpoint": 400, "data": 150}
 

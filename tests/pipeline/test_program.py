@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.pipeline.checker import ProgramError, check
+from shoal.pipeline.partition import stage_layers
 from shoal.pipeline.program import COMPUTE, RECEIVES, SENDS, Action, Op, Program, add_transfers, build, receive_of
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.split import stage_layers
 
 STAGES, MICROBATCHES, VIRTUAL = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
 NAMES = st.sampled_from(sorted(SCHEDULES))

@@ -1,15 +1,15 @@
-"""Short programs are played as `shoal.simulate` plays them."""
+"""Short programs are played as `shoal.pipeline.simulator` plays them."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import UsageError
+from shoal.base.errors import UsageError
 from shoal.pipeline.program import Action, Op, Program, build
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.short import before_backwards, is_short, play
-from shoal.simulate import Links, Times, columns, simulate
+from shoal.pipeline.simulator import Links, Times, columns, simulate
 
 SECONDS = st.floats(0.0, 3.0)
 

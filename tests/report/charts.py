@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.program import Program, build
 from shoal.pipeline.schedules import EVERY
-from shoal.report.chart import Chart
-from shoal.simulate import Links, Timeline, Times, simulate
+from shoal.pipeline.simulator import Links, Timeline, Times, simulate
+from shoal.report.timeline.chart import Chart
 
 SIZES = {"naive": (3, 4), "zb-auto": (3, 6), "dualpipe": (4, 8), "dualpipev": (4, 8)}
 SHOWN = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe")  # one stage, several, halves of a backward, two copies

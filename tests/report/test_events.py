@@ -2,12 +2,11 @@
 
 import pytest
 
-from shoal.config import save
-from shoal.failover.events import write_event
-from shoal.report.command import report
+from shoal.cli.report import report
 from shoal.report.events import effective_facts, event_table
-from tests.train.conftest import corpus  # noqa: F401 -- a fixture
-from tests.train.runs import small_config
+from shoal.spec.config import save
+from shoal.training.resilience.events import write_event
+from tests.trainings.runs import small_config
 
 EVENTS = [
     {"time": 1e9, "event": "failure", "rank": 1, "host": "h", "how": "was killed by SIGKILL", "where": "in step 7",
@@ -40,7 +39,7 @@ def test_each_event_is_a_row_that_says_all_but_the_stack():
 
 
 @pytest.mark.parametrize("some", [True, False])
-def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):  # noqa: F811
+def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
     save(small_config(corpus), tmp_path / "run.toml")
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "steps": 2, "loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 1.0, '

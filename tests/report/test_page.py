@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from shoal.pipeline.program import Op
-from shoal.report.chart import Chart
 from shoal.report.page import comparison, page, timelines, unpacked
-from shoal.report.palette import HUES, SHADES, Paint, colour, ink, luminance
-from shoal.report.write import write
-
-from .charts import SHOWN, chart, charts, played
+from shoal.report.timeline.chart import Chart
+from shoal.report.timeline.palette import HUES, SHADES, Paint, colour, ink, luminance
+from shoal.report.timeline.write import write
+from tests.report.charts import SHOWN, chart, charts, played
 
 
 def data(html: str) -> dict:

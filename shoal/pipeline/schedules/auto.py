@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from shoal.errors import UsageError
+from shoal.base.errors import UsageError
 from shoal.pipeline.program import Action, Times
 from shoal.pipeline.schedules import one_f_one_b, zero_bubble
+from shoal.pipeline.schedules.greedy import Choice, F, I, Play, follow
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.schedules.play import Choice, F, I, Play, follow
 
 ROUNDING = 1e-9
 

@@ -10,8 +10,8 @@ from functools import cache
 from itertools import count, product
 
 from shoal.pipeline.program import Action, Op, Times
+from shoal.pipeline.schedules.greedy import Play, fill
 from shoal.pipeline.schedules.placement import vee_shaped
-from shoal.pipeline.schedules.play import Play, fill
 
 INTERVAL = 6  # passes of a micro-batch on a rank: two stages, three passes each; so often comes another
 DOWN, UP = 0, 1

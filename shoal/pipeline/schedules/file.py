@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.errors import UsageError
-from shoal.files import read_text
+from shoal.base.errors import UsageError
+from shoal.base.files import read_text
 from shoal.pipeline.checker import ProgramError, check
 from shoal.pipeline.program import COMPUTE, Action, Op, Program, Schedule, build
 

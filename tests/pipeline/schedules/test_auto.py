@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import UsageError
+from shoal.base.errors import UsageError
 from shoal.pipeline.checker import check
 from shoal.pipeline.program import Op, Program, Schedule, Times, build
 from shoal.pipeline.schedules import SCHEDULES

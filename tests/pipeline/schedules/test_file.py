@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import UsageError
+from shoal.base.errors import UsageError
 from shoal.pipeline.checker import check
 from shoal.pipeline.program import COMPUTE, Action, Op, build
 from shoal.pipeline.schedules import SCHEDULES

@@ -1,0 +1,144 @@
+"""Small files that others wrote: read whole, with one clear error for whatever is wrong with them; and what is written,
+looked at first."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import UsageError
+
+LARGEST = 64 << 20  # bytes: what is read whole is never more
+
+
+def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
+    """Refuse, before any work, a file that could not be written, or (``new``) that would be written over.
+
+    Raises:
+        UsageError: its folder is not there, or it is itself; or it is a folder.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: it is a folder.\n  Name a file in it.")
+    if new and path.exists():
+        raise UsageError(f"{option} {path}: it is there already, and is not overwritten.\n  Give another name.")
+
+
+def standing(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+
+
+def try_to_write(path: Path, size: int = 1) -> None:
+    """Require that a folder, or the nearest of its parents that is there, takes a file; none is left.
+
+    Args:
+        size: bytes of the file.
+
+    Raises:
+        OSError: as making or writing it would: nobody may, the file system is full or read-only, or it is no folder.
+    """
+    with tempfile.TemporaryFile(dir=standing(path)) as file:  # on Linux without a name, even for the moment
+        file.write(bytes(size))
+
+
+def write_whole(path: Path, text: str, *, new: bool = False) -> None:
+    """A text as a file, in place of what was there, or of what a link names: whole or, whatever happens, not at all.
+
+    Args:
+        new: not in place of anything.
+
+    Raises:
+        OSError: it cannot be written, or is there and should be new; what was there still is.
+    """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        if new:
+            os.link(partial, path)
+            partial.unlink()
+            return
+        if path.exists():
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def expanded(path: str | Path, option: str) -> Path:
+    """A path in which ``~`` is somebody's home.
+
+    Raises:
+        UsageError: it is nobody's.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{option}: '{path}': there is no home of that name.\n  Write the folder out.") from None
+
+
+def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
+    """The content of a file.
+
+    Raises:
+        UsageError: no such file, one that cannot be read, or more than ``most`` bytes.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():  # of a pipe or a device nobody knows when it ends
+            raise UsageError(f"no such file: {path}")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if len(content) > most:
+        raise UsageError(f"{path} is larger than the {most >> 20} MiB that such a file can have.")
+    return content
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: see `read_bytes`; or it is not UTF-8.
+    """
+    return _parsed(path, "UTF-8 text", str)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        UsageError: see `read_bytes`; or it is not TOML.
+    """
+    return _parsed(path, "TOML", tomllib.loads)
+
+
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UsageError: see `read_bytes`; or it is not JSON.
+    """
+    return _parsed(path, "JSON", json.loads)
+
+
+def _parsed(path: str | Path, kind: str, parse: Callable[[str], Any]) -> Any:
+    content = read_bytes(path)
+    try:
+        return parse(content.decode())
+    except RecursionError:
+        raise UsageError(f"{path} is no such file as shoal reads: its values are nested too deep.") from None
+    except ValueError as error:  # not of this kind, not UTF-8, or a number of thousands of digits
+        raise UsageError(f"{path} is not {kind}: {error}") from None

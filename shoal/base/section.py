@@ -1,0 +1,121 @@
+"""A part of a config: typed, frozen and closed, with errors in the words of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.base.errors import UsageError, did_you_mean
+
+T = TypeVar("T", bound=BaseModel)
+Each = TypeVar("Each")
+NonEmpty = Annotated[tuple[Each, ...], Field(min_length=1)]
+"""One value or more."""
+
+
+class Section(BaseModel):
+    """Frozen, and closed: a key that does not exist is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+    made_from: ClassVar[type[BaseModel] | None] = None  # whose fields it has, where none are written in it
+
+
+LARGEST = 2**53  # what a float64 holds exactly
+SHOWN = 80  # letters of a wrong value
+
+
+def validate(section: type[T], values: dict[str, Any], *, where: str, within: str = "") -> T:
+    """A section from plain values, each of the very type of its field: 1 is no boolean, and "1" no number.
+
+    Args:
+        where: the values are from, for messages.
+        within: the name under which a config has the section, if its keys are to be called by that.
+
+    Raises:
+        UsageError: one line for each key that does not exist (with the nearest that does) and each bad value.
+    """
+    outer = (within,) if within else ()
+    if wrong := list(_unfit(values, outer)):
+        raise UsageError("\n".join(f"{where}: {line}" for line in wrong))
+    try:  # strict, and by the way of JSON, in which a list may stand for a tuple and a text for a path
+        return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
+    except ValidationError as error:
+        found: dict[str, list[str]] = {}
+        for each in error.errors():
+            start, what = _explain(section, each, outer)
+            found.setdefault(start, []).append(what)  # of a field with several types, one message for each
+        lines = [f"{where}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
+        raise UsageError("\n".join(lines)) from None
+
+
+def _unfit(values: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """What is wrong whatever the field is."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _unfit(value, (*keys, str(key)))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _unfit(value, keys)
+    elif isinstance(values, int) and abs(values) > LARGEST:
+        yield f"{_shown('.'.join(keys))} is a number beyond 2^53."
+    elif isinstance(values, (str, Path)) and not _is_text(str(values)):
+        yield f"{_shown('.'.join(keys))} = {_short(str(values))} is not Unicode text."
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return bool(value.encode()) or not value
+    except UnicodeEncodeError:
+        return False
+
+
+def _as_json(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+
+
+def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
+    """The beginning of a message, the same for all errors of one field, and what is wrong."""
+    keys = _keys(section, error["loc"])
+    dotted = _shown(".".join((*outer, *keys)))
+    if error["type"] == "extra_forbidden":
+        elsewhere = [f"{name}.{keys[-1]}" for name, field in section.model_fields.items()
+                     if keys[-1] in getattr(field.annotation, "model_fields", {})]
+        if elsewhere:
+            return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
+        for key in keys[:-1]:
+            section = section.model_fields[key].annotation
+        return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
+    what = "input should be a table" if error["type"] == "model_type" else error["msg"]
+    return f"{dotted} = {_short(error['input'])}: ", f"{what[0].lower()}{what[1:]}"
+
+
+def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
+    """The names in the file that lead to an error; behind them come places in a list, or types of which one failed."""
+    keys: list[str] = []
+    for key in place:
+        fields = getattr(section, "model_fields", None)
+        if not isinstance(key, str) or (fields is None and get_origin(section) is not dict):
+            break
+        keys.append(key)
+        section = fields[key].annotation if fields and key in fields else None
+    return keys
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+
+
+def _shown(key: str) -> str:
+    """A key as it was given, in letters that a terminal shows."""
+    return _short(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
+
+
+def plain(config: BaseModel) -> dict[str, Any]:
+    """Nested plain values without what is unset, fit for TOML and JSON."""
+    return config.model_dump(mode="json", exclude_none=True)

@@ -1,0 +1,61 @@
+"""Quantities as people type and read them: ``16MB``, ``450GB/s``, ``3.4us``."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.base.errors import UsageError
+
+BYTES = {
+    "": 1, "B": 1,
+    "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+BANDWIDTH = {f"{unit or 'B'}/s": factor for unit, factor in BYTES.items()}
+TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def parse(text: str, units: dict[str, float], *, where: str) -> float:
+    """A quantity in its base unit (bytes, bytes/s, s).
+
+    Args:
+        units: `BYTES`, `BANDWIDTH` or `TIME`.
+        where: what the error message names, such as an option.
+
+    Raises:
+        UsageError: no number with one of the units, or a number that is not finite or below zero.
+
+    >>> parse("16MB", BYTES, where="--size"), parse("50 GB/s", BANDWIDTH, where="--bandwidth")
+    (16000000.0, 50000000000.0)
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*(\S*)\s*", text)
+    if match is None or match[2] not in units or float(match[1]) == float("inf"):
+        known = ", ".join(unit for unit in units if unit)
+        raise UsageError(f"{where} {text}: give a number and a unit, such as 16{list(units)[-1]}; units: {known}")
+    return float(match[1]) * units[match[2]]
+
+
+def show_bytes(size: float) -> str:
+    """With a decimal prefix and three digits.
+
+    >>> show_bytes(16e6), show_bytes(1234), show_bytes(0.5)
+    ('16 MB', '1.23 kB', '0.5 B')
+    """
+    return _show(size, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+
+
+def show_seconds(seconds: float) -> str:
+    """With three digits.
+
+    >>> show_seconds(35), show_seconds(0.00125), show_seconds(3.4e-6)
+    ('35 s', '1.25 ms', '3.4 µs')
+    """
+    return _show(seconds, (("s", 1), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
+
+
+def _show(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    unit, factor = next((u for u in units if abs(value) >= 0.9995 * u[1]), units[-1])
+    if value == 0:
+        unit, factor = next(u for u in units if u[1] == 1)
+    scaled = value / factor
+    return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.3g} {unit}"

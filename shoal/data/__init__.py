@@ -1,1 +1,0 @@
-"""From text to batches: corpus -> tokenizer -> shards -> order -> batches. Only `shoal.data.batches` imports torch."""

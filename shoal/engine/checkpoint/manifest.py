@@ -1,0 +1,287 @@
+"""What a checkpoint holds, as plain data: the manifest, its rules, and which folders are checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import xxhash
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from shoal.base.boxes import Box
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.engine.checkpoint import storage
+from shoal.engine.checkpoint.dtypes import DTYPES
+from shoal.engine.checkpoint.storage import Place
+
+MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
+MOST_BYTES = 256 << 20  # of a manifest: a million boxes
+COMMITTED = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that cannot be saved or loaded: which file or tensor, why, and what to do. Exits with code 2."""
+
+
+class Committed(NamedTuple):
+    """A checkpoint that appeared whole."""
+
+    step: int
+    path: Place
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"no dtype of a checkpoint; {did_you_mean(dtype, DTYPES)}")
+    return dtype
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
+
+
+FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]+\.safetensors$")]
+"""Only such a file, in the checkpoint's own folder: a path that somebody wrote into a manifest leads nowhere else."""
+
+Sizes = Annotated[tuple[NonNegativeInt, ...], Field(max_length=8)]
+
+
+class StoredBox(_Plain):
+    """One box of a tensor, stored under `key` in one file."""
+
+    file: FileName
+    """Its file, in the checkpoint's own folder."""
+
+    offset: Sizes
+    """Where it begins in the whole tensor."""
+
+    shape: Sizes
+    """Its size."""
+
+    checksum: str
+    """`checksum` of its bytes."""
+
+    @property
+    def box(self) -> Box:
+        """The same as a `Box`."""
+        return Box(self.offset, self.shape)
+
+
+class StoredTensor(_Plain):
+    """One named tensor: what it is as a whole, and the boxes that make it up."""
+
+    shape: Sizes
+    """Of the whole tensor."""
+
+    dtype: Annotated[str, AfterValidator(_known)]
+    """A key of `DTYPES`."""
+
+    boxes: list[StoredBox]
+    """They cover the tensor exactly once."""
+
+
+class StoredFile(_Plain):
+    """What a file must look like before its tensors are trusted."""
+
+    bytes: NonNegativeInt
+    """Its size."""
+
+    header_bytes: NonNegativeInt
+    """Size of the safetensors header with its 8-byte length."""
+
+    header: str
+    """`checksum` of the header."""
+
+
+class Part(_Plain):
+    """What one rank wrote."""
+
+    files: dict[FileName, StoredFile]
+    """At most one: a rank that is primary for nothing writes no file."""
+
+    tensors: dict[str, StoredTensor]
+    """Only the boxes in this rank's file."""
+
+    names: list[str]
+    """All names in this rank's state, also those of which it holds no piece."""
+
+
+class Manifest(_Plain):
+    """The whole content of one checkpoint."""
+
+    format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
+    version: Literal[1] = 1
+    step: NonNegativeInt
+    """Optimizer steps done."""
+
+    extra: dict[str, Any]
+    """Everything that is not a tensor: the model's shape, the run's config, counters."""
+
+    files: dict[FileName, StoredFile]
+    tensors: dict[str, StoredTensor]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        for name, tensor in self.tensors.items():
+            for box in tensor.boxes:
+                if not len(box.offset) == len(box.shape) == len(tensor.shape):
+                    raise ValueError(f"tensor '{name}': a box of other dims than its shape {tensor.shape}")
+                if box.file not in self.files:
+                    raise ValueError(f"tensor '{name}' lies in {box.file}, which is not among the files")
+        return self
+
+
+def key(name: str, box: Box) -> str:
+    """The name of a box in its safetensors file.
+
+    >>> key("model.head.weight", Box((0, 8), (4, 8)))
+    'model.head.weight[0:4,8:16]'
+    """
+    return f"{name}[{','.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
+
+
+def checksum(data: bytes | memoryview | torch.Tensor) -> str:
+    """XXH3 of the bytes, 128 bits: it finds damage, at the speed of memory, and does not guard against forgery."""
+    if isinstance(data, torch.Tensor):
+        data = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def merge(step: int, extra: dict[str, Any], parts: Iterable[Part]) -> Manifest:
+    """One manifest of all ranks' parts.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or the boxes of one do not cover it exactly once.
+    """
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    names: set[str] = set()
+    for part in parts:
+        files |= part.files
+        names |= set(part.names)
+        for name, tensor in part.tensors.items():
+            known = tensors.setdefault(name, StoredTensor(shape=tensor.shape, dtype=tensor.dtype, boxes=[]))
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                raise CheckpointError(
+                    f"tensor '{name}' is {known.dtype} {known.shape} on one rank and {tensor.dtype} {tensor.shape} on "
+                    "another: every rank must give the same whole shape and dtype."
+                )
+            known.boxes += tensor.boxes
+    if unheld := sorted(names - set(tensors)):
+        raise CheckpointError(f"no rank holds a piece of tensor '{unheld[0]}' ({len(unheld)} such): it would be lost.")
+    for name, tensor in tensors.items():
+        check_cover(name, tensor.shape, [b.box for b in tensor.boxes])
+    return Manifest(step=step, extra=extra, files=files, tensors=dict(sorted(tensors.items())))
+
+
+def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Require that the boxes cover a tensor of this shape exactly once.
+
+    Sweeps along dim 0, so that a box is compared only with those that share rows with it.
+
+    Raises:
+        CheckpointError: elements outside, covered twice, or missing.
+    """
+    whole = Box.whole(shape)
+    alive: list[Box] = []
+    for box in sorted((b for b in boxes if b.numel), key=lambda b: b.offset):
+        if len(box.shape) != len(shape) or whole.intersect(box) != box:
+            raise CheckpointError(f"tensor '{name}': the piece {key('', box)} reaches outside its shape {shape}.")
+        alive = [a for a in alive if a.shape and a.offset[0] + a.shape[0] > box.offset[0]] if shape else alive
+        if twice := next((a for a in alive if a.intersect(box)), None):
+            raise CheckpointError(
+                f"tensor '{name}': the pieces {key('', twice)} and {key('', box)} overlap: exactly one rank may be "
+                "primary for an element."
+            )
+        alive.append(box)
+    held, needed = sum(b.numel for b in boxes), math.prod(shape)
+    if held != needed:
+        raise CheckpointError(
+            f"tensor '{name}' {shape}: {needed - held} of {needed} elements would be lost: no rank is primary for them."
+        )
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Place, manifest: Manifest) -> None:
+    """Write the manifest and its SHA-256 (``sha256sum --check manifest.sha256`` proves it by hand)."""
+    data = manifest.model_dump_json(indent=1).encode()
+    storage.write(folder / MANIFEST_SUM, [f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()])
+    storage.write(folder / MANIFEST, [data])
+
+
+def read_manifest(path: Place) -> Manifest:
+    """The manifest of a checkpoint, proved undamaged.
+
+    Raises:
+        CheckpointError: not a checkpoint, damaged, or of another version of the format.
+    """
+    try:
+        data, sum_line = storage.read(path / MANIFEST, MOST_BYTES + 1), storage.read(path / MANIFEST_SUM, 1024)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: {error.strerror}: {error.filename}.\n"
+            "  Give the folder of one step, such as checkpoints/step-00000100."
+        ) from None
+    if len(data) > MOST_BYTES:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: no manifest has {MOST_BYTES >> 20} MiB.\n{MEND}")
+    if sum_line.split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 is not the one in {MANIFEST_SUM}.\n{MEND}")
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path / MANIFEST} is not of this format: {where}: {first['msg']}.") from None
+
+
+MEND = "  Resume from an older checkpoint, or restore this one from a copy."
+
+
+def list_checkpoints(folder: Place) -> list[Committed]:
+    """The committed checkpoints in a folder, oldest first: complete when saved (`verify` says if they still are)."""
+    found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.names(folder))
+    return sorted(
+        Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)
+    )
+
+
+def newest(folder: Place) -> Committed | None:
+    """The committed checkpoint of the highest step, if there is any."""
+    return next(reversed(list_checkpoints(folder)), None)
+
+
+def describe(path: Place) -> list[dict[str, Any]]:
+    """A checkpoint as rows of a table: name, dtype, shape, bytes, boxes and files of each tensor.
+
+    Raises:
+        CheckpointError: not a checkpoint, or its manifest is damaged.
+    """
+    return [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "bytes": math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize,
+            "boxes": len(tensor.boxes),
+            "files": len({box.file for box in tensor.boxes}),
+        }
+        for name, tensor in read_manifest(path).tensors.items()
+    ]

@@ -1,0 +1,386 @@
+"""Collectives on plain tensors, and the autograd pairs that tensor and sequence parallelism are made of.
+
+Each pair is a function and its conjugate (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2):
+
+    forward                              backward
+    `copy_to`         identity           all-reduce
+    `reduce_from`     all-reduce         identity
+    `gather_from`     all-gather         reduce-scatter
+    `scatter_to`      reduce-scatter     all-gather
+    `exchange`        all-to-all         all-to-all, the other way
+
+A group of None has one rank, and every function here is then the identity. Between CPU ranks of one host all goes
+through memory (`shoal.engine.collectives.shm.transport`), elsewhere through the group's backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.shm.transport import REDUCTIONS
+
+# torch 2.13 renamed these two; both names exist in one release or the other.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_EXCHANGED = 2 * 2**20  # bytes, up to which two ranks on gloo exchange what they sum
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Until its result can be used."""
+
+
+class Transfer(Pending, Protocol):
+    """A message on its way."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to have gone."""
+
+
+def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce contiguous ``x`` in place over the group; every rank gets the same bits."""
+    if group is None:
+        return x
+    if op == dist.ReduceOp.SUM:
+        start_all_reduce(x, group).wait()
+        return x
+    if group.shared is not None and op not in REDUCTIONS:  # over the backend, what is under way in memory would stand
+        raise ValueError(f"an all-reduce by {op} between ranks that share memory; they have sum, max and min")
+    group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
+    if group.shared is not None:
+        work = group.shared.all_reduce(x, op)
+    else:
+        work = dist.all_reduce(x, op, group=group.backend, async_op=True)
+    group.carried(work).wait()
+    return x
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """Start summing contiguous ``x`` in place over the group.
+
+    Over gloo two ranks exchange all they have and add: one round, where gloo's ring takes two and was measured up to
+    three times slower (2 MiB: 1.2 against 3.6 ms). Not what is large, which takes as long either way: gloo's threads
+    add it while this one goes on. The sum of two numbers has the same bits in either order.
+    """
+    group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
+    return group.carried(_start_sum(x, group))
+
+
+def _start_sum(x: Tensor, group: Group) -> Pending:
+    if group.shared is not None:
+        return group.shared.all_reduce(x)
+    if x.device.type == "cpu" and group.size() == 2 and x.nbytes <= _EXCHANGED:
+        received, sizes = torch.empty_like(x), [0, 0]
+        sizes[1 - group.rank()] = x.numel()
+        work = dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=group.backend, async_op=True)
+        return _Added(work, received, x)
+    return dist.all_reduce(x, group=group.backend, async_op=True)
+
+
+def read(x: Tensor) -> Any:
+    """The numbers of what a collective made, as `Tensor.tolist`. Where the device only queues collectives it is here
+    that the host waits for the other ranks, and its stack shows it (`shoal.launch.watch.watchdog`)."""
+    return x.tolist()
+
+
+def in_host_memory(x: Tensor) -> Tensor:
+    """The same as `read`, as a tensor."""
+    return x.cpu()
+
+
+def first_of(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
+    """The numbers that the group's first rank has, on all of them; equally many on each."""
+    if group is None:
+        return list(numbers)
+    first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
+    return list(numbers) if group.alone else read(first)
+
+
+def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
+    """Concatenate the ranks' equal-shaped tensors along ``dim``, in rank order."""
+    if group is None:
+        return x
+    n, in_place = group.size(), _outermost(x, dim)
+    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if in_place else (n, *x.shape)
+    out = x.new_empty(shape)
+    all_gather_flat(out.view(-1), x.contiguous().view(-1), group).wait()
+    return out if in_place else torch.cat(out.unbind(0), dim)
+
+
+def reduce_scatter(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
+    """Sum over the ranks and keep this rank's part along ``dim``, which must be a multiple of the group's size."""
+    if group is None:
+        return x
+    out, work = start_reduce_scatter(x, group, dim)
+    work.wait()
+    return out
+
+
+def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> tuple[Tensor, Pending]:
+    """Start a `reduce_scatter`: (what it will fill, the collective)."""
+    n = group.size()
+    parts = x if _outermost(x, dim) else torch.stack(x.chunk(n, dim))
+    out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    return out, reduce_scatter_flat(out.view(-1), parts.contiguous().view(-1), group)
+
+
+def _outermost(x: Tensor, dim: int) -> bool:
+    """Whether parts along a dimension lie one behind the other in memory, as of a single sequence."""
+    return all(n == 1 for n in x.shape[:dim])
+
+
+@dataclass
+class _Exchanged:
+    """The parts of a sum on their way to the rank that adds them, always in rank order."""
+
+    work: dist.Work
+    received: Tensor  # [n, part]
+    part: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received, 0, out=self.part)
+
+
+@dataclass
+class _Added:
+    """The other rank's numbers on their way to be added to this rank's."""
+
+    work: dist.Work
+    received: Tensor
+    own: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.own.add_(self.received)
+
+
+def all_gather_flat(out: Tensor, part: Tensor, group: Group) -> Pending:
+    """Start gathering flat ``part`` from every rank into flat ``out`` (``part`` may be this rank's slice of it)."""
+    group.count("all-gather", part, group.size() - 1)
+    if group.shared is not None:
+        work = group.shared.all_gather(out, part)
+    else:
+        work = _all_gather(out, part, group=group.backend, async_op=True)
+    return group.carried(work)
+
+
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group) -> Pending:
+    """Start summing flat ``whole`` over the ranks into each rank's flat ``part``, which may be its slice of ``whole``.
+
+    Over gloo by an exchange and a local sum: its own reduce-scatter moves an all-reduce's bytes, and its memory
+    grew with every call while several were on their way.
+    """
+    group.count("reduce-scatter", part, group.size() - 1)
+    return group.carried(_start_parts(part, whole, group))
+
+
+def _start_parts(part: Tensor, whole: Tensor, group: Group) -> Pending:
+    if group.shared is not None:
+        return group.shared.reduce_scatter(part, whole)
+    if whole.device.type == "cpu":
+        received = torch.empty_like(whole)
+        work = dist.all_to_all_single(received, whole, group=group.backend, async_op=True)
+        return _Exchanged(work, received.view(group.size(), -1), part)
+    return _reduce_scatter(part, whole, group=group.backend, async_op=True)
+
+
+def start_send(x: Tensor, to: int, group: Group) -> Transfer:
+    """Start sending contiguous ``x`` to the global rank ``to``; it must stay as it is until the end."""
+    group.count("send", x, 1)
+    if group.shared is not None:
+        return group.shared.send(x, group.shared.ranks.index(to))
+    return dist.isend(x, to, group=group.backend)
+
+
+def start_receive(x: Tensor, source: int, group: Group) -> Transfer:
+    """Start receiving contiguous ``x`` from the global rank ``source``, in the order in which it sends."""
+    if group.shared is not None:
+        return group.shared.receive(x, group.shared.ranks.index(source))
+    return dist.irecv(x, source, group=group.backend)
+
+
+@dataclass
+class _Several:
+    """Messages on their way."""
+
+    works: list[Pending]
+    kept: tuple[Tensor, ...]  # what must stay as it is until the end
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
+    """Start sending contiguous ``x`` to the global rank ``to`` while contiguous ``out`` comes from ``source``.
+
+    Both at once, since NCCL would wait for a send that its peer sends against.
+    """
+    group.count("send", x, 1)
+    if group.shared is not None:
+        ranks = group.shared.ranks
+        works = [group.shared.send(x, ranks.index(to)), group.shared.receive(out, ranks.index(source))]
+    else:
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, x, to, group.backend), dist.P2POp(dist.irecv, out, source, group.backend)
+        ])
+    return group.carried(_Several(works, (x, out)))
+
+
+def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group | None) -> list[Tensor]:
+    """Send part i to rank i, and receive what all ranks have for this one.
+
+    Args:
+        parts: one for each rank, of one dtype and any shapes.
+        shapes: of what each rank has for this one.
+
+    Returns:
+        From every rank, in rank order, a contiguous tensor.
+    """
+    if group is None:
+        return list(parts)
+    mine = group.rank()
+    for rank, part in enumerate(parts):
+        if rank != mine:
+            group.count("all-to-all", part, 1)
+    parts = [part.contiguous() for part in parts]
+    if group.shared is not None:
+        out = [parts[mine] if rank == mine else parts[mine].new_empty(shape) for rank, shape in enumerate(shapes)]
+        others = [rank for rank in range(group.size()) if rank != mine]
+        works = [group.shared.send(parts[rank], rank) for rank in others]
+        works += [group.shared.receive(out[rank], rank) for rank in others]
+        group.carried(_Several(works, ())).wait()
+        return out
+    sizes = [math.prod(shape) for shape in shapes]
+    received = parts[mine].new_empty(sum(sizes))
+    sent = torch.cat([part.view(-1) for part in parts])
+    sent_sizes = [part.numel() for part in parts]
+    work = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group.backend, async_op=True)
+    group.carried(work).wait()
+    return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+# ---- autograd pairs --------------------------------------------------------------------------------------------
+
+Meanwhile = Callable[[], object]
+"""What backward does while the collective of an entry is on its way."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, meanwhile: Meanwhile) -> Tensor:
+        ctx.group, ctx.meanwhile = group, meanwhile
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        # A fresh buffer is not needed: the gradient comes from matrix products that only this node reads.
+        gradient = gradient.contiguous()
+        work = start_all_reduce(gradient, ctx.group)
+        ctx.meanwhile()
+        work.wait()
+        return gradient, None, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, dim: int, meanwhile: Meanwhile) -> Tensor:
+        ctx.group, ctx.dim, ctx.meanwhile = group, dim, meanwhile
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        out, work = start_reduce_scatter(gradient, ctx.group, ctx.dim)
+        ctx.meanwhile()
+        work.wait()
+        return out, None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, split: int, join: int, lengths: Sequence[Sequence[int]]) -> Tensor:
+        ctx.group, ctx.split, ctx.join, ctx.lengths = group, split, join, lengths
+        return _exchanged(x, group, split, join, *lengths)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _exchanged(gradient, ctx.group, ctx.join, ctx.split, *ctx.lengths[::-1]), None, None, None, None
+
+
+def _exchanged(
+    x: Tensor, group: Group, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
+) -> Tensor:
+    shape = list(x.shape)
+    shape[split] = parts[group.rank()]
+    shapes = [[*shape[:join], length, *shape[join + 1 :]] for length in pieces]
+    return torch.cat(all_to_all(x.split(tuple(parts), split), shapes, group), join)
+
+
+def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> Tensor:
+    """Enter a region whose ranks each use all of ``x``: their gradients of it add up."""
+    return x if group is None else _CopyTo.apply(x, group, meanwhile)
+
+
+def reduce_from(x: Tensor, group: Group | None) -> Tensor:
+    """Leave a region whose ranks each hold a partial sum. Writes into ``x``, the fresh output of a matrix product."""
+    return x if group is None else _ReduceFrom.apply(x, group)
+
+
+def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile = _nothing) -> Tensor:
+    """Enter a region with all parts of ``x``, which the ranks hold split along ``dim``."""
+    return x if group is None else _GatherFrom.apply(x, group, dim, meanwhile)
+
+
+def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
+    """Leave a region of partial sums, keeping this rank's part along ``dim`` of the total."""
+    return x if group is None else _ScatterTo.apply(x, group, dim)
+
+
+def exchange(
+    x: Tensor, group: Group | None, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
+) -> Tensor:
+    """From having all of dim ``split`` and a piece of dim ``join`` to having a part of ``split`` and all of ``join``.
+
+    Args:
+        parts: how much of ``split`` each rank gets.
+        pieces: how much of ``join`` each rank has.
+    """
+    return x if group is None else _Exchange.apply(x, group, split, join, (parts, pieces))

@@ -1,0 +1,406 @@
+"""Collectives and transfers between the ranks of one host, through memory that they share.
+
+Each rank has a ring of bytes that it alone writes and all others read. A collective goes through the rings piece by
+piece: a rank *posts* a piece of its numbers into its ring and counts it as written; it *takes* from all rings, as soon
+as they are written, and counts the piece as consumed, whereupon the place is free again. All ranks make the same
+collectives on a group in the same order (as with any backend), so that a piece lies at the same place of each ring and
+no message needs a header. Two neighbours of a pipeline have a ring for themselves in each direction. What lies in
+*common memory* (`SharedGroup.adopt`) is not posted, but read where it is.
+
+A collective that was started is posted as far as the ring has room, and the rest is done where this process waits next
+(`shoal.engine.collectives.shm.progress`).
+
+Sums are the same bits on every rank: of two numbers in any order; of more they are either computed once, by one rank,
+or by the same operation on the same numbers everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from mmap import PAGESIZE
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.engine.collectives.shm.progress import MOVED, Lane, Operation, Progress, Steps
+from shoal.engine.collectives.shm.region import LINE, Region, alive
+
+CAPACITY = 4 * 2**20  # bytes of a rank's ring
+PIECE = 2**20  # bytes that are posted at once: with the ring's part of it they stay in a core's cache
+SMALL = 32 * 2**10  # bytes up to which more than two ranks add everything themselves and so wait once, not twice
+BLOCK = 2**18  # elements of common memory that are summed at once
+PAIR_CAPACITY = 8 * 2**20  # bytes that a rank can be ahead in what it sends to another
+
+# Counters of each rank; after them, those of each ordered pair.
+WRITTEN, CONSUMED, REDUCED, LEFT, PROCESS = range(5)
+PER_RANK = 5
+SENT, TAKEN = range(2)
+PER_PAIR = 2
+
+REDUCTIONS: dict[dist.ReduceOp.RedOpType, tuple[Callable, Callable]] = {
+    dist.ReduceOp.SUM: (torch.add, lambda x, out: torch.sum(x, 0, dtype=x.dtype, out=out)),
+    dist.ReduceOp.MAX: (torch.maximum, lambda x, out: torch.amax(x, 0, out=out)),
+    dist.ReduceOp.MIN: (torch.minimum, lambda x, out: torch.amin(x, 0, out=out)),
+}
+"""What can be reduced: of two tensors, and along dim 0 of one."""
+
+
+class SharedGroup:
+    """The ranks of a group that share a region.
+
+    Args:
+        region: new, of the size that `SharedGroup.layout` says.
+        ranks: global ranks of the members, for messages.
+        index: this rank's place among them.
+        progress: of this process.
+    """
+
+    def __init__(self, region: Region, ranks: list[int], index: int, progress: Progress):
+        self.ranks, self.index, self.size, self.progress = ranks, index, len(ranks), progress
+        self.other = 1 - index  # where there are two
+        self._counters, self._data = region.counters, region.data
+        self._places = [[self._of(rank, counter) for rank in range(self.size)] for counter in range(PER_RANK)]
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self._takes, self._posts = Lane(self), Lane(self)
+        self._pairs: dict[tuple[int, int], Lane] = {}
+        # By this rank's address, the rows of common memory: of every rank, or a single one that belongs to all.
+        self._common: dict[int, Tensor] = {}
+        self._forth = True  # the next sum in it goes from its beginning to its end
+        self._posted = self._taken = 0  # bytes of the rings, from the beginning of time
+        self._counters[self._of(index, PROCESS)] = os.getpid()
+        weakref.finalize(self, _leave, self._counters, self._of(index, LEFT))
+
+    @staticmethod
+    def layout(size: int) -> tuple[int, int]:
+        """Counters and bytes of the region of a group of ``size`` ranks."""
+        return PER_RANK * size + PER_PAIR * size**2, CAPACITY * size + PAIR_CAPACITY * size**2
+
+    def _of(self, rank: int, counter: int) -> int:
+        return (rank * PER_RANK + counter) * Region.STEP
+
+    def _of_pair(self, source: int, target: int, counter: int) -> int:
+        return (PER_RANK * self.size + (source * self.size + target) * PER_PAIR + counter) * Region.STEP
+
+    def end_of(self, rank: int) -> str:
+        """How a member ended, or "" if it is there."""
+        process = self._counters[self._of(rank, PROCESS)]
+        if not alive(process):
+            return f"rank {self.ranks[rank]} (process {process}) has ended"
+        return f"rank {self.ranks[rank]} has left the group" if self._counters[self._of(rank, LEFT)] else ""
+
+    # ---- common memory -----------------------------------------------------------------------------------------
+
+    def common_bytes(self, numel: int, dtype: torch.dtype, rows: int) -> int:
+        """Of a region with so many rows of ``numel`` elements, each of which begins on a page of its own."""
+        return rows * -(-numel * dtype.itemsize // PAGESIZE) * PAGESIZE
+
+    def adopt(self, region: Region, numel: int, dtype: torch.dtype, rows: int) -> Tensor:
+        """This rank's row of a new region of `common_bytes`, or the one that all have.
+
+        Collectives on a whole row read the others' in place. Where all have the same row, what one writes the others
+        see: it can be gathered, which is then no more than to wait until all have written, but not summed.
+        """
+        stride = self.common_bytes(numel, dtype, rows) // rows
+        mine = region.part(dtype, (self.index if rows > 1 else 0) * stride, numel)
+        self._common[mine.data_ptr()] = region.data.view(dtype).view(rows, -1)[:, :numel]
+        weakref.finalize(mine, self._common.pop, mine.data_ptr())
+        return mine
+
+    def _rows(self, x: Tensor) -> Tensor | None:
+        """The rows [rows, numel] of which ``x`` is this rank's, if it is a whole one of common memory."""
+        rows = self._common.get(x.data_ptr())
+        return rows if rows is not None and rows.dtype == x.dtype and rows.shape[1] == x.numel() else None
+
+    def _rows_to_sum(self, x: Tensor) -> Tensor | None:
+        rows = self._rows(x)
+        if rows is not None and len(rows) < self.size:
+            raise ValueError(f"a sum of {list(x.shape)} over ranks {self.ranks}, to all of which it is the same memory")
+        return rows
+
+    # ---- what is used ------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Operation:
+        """Start reducing contiguous ``x`` in place."""
+        flat = x.detach().view(-1)
+        if op == dist.ReduceOp.SUM and (rows := self._rows_to_sum(flat)) is not None:
+            return self._start("all-reduce", x, self._come(), self._sum_everywhere(rows))
+        pieces = self._pieces(flat.numel(), flat.element_size())
+        pair, many = REDUCTIONS[op]
+        take = self._take_other(flat, flat, pieces, pair) if self.size == 2 else self._take_all(flat, pieces, many)
+        return self._start("all-reduce", x, self._post(flat, pieces), take)
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Operation:
+        """Start gathering flat ``part`` of every rank into flat ``out``; it may be this rank's slice of it."""
+        out, part = out.detach().view(self.size, -1), part.detach()
+        pieces = self._pieces(part.numel(), part.element_size())
+        if out[self.index].data_ptr() != part.data_ptr():
+            out[self.index].copy_(part)
+        if (rows := self._rows(out)) is not None:
+            rows = rows.unflatten(1, (self.size, -1))
+            take = self._copy_common(rows) if len(rows) > 1 else self._meet()
+            return self._start("all-gather", part, self._come(), take)
+        return self._start("all-gather", part, self._post(part, pieces), self._take_rows(out, pieces))
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Operation:
+        """Start summing flat ``whole`` into each rank's flat ``part``, which may be its slice of ``whole``."""
+        part, whole = part.detach(), whole.detach().view(self.size, -1)
+        if (rows := self._rows_to_sum(whole)) is not None:
+            column = rows.unflatten(1, (self.size, -1))[:, self.index]
+            return self._start("reduce-scatter", whole, self._come(), self._sum_common(column, part))
+        if self.size == 2:  # each needs half of what the other has
+            pieces = self._pieces(part.numel(), part.element_size())
+            take = self._take_other(part, whole[self.index], pieces, torch.add)
+            return self._start("reduce-scatter", whole, self._post(whole[self.other], pieces), take)
+        pieces = self._pieces(part.numel(), part.element_size() * self.size)
+        return self._start(
+            "reduce-scatter", whole, self._post_columns(whole, pieces), self._take_column(part, whole, pieces)
+        )
+
+    def send(self, x: Tensor, to: int) -> Operation:
+        """Start sending contiguous ``x`` to a member; do not write into it before the end."""
+        return self._transfer("send", x, self.index, to, self._write)
+
+    def receive(self, x: Tensor, source: int) -> Operation:
+        """Start receiving contiguous ``x`` from a member, in the order in which it sends."""
+        return self._transfer("receive", x, source, self.index, self._read)
+
+    def _start(self, name: str, x: Tensor, post: Steps, take: Steps) -> Operation:
+        operation = Operation(f"{name} of {list(x.shape)} over ranks {self.ranks}", self.progress)
+        # Takes are looked at first: they find the piece in the cache, and make room for others.
+        self.progress.add(self._takes, operation, take)
+        self.progress.add(self._posts, operation, post)
+        self.progress.drive(self._posts)
+        return operation
+
+    def _transfer(self, name: str, x: Tensor, source: int, target: int, steps: Callable[..., Steps]) -> Operation:
+        lane = self._pairs.setdefault((source, target), Lane(self))
+        what = f"{name} of {list(x.shape)} from rank {self.ranks[source]} to rank {self.ranks[target]}"
+        operation = Operation(what, self.progress)
+        self.progress.add(lane, operation, steps(x.detach().view(-1).view(torch.uint8), source, target))
+        self.progress.drive(lane)
+        return operation
+
+    # ---- rings -------------------------------------------------------------------------------------------------
+
+    def _pieces(self, numel: int, bytes_each: int) -> list[tuple[int, int]]:
+        """Cut ``numel`` elements that take ``bytes_each`` of the ring: (first, how many), multiples of the ranks
+        but for a small rest."""
+        most = max(1, PIECE // bytes_each // self.size) * self.size
+        cuts = [(start, min(most, numel - start)) for start in range(0, numel, most)]
+        if self.size > 2 and cuts and cuts[-1][1] % self.size and cuts[-1][1] > self.size:
+            start, count = cuts.pop()
+            rest = count % self.size
+            cuts += [(start, count - rest), (start + count - rest, rest)]
+        return cuts
+
+    @staticmethod
+    def _place(position: int, length: int) -> int:
+        """Where the next ``length`` bytes begin: a piece never goes around the end of the ring."""
+        left = CAPACITY - position % CAPACITY
+        return position if length <= left else position + left
+
+    def _ring(self, dtype: torch.dtype) -> Tensor:
+        """All rings, flat."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._data.view(dtype)
+        return self._typed[dtype]
+
+    def _mine(self, dtype: torch.dtype, position: int, shape: tuple[int, ...], rank: int) -> Tensor:
+        """A rank's ring at a position."""
+        ring = self._ring(dtype)
+        strides = (1,) if len(shape) == 1 else (shape[1], 1)
+        return ring.as_strided(shape, strides, (rank * CAPACITY + position % CAPACITY) // ring.element_size())
+
+    def _all(self, dtype: torch.dtype, position: int, numel: int, step: int = 0, offset: int = 0) -> Tensor:
+        """All ranks' rings at a position: [size, numel]; rank r's begins ``offset + r * step`` elements later."""
+        ring = self._ring(dtype)
+        size = ring.element_size()
+        return ring.as_strided(
+            (self.size, numel), (CAPACITY // size + step, 1), position % CAPACITY // size + offset
+        )
+
+    def _until(self, counter: int, value: int) -> Steps:
+        """Wait until every member has counted up to ``value``; this rank too, whose steps are in two lanes."""
+        for rank, at in enumerate(self._places[counter]):
+            while self._counters[at] < value:
+                yield rank
+
+    def _room(self, length: int) -> Steps:
+        """Wait until ``length`` bytes at the next place of the ring are free."""
+        self._posted = self._place(self._posted, length)
+        yield from self._until(CONSUMED, self._posted + length - CAPACITY)
+
+    def _count_written(self, length: int) -> int:
+        self._posted += -(-length // LINE) * LINE
+        self._counters[self._of(self.index, WRITTEN)] = self._posted
+        return MOVED
+
+    def _arrived(self, length: int) -> Steps:
+        """Wait until all have posted the next piece."""
+        self._taken = self._place(self._taken, length)
+        yield from self._until(WRITTEN, self._taken + length)
+
+    def _count_consumed(self, length: int) -> int:
+        self._taken += -(-length // LINE) * LINE
+        self._counters[self._of(self.index, CONSUMED)] = self._taken
+        return MOVED
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _post(self, x: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+        for start, count in pieces:
+            length = count * x.element_size()
+            yield from self._room(length)
+            self._mine(x.dtype, self._posted, (count,), self.index).copy_(x[start : start + count])
+            yield self._count_written(length)
+
+    def _take_other(self, out: Tensor, own: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
+        """Reduce what this rank has and what the other one has posted."""
+        for start, count in pieces:
+            length = count * own.element_size()
+            yield from self._arrived(length)
+            theirs = self._mine(own.dtype, self._taken, (count,), self.other)
+            reduce(own[start : start + count], theirs, out=out[start : start + count])
+            yield self._count_consumed(length)
+
+    def _take_all(self, x: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
+        """Of a large piece each rank reduces an equal part, into its own ring, from where the others copy it."""
+        for start, count in pieces:
+            length = count * x.element_size()
+            yield from self._arrived(length)
+            piece, at = x[start : start + count], self._taken
+            if length <= SMALL or count % self.size:
+                reduce(self._all(x.dtype, at, count), piece)
+            else:
+                part = count // self.size
+                own = piece[self.index * part :][:part]
+                reduce(self._all(x.dtype, at, part, offset=self.index * part), own)
+                self._mine(x.dtype, at + self.index * part * x.element_size(), (part,), self.index).copy_(own)
+                self._counters[self._of(self.index, REDUCED)] = at + length
+                yield from self._until(REDUCED, at + length)
+                piece.view(self.size, part).copy_(self._all(x.dtype, at, part, step=part))
+            yield self._count_consumed(length)
+
+    def _take_rows(self, out: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+        for start, count in pieces:
+            length = count * out.element_size()
+            yield from self._arrived(length)
+            if self.size == 2:
+                row = self._mine(out.dtype, self._taken, (count,), self.other)
+                out[self.other, start : start + count].copy_(row)
+            else:
+                out[:, start : start + count].copy_(self._all(out.dtype, self._taken, count))
+            yield self._count_consumed(length)
+
+    def _post_columns(self, whole: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+        for start, count in pieces:
+            length = count * whole.element_size() * self.size
+            yield from self._room(length)
+            columns = whole[:, start : start + count]
+            self._mine(whole.dtype, self._posted, (self.size, count), self.index).copy_(columns)
+            yield self._count_written(length)
+
+    def _take_column(self, part: Tensor, whole: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+        for start, count in pieces:
+            length = count * whole.element_size() * self.size
+            yield from self._arrived(length)
+            column = self._all(whole.dtype, self._taken, count, offset=self.index * count)
+            torch.sum(column, 0, dtype=part.dtype, out=part[start : start + count])
+            yield self._count_consumed(length)
+
+    # Collectives on common memory: all meet (each posts an empty line), read each other's rows, and part. Such a one is
+    # complete when nobody uses this rank's row any more, so that it may be written to, as after any other.
+
+    def _come(self) -> Steps:
+        yield from self._room(LINE)
+        yield self._count_written(LINE)
+
+    def _meet(self) -> Steps:
+        """All have written their parts of the one row that they share."""
+        yield from self._arrived(LINE)
+        yield self._count_consumed(LINE)
+
+    def _part(self) -> Steps:
+        yield self._count_consumed(LINE)
+        yield from self._until(CONSUMED, self._taken)
+
+    def _sum_common(self, rows: Tensor, out: Tensor) -> Steps:
+        yield from self._arrived(LINE)
+        self._sum(rows, out)
+        yield from self._part()
+
+    def _copy_common(self, rows: Tensor) -> Steps:
+        """rows: [size, size, n], of which rank r has filled [r, r]."""
+        yield from self._arrived(LINE)
+        for rank in range(self.size):
+            if rank != self.index:
+                rows[self.index, rank].copy_(rows[rank, rank])
+        yield from self._part()
+
+    def _sum_everywhere(self, rows: Tensor) -> Steps:
+        """Each rank sums an equal part and writes it to all rows: once it has read them, a cache has them.
+
+        Every other sum begins at the end, which the one before has touched last: of rows that are as large as the
+        cache, it still has that.
+        """
+        yield from self._arrived(LINE)
+        each = -(-rows.shape[1] // self.size // LINE) * LINE
+        blocks = rows[:, self.index * each : (self.index + 1) * each].split(BLOCK, 1)
+        self._forth = not self._forth
+        for block in blocks if self._forth else reversed(blocks):
+            if self.size == 2:
+                torch.add(block[0], block[1], out=block[0])
+                block[1].copy_(block[0])
+            else:
+                block.copy_(torch.sum(block, 0, dtype=block.dtype))
+        yield from self._part()
+
+    def _sum(self, rows: Tensor, out: Tensor) -> None:
+        """Sum [size, n] into ``out`` [n], which may be one of the rows."""
+        if self.size == 2:
+            torch.add(rows[0], rows[1], out=out)
+            return
+        for block, part in zip(rows.split(BLOCK, 1), out.split(BLOCK), strict=True):
+            part.copy_(torch.sum(block, 0, dtype=out.dtype))  # with out= it would begin by clearing it
+
+    def _write(self, x: Tensor, source: int, target: int) -> Steps:
+        sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
+        start = 0
+        while start < x.numel():
+            position = self._counters[sent]
+            free = PAIR_CAPACITY - (position - self._counters[taken])
+            if not free:
+                yield target
+                continue
+            count = min(x.numel() - start, free, PAIR_CAPACITY - position % PAIR_CAPACITY, PIECE)
+            self._pair(source, target, position, count).copy_(x[start : start + count])
+            self._counters[sent] = position + count
+            start += count
+            yield MOVED
+
+    def _read(self, x: Tensor, source: int, target: int) -> Steps:
+        sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
+        start = 0
+        while start < x.numel():
+            position = self._counters[taken]
+            there = self._counters[sent] - position
+            if not there:
+                yield source
+                continue
+            count = min(x.numel() - start, there, PAIR_CAPACITY - position % PAIR_CAPACITY)
+            x[start : start + count].copy_(self._pair(source, target, position, count))
+            self._counters[taken] = position + count
+            start += count
+            yield MOVED
+
+    def _pair(self, source: int, target: int, position: int, count: int) -> Tensor:
+        """The ring of an ordered pair at a position."""
+        begin = CAPACITY * self.size + PAIR_CAPACITY * (source * self.size + target) + position % PAIR_CAPACITY
+        return self._data[begin : begin + count]
+
+
+def _leave(counters: memoryview, left: int) -> None:
+    counters[left] = 1

@@ -1,0 +1,166 @@
+"""Collectives on parts and rows of which ranks have different numbers, and their autograd pairs.
+
+    forward                              backward
+    `part_of`         own part           all-gather
+    `whole_of`        all-gather         own part
+    `exchange_rows`   all-to-all         all-to-all, the other way
+    `gather_rows`     all-gather         reduce-scatter
+    `scatter_rows`    reduce-scatter     all-gather
+    `permuted`        another order      the order before
+
+With a group of None, of one rank, each is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_gather, all_to_all
+
+
+def part_lengths(n: int, ranks: int) -> list[int]:
+    """``n`` in parts, of which the last ones may be short or empty.
+
+    >>> part_lengths(5, 4)
+    [2, 2, 1, 0]
+    """
+    each = -(-n // ranks)
+    return [max(0, min(each, n - rank * each)) for rank in range(ranks)]
+
+
+def _own_part(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
+    here = group.rank()
+    return x.narrow(dim, sum(lengths[:here]), lengths[here]).contiguous()
+
+
+def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
+    most = max(lengths)
+    if x.shape[dim] < most:
+        padding = list(x.shape)
+        padding[dim] = most - x.shape[dim]
+        x = torch.cat((x, x.new_zeros(padding)), dim)
+    parts = all_gather(x.unsqueeze(0), group)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+
+
+class _PartOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, lengths
+        return _own_part(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _gather_parts(gradient, *ctx.args), None, None, None
+
+
+class _WholeOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, lengths
+        return _gather_parts(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _own_part(gradient, *ctx.args), None, None, None
+
+
+def part_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Take this rank's part of what all ranks have alike, and whose gradient they all need whole."""
+    return x if group is None else _PartOf.apply(x, group, dim, lengths)
+
+
+def whole_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Put the ranks' parts together, for each to compute the same from: of the gradient each takes its own part.
+
+    Args:
+        lengths: of every rank's part along ``dim``.
+    """
+    return x if group is None else _WholeOf.apply(x, group, dim, lengths)
+
+
+def _exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    return torch.cat(all_to_all(x.split(list(send)), [(n, *x.shape[1:]) for n in receive], group))
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+        ctx.args = receive, send, group
+        return _exchanged(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _exchanged(gradient, *ctx.args), None, None, None
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
+    """All-to-all of rows: ``send[i]`` of them go to the i-th rank, in order, ``receive[i]`` come from it."""
+    return x if group is None else _ExchangeRows.apply(x, send, receive, group)
+
+
+def _gathered(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    return torch.cat(all_to_all([x] * group.size(), [(n, *x.shape[1:]) for n in counts], group))
+
+
+def _scattered(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    own = (counts[group.rank()], *x.shape[1:])
+    return torch.stack(all_to_all(x.split(list(counts)), [own] * group.size(), group)).sum(0)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        ctx.args = counts, group
+        return _gathered(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _scattered(gradient, *ctx.args), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        ctx.args = counts, group
+        return _scattered(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _gathered(gradient, *ctx.args), None, None
+
+
+def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
+    """The rows of all ranks, the i-th of which has ``counts[i]``, in rank order; their gradients add up."""
+    return x if group is None else _GatherRows.apply(x, counts, group)
+
+
+def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
+    """Sum the ranks' rows and keep this one's ``counts[index]`` of them."""
+    return x if group is None else _ScatterRows.apply(x, counts, group)
+
+
+class _Permuted(torch.autograd.Function):
+    """Their gradients go back by the inverse, which is a copy and no sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Rows in another order: row i is x's row ``order[i]``.
+
+    Args:
+        back: the inverse.
+    """
+    return _Permuted.apply(x, order, back)

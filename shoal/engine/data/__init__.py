@@ -1,0 +1,2 @@
+"""From text to batches: corpus -> tokenizer -> shards -> order -> batches. Only `shoal.engine.data.batches` imports
+torch."""

@@ -1,0 +1,200 @@
+"""Batches by global sample index: what the trainer reads, the same on every layout and after every resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from shoal.base.errors import UsageError
+from shoal.engine.data.order import SampleOrder
+from shoal.engine.data.shards import SPLITS, TokenStream, open_shards
+from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.models.loss import IGNORE
+from shoal.spec.config import DataConfig
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n sequences of s tokens.
+
+    Attributes:
+        tokens: what the model reads, ``[n, s]`` int64.
+        targets: what it should say, the next token or `IGNORE`, ``[n, s]`` int64.
+        documents: which document of the sequence each token belongs to, from 0, ``[n, s]`` int32; only where attention
+            and loss stay inside documents.
+        samples: global sample index of each sequence, ``[n]`` int64; None where nothing is drawn by it.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
+
+    def unmasked(self) -> int:
+        """Number of targets that count in the loss."""
+        return int((self.targets != IGNORE).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        documents = None if self.documents is None else self.documents.to(device)
+        samples = None if self.samples is None else self.samples.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents, samples)
+
+
+class Dataset(Protocol):
+    """One split, read by global sample index."""
+
+    vocab_size: int
+    """Every token is below this."""
+
+    samples: int
+    """Sequences in one epoch."""
+
+    fingerprint: str
+    """Equal fingerprints hold the same text, tokenised alike."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The sequences at these indexes, which start at 0 and run on over epochs without end."""
+        ...
+
+
+class PackedDataset:
+    """Sequences of s tokens cut from the packed stream of documents; sample j starts at token ``j x s``.
+
+    Raises:
+        UsageError: the split is shorter than one sequence, or has no token to learn; or a shard is damaged.
+    """
+
+    def __init__(
+        self, stream: TokenStream, order_seed: int, *, sequence_length: int, end_of_document: int | None
+    ) -> None:
+        """``end_of_document`` is given where attention and loss stay inside documents."""
+        self.vocab_size = stream.manifest.vocab_size
+        self.fingerprint = stream.folder.name  # the cache is keyed by content
+        self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one target more
+        if self.samples < 1:
+            raise UsageError(_too_short(stream, sequence_length))
+        if stream.info.tokens == stream.info.documents:  # each is an end
+            raise UsageError(_all_masked(stream))
+        self._stream, self._length, self._end = stream, sequence_length, end_of_document
+        self._order = SampleOrder(self.samples, order_seed)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The sequences at these global sample indexes: a pure function of (corpus, seed, index)."""
+        starts = self._order(indices) * self._length
+        windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
+        for row, start in enumerate(starts.tolist()):
+            windows[row] = self._stream.read(start, start + self._length + 1)
+        return _next_token(windows, self._end, indices)
+
+
+class SyntheticDataset:
+    """Random tokens in which a strongly varying share of each sequence is masked, for comparing layouts.
+
+    The share of a sample is drawn from a U-shaped beta distribution, so that ranks differ in their counts of unmasked
+    tokens as much as they can; at least one target of each sample counts.
+    """
+
+    samples = 1 << 20
+    """No sample ever repeats; this is only where an epoch is said to end."""
+
+    def __init__(
+        self, vocab_size: int, sequence_length: int, seed: int, masked: float = 0.3, *, documents: bool = False
+    ) -> None:
+        """``masked`` is the mean share of masked targets, 0 for none; ``documents`` also packs random documents."""
+        if not 0 <= masked < 1:
+            raise UsageError(f"masked = {masked}: a share from 0 (no target is masked) to below 1.")
+        if vocab_size < 2:
+            raise UsageError(f"vocab_size = {vocab_size}: at least 2, so that there is something to predict.")
+        self.vocab_size = vocab_size
+        self.fingerprint = f"synthetic, {masked:g} masked{', documents' if documents else ''}"
+        self._length, self._seed, self._masked = sequence_length, seed, masked
+        self._end = vocab_size - 1 if documents else None
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The sequences at these indexes: a pure function of (seed, index)."""
+        windows = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        masks = np.zeros((len(indices), self._length), dtype=bool)
+        for row, index in enumerate(indices):
+            random = np.random.default_rng((self._seed, index))
+            windows[row] = random.integers(0, self.vocab_size, self._length + 1)
+            kept = int(random.integers(self._length))  # the one target that counts in any case
+            if self._end is not None:
+                windows[row, random.random(self._length + 1) < 4 / self._length] = self._end
+                windows[row, kept] = random.integers(0, self._end)
+            if self._masked:
+                masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
+            masks[row, kept] = False
+        batch = _next_token(windows, self._end, indices)
+        batch.targets[torch.from_numpy(masks)] = IGNORE
+        return batch
+
+
+def _next_token(windows: np.ndarray, end_of_document: int | None, indices: Sequence[int]) -> Batch:
+    """Windows ``[n, s + 1]`` to tokens and next tokens; with an end id, documents are told apart.
+
+    The end belongs to its document. What follows it is the next document's first token, which nothing predicts.
+    """
+    tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+    samples = torch.tensor(indices, dtype=torch.int64)
+    if end_of_document is None:
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), samples=samples)
+    ends = tokens == end_of_document
+    targets[ends] = IGNORE
+    documents = (np.cumsum(ends, axis=1) - ends).astype(np.int32)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), samples)
+
+
+def open_dataset(
+    config: DataConfig, *, seed: int, split: Split, progress: bool = False, vocab_size: int | None = None
+) -> Dataset:
+    """One split of the corpus that ``config`` describes, tokenised first where that has not been done.
+
+    Args:
+        config: source, tokenizer, sequence length and cache.
+        seed: of the order of the samples. Validation has one fixed order, so that runs with different seeds are
+            scored on the same sequences.
+        split: ``train`` or ``validation``.
+        progress: show the tokenising.
+        vocab_size: ids of the synthetic source (default: the tokenizer's); of no other.
+
+    Raises:
+        UsageError: whatever is wrong with the input, by name.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.source == "synthetic":
+        size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        split_seed = len(SPLITS) * seed + SPLITS.index(split)
+        return SyntheticDataset(size, config.sequence_length, split_seed, documents=config.document_mask)
+    stream = TokenStream(open_shards(config, tokenizer, progress=progress), split)
+    return PackedDataset(
+        stream,
+        seed if split == "train" else 0,
+        sequence_length=config.sequence_length,
+        end_of_document=tokenizer.end_of_document if config.document_mask else None,
+    )
+
+
+def _too_short(stream: TokenStream, sequence_length: int) -> str:
+    split = next(name for name, info in stream.manifest.splits.items() if info is stream.info)
+    other = sum(info.documents for info in stream.manifest.splits.values()) - stream.info.documents
+    return (
+        f"data: the {split} split of {stream.manifest.corpus} has {len(stream)} tokens in {stream.info.documents} "
+        f"documents (the other split has {other}); one sequence needs data.sequence_length + 1 = {sequence_length + 1}."
+        "\n  Give more text or more documents (documents are whole in one split), a shorter data.sequence_length, or "
+        "another data.validation_fraction."
+    )
+
+
+def _all_masked(stream: TokenStream) -> str:
+    return (
+        f"data: every label of {stream.manifest.corpus} is masked: its {stream.info.documents} documents have "
+        f"{stream.info.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
+        "'bytes' knows every text."
+    )

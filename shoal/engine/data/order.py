@@ -1,0 +1,132 @@
+"""The order of samples: a pure function of (seed, global sample index), in constant memory.
+
+Epoch ``e`` visits sample ``P_e(i)`` at its position ``i``, where ``P_e`` is a permutation of the samples chosen by
+(seed, e). No list of samples is ever held: ``P_e`` is a Feistel network, which is a bijection whatever its round
+function (Luby & Rackoff 1988), on the smallest square domain that holds all samples; positions that leave the samples
+are sent through again until they come back (cycle-walking: Black & Rogaway 2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which sample each global index reads.
+
+    Attributes:
+        samples: number of samples in one epoch, at least 1.
+        seed: any non-negative integer; different seeds give unrelated orders.
+    """
+
+    samples: int
+    seed: int
+
+    def __call__(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Samples, each in ``0 .. samples - 1``, for global indexes ``[n]``: int64 ``[n]``.
+
+        Any ``samples`` consecutive indexes that start at a multiple of ``samples`` give each sample once.
+
+        Raises:
+            ValueError: an index is negative.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if (indices < 0).any():
+            raise ValueError(f"sample index {indices.min()} is negative")
+        epoch, position = np.divmod(indices.astype(np.uint64), np.uint64(self.samples))
+        key = _mix(epoch + _mix(np.uint64(self.seed % 2**64)))  # [n], one key per epoch
+        half = np.uint64(max(1, ((self.samples - 1).bit_length() + 1) // 2))
+        sample = _feistel(position, key, half)
+        while (outside := sample >= self.samples).any():
+            sample[outside] = _feistel(sample[outside], key[outside], half)
+        return sample.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
+    """A keyed bijection of ``0 .. 4**half - 1``: each round mixes one half of the bits into the other."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = value >> half, value & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_mix(right + _mix(key + np.uint64(number))) & mask)
+    return (left << half) | right
+
+
+def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
+    """splitmix64 (Steele et al. 2014): a bijection of 64 bits in which every input bit moves every output bit."""
+    value = np.atleast_1d(value) + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap silently, as is meant; scalars warn
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+# ---- samplers: which indexes a replica takes -------------------------------------------------------------------------
+
+
+class Sampler(Protocol):
+    """The global sample indexes behind the positions of one replica's own stream, which it reads from 0 on.
+
+    A pure function of the position, so that a run resumes where it was: what is saved is the number of steps. Where
+    replicas take what is next of a common queue, the queue's counter (`shoal.training.async_dp.methods.queue`) says
+    whose positions these are.
+    """
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Indexes [n] of positions [n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """An equal part of every global batch: micro-batch m of replica d is number ``m x replicas + d`` of the batch.
+
+    Together the replicas read each index once, whatever their number.
+
+    Attributes:
+        replicas, index: how many, and which of them this is.
+        micro_batch: samples in one forward.
+        batch: samples of this replica in one step.
+    """
+
+    replicas: int
+    index: int
+    micro_batch: int
+    batch: int
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """As `Sampler`."""
+        step, inside = np.divmod(positions, self.batch)
+        microbatch, sample = np.divmod(inside, self.micro_batch)
+        return step * self.replicas * self.batch + (microbatch * self.replicas + self.index) * self.micro_batch + sample
+
+
+@dataclass(frozen=True)
+class OverlappingShards:
+    """A part of each epoch, over and over, which reaches into the next replica's.
+
+    What two neighbours share keeps replicas nearer to each other that seldom exchange weights.
+
+    Attributes:
+        replicas, index: how many, and which of them this is.
+        samples: in one epoch.
+        overlap: how far a part reaches into the next, as a share of its length.
+    """
+
+    replicas: int
+    index: int
+    samples: int
+    overlap: float
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """As `Sampler`."""
+        first = self.index * self.samples // self.replicas
+        own = max(1, (self.index + 1) * self.samples // self.replicas - first)
+        length = min(self.samples, own + round(own * self.overlap))
+        epoch, inside = np.divmod(positions, length)
+        return epoch * self.samples + (first + inside) % self.samples

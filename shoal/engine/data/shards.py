@@ -1,0 +1,320 @@
+"""Tokenise once: a corpus becomes checksummed, memory-mapped shards in a cache folder keyed by content.
+
+A split is one stream of ids, ``document, end, document, end, ...``, cut into raw little-endian files of 16 M ids. The
+ids are uint16 where the vocabulary fits, else uint32. ``manifest.json`` beside them names every file with its length
+and checksum. A folder appears in the cache by one rename, so it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import xxhash
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from shoal.base.errors import UsageError
+from shoal.base.files import expanded, read_bytes
+from shoal.engine.data.corpus import Corpus, open_corpus
+from shoal.engine.data.tokenizer import Tokenizer
+from shoal.spec.config import DataConfig
+
+SPLITS = ("train", "validation")
+SHARD_TOKENS = 1 << 24
+
+_FORMAT = 1  # part of the key: raise it when the same corpus would give other files
+_BATCH_BYTES = 1 << 22  # text handed to the tokenizer at once: enough for every core, little enough for memory
+
+
+class _Plain(BaseModel):
+    """Of exactly these keys and types: whoever can write into a cache folder says nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ShardInfo(_Plain):
+    """One file of a split: its name, length in ids, and xxh3-64 checksum of its bytes."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^(train|validation)-\d{5,}\.bin$")]
+    tokens: NonNegativeInt
+    checksum: str
+
+
+class SplitInfo(_Plain):
+    """One split: its documents, their UTF-8 bytes, ids (with end-of-document ids), and files."""
+
+    documents: NonNegativeInt
+    bytes: NonNegativeInt
+    tokens: NonNegativeInt
+    shards: tuple[ShardInfo, ...]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> SplitInfo:
+        if (total := sum(shard.tokens for shard in self.shards)) != self.tokens:
+            raise ValueError(f"{self.tokens} ids, but {total} in its shards")
+        return self
+
+
+class Manifest(_Plain):
+    """What a cache folder holds."""
+
+    corpus: str
+    tokenizer: str
+    vocab_size: PositiveInt
+    dtype: Literal["<u2", "<u4"]
+    splits: dict[Literal["train", "validation"], SplitInfo]
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Parse ``manifest.json``; raises `UsageError` where it is damaged."""
+        path = folder / "manifest.json"
+        try:
+            manifest = Manifest.model_validate_json(read_bytes(path))
+        except ValidationError as error:
+            raise _damaged(path, "; ".join(_said(each) for each in error.errors()[:3])) from None
+        except UsageError as error:
+            raise _damaged(path, str(error)) from None
+        if missing := [split for split in SPLITS if split not in manifest.splits]:
+            raise _damaged(path, f"it has no split '{missing[0]}'")
+        return manifest
+
+
+class TokenStream:
+    """One split as a single memory-mapped stream of ids, over its shards.
+
+    Every shard is read once here, to check its length, checksum and ids.
+
+    Raises:
+        UsageError: a shard is missing, damaged or holds an id outside the vocabulary, by name.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self.info = self.manifest.splits[split]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
+            self._shards = list(pool.map(self._open, self.info.shards))
+        self._starts = np.cumsum([0] + [shard.tokens for shard in self.info.shards])
+
+    def __len__(self) -> int:
+        return self.info.tokens
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"ids {start}:{stop} of a stream of {len(self)}")
+        out = np.empty(stop - start, dtype=np.int64)
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        position = start
+        while position < stop:
+            first = int(self._starts[number])
+            end = min(stop, int(self._starts[number + 1]))
+            out[position - start : end - start] = self._shards[number][position - first : end - first]
+            position, number = end, number + 1
+        return out
+
+    def _open(self, shard: ShardInfo) -> np.ndarray:
+        path = self.folder / shard.name
+        try:
+            if not shard.tokens:
+                raise ValueError("no ids in it")
+            if path.is_symlink() or not path.is_file():
+                raise ValueError("a link, or no file" if path.exists() else "no such file")
+            ids = np.memmap(path, dtype=self.manifest.dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from None
+        if len(ids) != shard.tokens:
+            raise _damaged(path, f"{len(ids)} ids where {shard.tokens} were written")
+        if xxhash.xxh3_64_hexdigest(ids) != shard.checksum:
+            raise _damaged(path, "its checksum differs from the one in manifest.json")
+        _check_ids(ids, self.manifest.vocab_size, str(path))
+        return ids
+
+
+def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = False) -> Path:
+    """The cache folder of this corpus and tokenizer, built first where it is not there yet.
+
+    Safe for any number of ranks and runs at once: one builds while the others wait for it, and where a file system
+    has no locks, all build and the first rename wins.
+
+    Raises:
+        UsageError: the corpus cannot be read, or the cache folder cannot be written.
+    """
+    corpus = open_corpus(config)
+    cache = expanded(config.cache, "data.cache")
+    try:
+        content = corpus.fingerprint(cache / "listings")
+        recipe = f"{_FORMAT} {content} {tokenizer.fingerprint} {config.validation_fraction} {SHARD_TOKENS}"
+        key = xxhash.xxh3_128_hexdigest(recipe.encode())
+        folder = cache / "shards" / key
+        if folder.is_dir():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")) as alone:
+            if alone:  # then any staging folder of this key was left by a build that was killed
+                for left in folder.parent.glob(f"{key}.*.staging"):
+                    shutil.rmtree(left, ignore_errors=True)
+            if not folder.is_dir():
+                _build(folder, corpus, tokenizer, config.validation_fraction, progress)
+    except OSError as error:
+        raise UsageError(
+            f"data.cache = '{config.cache}' cannot be used: {error}.\n  Set data.cache to a folder that can be written."
+        ) from None
+    return folder
+
+
+def split_of(content: bytes, validation_fraction: float) -> str:
+    """The split of a document, by a hash of its own UTF-8 bytes: other documents, order and seed do not matter."""
+    return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
+
+
+def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float, progress: bool) -> None:
+    staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".staging", dir=folder.parent))
+    try:
+        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
+        with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
+            for batch in _batches(corpus.documents()):
+                ids = tokenizer.encode_batch([text for text, _ in batch])
+                for (_, content), tokens in zip(batch, ids, strict=True):
+                    _check_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
+                    if (tokens == tokenizer.end_of_document).any():
+                        raise _ends_inside(content, tokens, tokenizer)
+                    writers[split_of(content, validation_fraction)].add(tokens, tokenizer.end_of_document, len(content))
+                advance(sum(len(content) for _, content in batch))
+        manifest = Manifest(
+            corpus=corpus.name,
+            tokenizer=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            dtype=dtype,
+            splits={split: writer.close() for split, writer in writers.items()},
+        )
+        (staging / "manifest.json").write_text(manifest.model_dump_json(indent=1))
+        try:
+            staging.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another build of the same content was first
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+class _Writer:
+    """Writes one split's stream, and starts a new shard whenever one is full."""
+
+    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._shards: list[ShardInfo] = []
+        self._documents = self._bytes = 0
+        self._pending: list[np.ndarray] = []
+        self._pending_tokens = 0
+
+    def add(self, tokens: np.ndarray, end_of_document: int, size: int) -> None:
+        """Append a document's ids and the end; ``size`` is its length in UTF-8 bytes."""
+        self._pending.append(np.append(tokens.astype(self._dtype), np.array(end_of_document, self._dtype)))
+        self._pending_tokens += len(tokens) + 1
+        self._documents += 1
+        self._bytes += size
+        if self._pending_tokens >= SHARD_TOKENS:
+            stream = np.concatenate(self._pending)
+            whole = len(stream) // SHARD_TOKENS * SHARD_TOKENS
+            for start in range(0, whole, SHARD_TOKENS):
+                self._write(stream[start : start + SHARD_TOKENS])
+            self._pending, self._pending_tokens = [stream[whole:]], len(stream) - whole
+
+    def close(self) -> SplitInfo:
+        """Write the rest and sum up."""
+        if self._pending_tokens:
+            self._write(np.concatenate(self._pending))
+        tokens = sum(shard.tokens for shard in self._shards)
+        return SplitInfo(documents=self._documents, bytes=self._bytes, tokens=tokens, shards=tuple(self._shards))
+
+    def _write(self, ids: np.ndarray) -> None:
+        name = f"{self._split}-{len(self._shards):05d}.bin"
+        ids.tofile(self._folder / name)
+        self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids)))
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
+    """Group documents, each with its UTF-8 bytes; empty ones are left out."""
+    batch, size = [], 0
+    for text in documents:
+        if not text:
+            continue
+        content = text.encode()
+        batch.append((text, content))
+        size += len(content)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
+    if len(ids) and (largest := int(ids.max())) >= vocab_size:
+        raise UsageError(f"{where}: token id {largest} is outside the vocabulary of {vocab_size} ids.")
+
+
+def _ends_inside(content: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> UsageError:
+    before = tokenizer.decode(ids[: int((ids == tokenizer.end_of_document).argmax())])[-40:]
+    return UsageError(
+        f"a document of {len(content)} bytes that begins {content[:40].decode(errors='replace')!r} has, after "
+        f"{before!r}, text that data.tokenizer encodes as the end of a document (id {tokenizer.end_of_document})."
+        "\n  Take that text out of the document, or use a tokenizer whose end cannot be written."
+    )
+
+
+def _said(error: Any) -> str:
+    return f"{'.'.join(map(str, error['loc'])) or 'JSON'}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _damaged(path: Path, why: str) -> UsageError:
+    return UsageError(f"damaged shard {path}: {why}.\n  Remove the folder {path.parent}; it will be built again.")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold a file lock, which the system frees when its process dies; False where the file system has none."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+@contextlib.contextmanager
+def _progress(title: str, total: int | None, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, one plain line elsewhere, nothing where it is not wanted; gives a function to advance it."""
+    if not shown:
+        yield lambda size: None
+    elif not sys.stderr.isatty():
+        print(title, file=sys.stderr, flush=True)
+        yield lambda size: None
+    else:
+        from rich import progress as bar
+        from rich.console import Console
+
+        columns = (bar.BarColumn(), bar.DownloadColumn(), bar.TimeRemainingColumn())
+        with bar.Progress("{task.description}", *columns, console=Console(stderr=True)) as display:
+            task = display.add_task(title, total=total)
+            yield lambda size: display.advance(task, size)

@@ -1,0 +1,187 @@
+"""Text to token ids and back: bytes, or any Hugging Face ``tokenizer.json``, behind one small protocol."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from shoal.base.errors import UsageError
+from shoal.base.files import expanded, read_bytes, try_to_write, write_whole
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# How published tokenizers name the token that ends a document, the likeliest first.
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of shoal knows of a tokenizer."""
+
+    vocab_size: int
+    """Every id is below this."""
+
+    end_of_document: int
+    """The id that closes a document. No text should encode to it: shards are not made of one that does."""
+
+    fingerprint: str
+    """Equal fingerprints encode equally; it is part of the key of cached shards."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of one text, without special tokens: ``[tokens]``, an unsigned integer array."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on as many cores as the tokenizer can use."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``. Ends of documents, and ids of no token (a padded vocabulary's), give nothing."""
+        ...
+
+
+class BytesTokenizer:
+    """The 256 bytes of UTF-8 and one end-of-document id: no training, no file, no unknown text."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> np.ndarray:
+        """The UTF-8 bytes of ``text``: ``[bytes]``, uint8."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text: a copy of memory each, for which other cores are no help."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; bytes that are not UTF-8 (a sample may stop inside a letter) become U+FFFD."""
+        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A ``tokenizer.json`` run by Hugging Face ``tokenizers``.
+
+    Raises:
+        UsageError: the file is missing or not a tokenizer, or has no token that ends a document.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            content = read_bytes(path)
+        except UsageError as error:
+            raise UsageError(
+                f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error}"
+                f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
+            ) from None
+        self._path = path
+        with self._sound():
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        # The characters "<|endoftext|>" inside a document are text, and must not end it.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end_of_document = self._find_end(path)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content)
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Refuse a file of which the library finds, sooner or later, that it makes no sense.
+
+        Its Rust side raises nothing narrower than Exception, and panics as a BaseException of its own.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UsageError(f"data.tokenizer = '{self._path}' is not a tokenizer.json: {error}") from None
+
+    def _find_end(self, path: Path) -> int:
+        for name in _END_NAMES:
+            if (token := self._tokenizer.token_to_id(name)) is not None:
+                return token
+        specials = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
+        raise UsageError(
+            f"data.tokenizer = '{path}' has no token that ends a document; its special tokens: "
+            f"{', '.join(specials) or 'none'}.\n  Add one of: {', '.join(_END_NAMES)}."
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of ``text``: ``[tokens]``, uint32."""
+        with self._sound():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores: the library's own threads, so nothing is forked or pickled."""
+        with self._sound():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``, without special tokens."""
+        with self._sound():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``.
+
+    Raises:
+        UsageError: see `FileTokenizer`.
+    """
+    return BytesTokenizer() if name == "bytes" else FileTokenizer(expanded(name, "data.tokenizer"))
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer:
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016; over bytes: Radford et al. 2019) and save it.
+
+    Args:
+        documents: the text to learn from.
+        vocab_size: the 256 bytes, the end-of-document token and the merges, together; little text may give fewer.
+        out: where the ``tokenizer.json`` goes; nothing is ever overwritten.
+
+    Raises:
+        UsageError: ``out`` exists or cannot be written, ``vocab_size`` has no room for bytes and end token, or there is
+            no text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    smallest = BytesTokenizer.vocab_size
+    if vocab_size < smallest:
+        raise UsageError(f"vocabulary of {vocab_size}: byte-level BPE needs at least {smallest}, bytes and end token.")
+    try:
+        try_to_write(out.parent)  # before all is read
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}.") from None
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    documents = iter(documents)
+    if (first := next(documents, None)) is None:
+        raise UsageError("there is no text to learn a vocabulary from: no document at all.\n  Give more text.")
+    tokenizer.train_from_iterator(chain((first,), documents), trainer)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, tokenizer.to_str(pretty=True), new=True)  # somebody may have made it meanwhile
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}.") from None
+    return FileTokenizer(out)

@@ -1,0 +1,246 @@
+"""The world of ranks and the device under each: the lines that differ between CPU and CUDA, and between systems."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.group import leave_groups
+
+COLLECTIVE_SECONDS = 600.0  # for which a rank waits for others before it gives up
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries what lives in host memory
+
+
+def init_world(
+    rank: int,
+    world_size: int,
+    store: dist.Store | None = None,
+    device: torch.device | str = "cpu",
+    timeout: timedelta | float = COLLECTIVE_SECONDS,
+) -> None:
+    """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
+
+    Args:
+        rank: this process, in ``0 .. world_size - 1``.
+        world_size: processes that join.
+        store: where the ranks find each other; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
+        device: the device of this rank, as `pick_device` gives it; a CUDA device becomes the current one.
+        timeout: of every collective, a timedelta or seconds.
+
+    Raises:
+        UsageError: the port where the ranks are to meet is taken.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use by another process of {platform.node()}, and the "
+            "ranks cannot meet there.\n  Set another port, or end that process."
+        ) from None
+
+
+def destroy_world() -> None:
+    """Leave the default process group and every group made from it; nothing to do where there is none."""
+    leave_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pick_device(choice: str, local_rank: int = 0, *, bound: bool = False) -> torch.device:
+    """The device of one rank: ``auto`` takes CUDA where there is one, else the CPU.
+
+    Args:
+        choice: ``auto``, ``cpu`` or ``cuda``.
+        local_rank: among the ranks of this machine; it takes the CUDA device of the same index.
+        bound: the rank may see its own CUDA device alone (SLURM's ``--gpus-per-task=1``), which has then index 0.
+
+    Raises:
+        UsageError: ``cuda`` where there is none, or more local ranks than CUDA devices.
+    """
+    if choice not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"train.device = {choice!r}; allowed: auto, cpu, cuda")
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    if devices == 0:
+        raise UsageError("train.device = 'cuda', but torch sees no CUDA device here.\n  Use train.device cpu or auto.")
+    if bound and devices == 1:
+        local_rank = 0
+    if local_rank >= devices:
+        raise UsageError(
+            f"local rank {local_rank} has no CUDA device: there are {devices} on this machine, one for each rank."
+            f"\n  Start at most {devices} ranks per machine, or use train.device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on the device is done (the CPU queues none)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Marks moments between the works of a device, without waiting for any.
+
+    Call `start` first, and again before the marks of another step.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._begin, self._first = 0.0, None
+
+    def start(self) -> None:
+        """Wait for what was queued, and set the device's clock by that of the host."""
+        if self.device.type == "cuda":
+            self._first = self.mark()
+            self._first.synchronize()
+            self._begin = time.perf_counter()
+
+    def mark(self) -> Any:
+        """This moment; on CUDA, that at which all work queued so far is done."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """The moments by the host's `time.perf_counter`; waits for them.
+
+        Not for the whole device: a receive that was posted ahead may wait for a rank that waits for this one.
+        """
+        if self.device.type != "cuda":
+            return list(marks)
+        for mark in marks:
+            mark.synchronize()
+        return [self._begin + self._first.elapsed_time(mark) / 1000 for mark in marks]
+
+
+@contextmanager
+def reproducible(device: torch.device) -> Iterator[None]:
+    """Inside, kernels give the same bits twice. On CUDA some add in any order otherwise, attention's backward among
+    them; `allow_reproducible_products` comes first.
+
+    Raises:
+        RuntimeError: torch's, at an operator that has no such kernel.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def allow_reproducible_products() -> None:
+    """What cuBLAS asks for, before the process's first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Flat zeros in host memory; page-locked where a CUDA device will copy from and to them."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls a CUDA device; the CPU's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def has_float8_products(device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` runs on units of the device, for e4m3fn and e5m2.
+
+    On CUDA it does from compute capability 8.9 on (Ada, Hopper). ROCm calls itself CUDA, and its first devices with
+    such units have other formats of 8 bits.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by tensors on a CUDA device, by the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would also count the parent's memory at the time of the fork
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def host_memory() -> int:
+    """Bytes of memory that processes of this machine can have: what is built in, or less where a cgroup says so."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        for folder in (place, *place.parents):  # a limit of a group holds for those inside
+            limit = folder / name
+            if folder.is_relative_to(root) and limit.exists() and (value := limit.read_text().strip()).isdigit():
+                limits.append(int(value))
+    return min(limits)
+
+
+def loopback() -> str:
+    """The network interface over which processes of one machine meet."""
+    return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux; elsewhere nothing).
+
+    The kernel watches the parent's *thread* that started this process, so start ranks from a thread that lives on.
+
+    Args:
+        parent: the process id of the parent, to notice one that was gone before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1  # from <sys/prctl.h>
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)

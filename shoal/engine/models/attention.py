@@ -1,0 +1,154 @@
+"""The core of attention, rotary positions and masks: what has no parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.engine.models.products import backward_of_small_blocks, of_small_blocks
+
+# Blocks of queries in attention written out: more of them skip more scores, but small products are slow.
+_MAX_BLOCKS, _MIN_ROWS = 4, 256
+
+
+class AttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(d)) v, causal or under a mask; query heads share key/value heads in groups.
+
+    ``kernel`` is "sdpa" (torch's fused kernels) or "explicit" (matrix products and a softmax, which on CPU is the
+    faster one: `shoal bench attention` measures both).
+    """
+
+    kernel = "sdpa"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            q: [b, a, s, d].
+            k, v: [b, k, t, d].
+            mask: [b or 1, 1, s, t] bool, True where attention is allowed, and never to a later token; None is causal,
+                with t = s.
+
+        Returns:
+            [b, a, s, d].
+        """
+        if self.kernel == "explicit":
+            return explicit_attention(q, k, v, mask)
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # There the kernels that take masks or float32 know no groups, but for one that writes all scores out.
+            k, v = per_head(q, k), per_head(q, v)
+        with of_small_blocks(k):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return backward_of_small_blocks(out, k)
+
+
+def per_head(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values, [b, k, t, d], for every query head of q, [b, a, s, d]: [b, a, t, d]."""
+    groups = q.shape[1] // k.shape[1]
+    return k if groups == 1 else k.repeat_interleave(groups, dim=1)
+
+
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention written out; shapes as in `AttentionCore`, masks causal. The scores take up to b a s t numbers.
+
+    The queries come in blocks, the first of which leave out the keys that only later tokens see: with two blocks a
+    quarter of the scores is never computed, with four three eighths.
+    """
+    b, a, s, d = q.shape
+    kv, t = k.shape[1:3]
+    groups = a // kv
+    q = (q * (1 / math.sqrt(d))).reshape(b, kv, groups, s, d)
+    rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
+    blocks = []
+    for start in range(0, s, rows):
+        stop = min(start + rows, s)
+        n, seen = stop - start, t - s + stop
+        # The query heads that share a key head become rows of one product, so that no key is copied.
+        queries = q[:, :, :, start:stop].reshape(b, kv, groups * n, d)
+        scores = (queries @ k[:, :, :seen].transpose(2, 3)).view(b, kv, groups, n, seen)
+        # Added, not filled in: the compiler then makes one pass over the scores, and backward needs no mask.
+        bias = torch.full((n, seen), -math.inf, dtype=q.dtype, device=q.device)
+        if mask is None:
+            bias = bias.triu(seen - n + 1)
+        else:
+            bias = bias.masked_fill(mask[:, None, :, start:stop, :seen], 0.0)  # [b or 1, 1, 1, n, seen]
+        weights = (scores + bias).softmax(-1).view(b, kv, groups * n, seen)
+        blocks.append((weights @ v[:, :, :seen]).view(b, kv, groups, n, d))
+    return torch.cat(blocks, dim=3).view(b, a, s, d)
+
+
+def rotary_table(positions: Tensor, d: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
+    angles = torch.outer(positions.to(exact), frequencies)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + d/2]) by each position's angles. x: [b, a, s, d]."""
+    if torch.compiler.is_compiling():  # fused as it is
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """Half the passes that autograd would make; the gradient turns back by the same angles."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    d = cos.shape[-1]
+    y = x * torch.cat((cos, cos), dim=-1)
+    y[..., :d].addcmul_(x[..., d:], sin, value=-1)
+    y[..., d:].addcmul_(x[..., :d], sin)
+    return y
+
+
+class Positions(nn.Module):
+    """The places in their sequences of the tokens that a model is given."""
+
+    def forward(self, start: int, s: int, device: torch.device) -> Tensor:
+        """[s] int64, for s tokens after ``start`` others."""
+        return torch.arange(start, start + s, device=device)
+
+
+class Mask(nn.Module):
+    """What the tokens that a model is given may attend to."""
+
+    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
+        """As `AttentionCore` takes it, for s tokens after ``start`` others.
+
+        Args:
+            documents: [b, t >= start + s] number of the document of each token; attention stays inside it.
+        """
+        if documents is not None:
+            return document_mask(documents[:, : start + s], s)
+        return causal_mask(s, start + s, device)[None, None] if start else None
+
+
+def causal_mask(s: int, t: int, device: torch.device) -> Tensor:
+    """[s, t] bool: the last s of t tokens see themselves and all before them."""
+    return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
+
+
+def document_mask(documents: Tensor, s: int) -> Tensor:
+    """Causal, and inside one document, for the last s tokens: [b, t] -> [b, 1, s, t] bool, True where allowed."""
+    t = documents.shape[1]
+    same = documents[:, t - s :].unsqueeze(2) == documents.unsqueeze(1)  # [b, s, t]
+    return (same & causal_mask(s, t, documents.device)).unsqueeze(1)

@@ -1,0 +1,173 @@
+"""Which experts get which tokens: one function for each way to decide it.
+
+Each takes the router's logits of whole sequences, [b, s, E], and decides for each sequence alone, so that no other
+sequence of the batch, and no way to split the batch over devices, changes what a token computes (a sequence is a
+"group" of Lepikhin et al. 2020, section 3.2). Of equal scores the expert, or the token, with the lower index comes
+first. Shapes: b sequences, s tokens, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.spec.catalog import Experts
+
+
+class Choice(NamedTuple):
+    """What a gate decides.
+
+    Attributes:
+        weights: [b, s, E] of each expert's output in a token's, 0 where it is not chosen.
+        chosen: [b, s, E] bool, the tokens that each expert gets.
+        dropped: [b, s] int64, how many experts a token was meant for that had no room for it (expert-choice: 1 for a
+            token that no expert chose).
+        balance: [b] the loss that is least where all experts get the same.
+    """
+
+    weights: Tensor
+    chosen: Tensor
+    dropped: Tensor
+    balance: Tensor
+
+
+ALIKE = 2.0**-20  # of a share; fp32 has 24 bits
+
+
+def capacity(experts: Experts, s: int) -> int | None:
+    """Tokens of a sequence that one expert takes, ceil(f k s / E) (Fedus et al. 2022, equation 3); None for any number.
+
+    >>> capacity(Experts(count=8, per_token=2, ffn=1, capacity_factor=1.25), 100)
+    32
+    """
+    if not experts.capacity_factor:
+        return None
+    return min(s, _rounded_up(experts.capacity_factor * experts.per_token * s / experts.count))
+
+
+def _rounded_up(tokens: float) -> int:
+    """1.05 x 6 x 1280 / 8 is 1008, and a little more in floating point."""
+    return math.ceil(round(tokens, 6))
+
+
+def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choice:
+    """The k experts with the highest scores (Jiang et al. 2024, section 2.1; DeepSeek-AI 2024, equations 12 to 20).
+
+    Args:
+        bias: [E], added to the scores in choosing alone.
+    """
+    scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
+    ranks = _highest(scores if bias is None else scores + bias.to(scores.dtype), experts.per_token)
+    wanted = torch.stack(ranks).any(0)
+    chosen = _within(ranks, capacity(experts, logits.shape[1]))
+    weights = scores * wanted
+    if experts.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    shares = scores if experts.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+    return Choice(weights * chosen * experts.scale, chosen, (wanted & ~chosen).sum(-1), _balance(shares, wanted))
+
+
+def switch(logits: Tensor, experts: Experts) -> Choice:
+    """The one expert with the highest score, while it has room (Fedus et al. 2022, sections 2.1 and 2.2)."""
+    shares = logits.softmax(-1)
+    ranks = _highest(shares, 1)
+    chosen = _within(ranks, capacity(experts, logits.shape[1]))
+    return Choice(shares * chosen, chosen, (ranks[0] & ~chosen).sum(-1), _balance(shares, ranks[0]))
+
+
+def gshard(logits: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
+    """The highest, and the second with a chance of twice its weight (Lepikhin et al. 2020, algorithm 1).
+
+    The first choices of a sequence take their places before the second ones; a second one without luck takes none.
+
+    Args:
+        draws: [b, s] uniform in (0, 1); None always takes the second.
+    """
+    shares = logits.softmax(-1)
+    first, second = _highest(shares, 2)
+    both = shares * (first | second)
+    weights = both / both.sum(-1, keepdim=True)
+    if draws is not None:
+        lucky = 2 * (weights * second).sum(-1) > draws
+        second = second & lucky.unsqueeze(-1)
+    chosen = _within([first, second], capacity(experts, logits.shape[1]))
+    return Choice(weights * chosen, chosen, ((first | second) & ~chosen).sum(-1), _balance(shares, first))
+
+
+def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
+    """The k highest of noisy logits (Shazeer et al. 2017, equations 3 to 5; balance: equations 6 to 10).
+
+    Args:
+        clean: x W_g.
+        spread: softplus(x W_noise), [b, s, E].
+        draws: [b, s, E] standard normal; None adds no noise.
+    """
+    k = experts.per_token
+    noisy = clean if draws is None else clean + draws.to(clean.dtype) * spread
+    ranks = _highest(noisy, min(k + 1, experts.count))
+    wanted = torch.stack(ranks[:k]).any(0)
+    chosen = _within(ranks[:k], capacity(experts, clean.shape[1]))
+    weights = noisy.masked_fill(~wanted, -math.inf).softmax(-1)
+    balance = _variation(weights.sum(1))
+    if len(ranks) > k and draws is not None:
+        # The chance that an expert is among the k highest if its own noise is drawn again.
+        kth = noisy.masked_fill(~ranks[k - 1], 0).sum(-1, keepdim=True)
+        next_ = noisy.masked_fill(~ranks[k], 0).sum(-1, keepdim=True)
+        above = torch.where(wanted, next_, kth)
+        balance = balance + _variation(torch.special.ndtr((clean - above) / spread).sum(1))
+    return Choice(weights * chosen, chosen, (wanted & ~chosen).sum(-1), balance)
+
+
+def expert_choice(logits: Tensor, experts: Experts) -> Choice:
+    """Each expert takes the tokens of a sequence that score highest with it (Zhou et al. 2022, section 3.2).
+
+    A token's experts depend on the tokens after it: such a model cannot be sampled token by token. Scores that agree to
+    `ALIKE` count as equal, and the earlier token is taken: two tokens that have seen the same (as the first ones of two
+    documents) differ by rounding alone, which no two layouts have alike.
+    """
+    shares = logits.softmax(-1)
+    s = logits.shape[1]
+    take = min(s, _rounded_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
+    order = (shares.detach() / ALIKE).round().argsort(dim=1, descending=True, stable=True)[:, :take]
+    chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, order, True)
+    unchosen = (~chosen.any(-1)).long()
+    return Choice(shares * chosen, chosen, unchosen, shares.new_zeros(len(shares)))
+
+
+def _highest(scores: Tensor, k: int) -> list[Tensor]:
+    """For each rank below k a [b, s, E] bool with one True for each token; of equal scores the first expert."""
+    left, ranks = scores.detach(), []
+    for _ in range(k):
+        best = left.argmax(-1, keepdim=True)  # torch promises the first of equal ones
+        ranks.append(torch.zeros_like(left, dtype=torch.bool).scatter_(-1, best, True))
+        left = left.scatter(-1, best, -math.inf)
+    return ranks
+
+
+def _within(ranks: list[Tensor], room: int | None) -> Tensor:
+    """Those that find a place: first choices before second ones, and earlier tokens before later ones."""
+    if room is None:
+        return torch.stack(ranks).any(0)
+    taken = torch.zeros_like(ranks[0][:, :1], dtype=torch.int64)
+    kept = []
+    for wanted in ranks:
+        place = wanted.cumsum(1) + taken  # from 1
+        kept.append(wanted & (place <= room))
+        taken = place[:, -1:]
+    return torch.stack(kept).any(0)
+
+
+def _balance(shares: Tensor, wanted: Tensor) -> Tensor:
+    """E times the sum over experts of (part of the choices) x (mean share): 1 where all are alike (Fedus et al. 2022,
+    equations 4 to 6; for k choices, DeepSeek-AI 2024, equations 17 to 20). [b]."""
+    part = wanted.sum(1).to(shares.dtype) / wanted.sum((1, 2)).unsqueeze(-1)  # of integers it would be float32
+    return shares.shape[-1] * (part * shares.mean(1)).sum(-1)
+
+
+def _variation(loads: Tensor) -> Tensor:
+    """The squared coefficient of variation over the experts, [b, E] -> [b]."""
+    mean = loads.mean(-1, keepdim=True)
+    return ((loads - mean) / (mean + 1e-10)).square().mean(-1)

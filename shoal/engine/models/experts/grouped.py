@@ -1,0 +1,134 @@
+"""The feed-forward blocks of many experts, as products of runs of rows with a matrix each.
+
+Tokens come sorted by expert, so that an expert's are one run of rows: nothing is padded and nothing dropped (Gale et
+al. 2023, "MegaBlocks"). On CUDA a run is part of one grouped product; on the CPU each is a product of its own, written
+in place into one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.engine.models.products import by_mkl
+from shoal.spec.catalog import ModelShape
+
+_ALIGN = 16  # bytes: torch's grouped products take rows that are a multiple of it
+
+
+class Experts(nn.Module):
+    """E feed-forward blocks without biases, of the family's kind.
+
+    Attributes:
+        gate, up: [E, f, h] (gate: llama alone).
+        down: [E, h, f].
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        count, f, h = shape.experts.count, shape.experts.ffn, shape.hidden
+        self.gate = nn.Parameter(torch.empty(count, f, h)) if shape.family == "llama" else None
+        self.up = nn.Parameter(torch.empty(count, f, h))
+        self.down = nn.Parameter(torch.empty(count, h, f))
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Each run of rows through its expert.
+
+        Args:
+            x: [m, h], by expert.
+            counts: rows of each expert; they add up to m.
+        """
+        up = self.product(x, self.up, counts)
+        if self.gate is None:
+            return self.product(F.gelu(up, approximate="tanh"), self.down, counts)
+        return self.product(F.silu(self.product(x, self.gate, counts)) * up, self.down, counts)
+
+    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """`grouped`, which may be replaced by one that hands its weights' gradients over."""
+        return grouped(x, weight, counts)
+
+
+def grouped(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
+    return _Grouped.apply(x, weight, counts)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(x, weight)
+        return rows_product(x, weight.mT, counts)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x, weight = ctx.saved_tensors
+        d_x = rows_product(gradient, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.empty_like(weight)
+            weight_product(gradient, x, ctx.counts, d_weight, fresh=True)
+        return d_x, d_weight, None
+
+
+def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """y[run e] = x[run e] matrices[e]: [m, k], [E, k, n] -> [m, n]."""
+    if _one_kernel(x, matrices):
+        return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts, x.device))
+    y = x.new_empty(len(x), matrices.shape[-1])
+    with by_mkl():
+        for run, matrix in zip(runs(counts), matrices.unbind(), strict=True):
+            if run.start < run.stop:
+                torch.mm(x[run], matrix, out=y[run])
+    return y
+
+
+def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, *, fresh: bool) -> None:
+    """total[e] (+)= d_y[run e]^T x[run e]: [m, n], [m, k] -> [E, n, k], in place.
+
+    Args:
+        fresh: whether nothing is in ``total`` yet.
+    """
+    if _one_kernel(x, d_y):
+        product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=_ends(counts, x.device))
+        if 0 in counts:  # of which the kernel writes nothing that can be relied on
+            product[[e for e, count in enumerate(counts) if count == 0]] = 0
+        (total.copy_ if fresh else total.add_)(product)
+        return
+    with by_mkl():
+        for run, part in zip(runs(counts), total.unbind(), strict=True):
+            if run.start == run.stop:
+                if fresh:
+                    part.zero_()
+            elif total.dtype != x.dtype:  # in bf16: sums are kept in float32
+                (part.copy_ if fresh else part.add_)(d_y[run].t() @ x[run])
+            elif fresh:
+                torch.mm(d_y[run].t(), x[run], out=part)
+            else:
+                part.addmm_(d_y[run].t(), x[run])
+
+
+def runs(counts: Sequence[int]) -> list[slice]:
+    """The rows of each expert.
+
+    >>> runs([2, 0, 3])
+    [slice(0, 2, None), slice(2, 2, None), slice(2, 5, None)]
+    """
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def _one_kernel(*operands: Tensor) -> bool:
+    """Whether torch's grouped product takes these: bf16 on CUDA, rows and columns of whole 16 bytes."""
+    return all(
+        x.is_cuda and x.dtype == torch.bfloat16 and not any(n * x.element_size() % _ALIGN for n in x.shape[1:])
+        for x in operands
+    )

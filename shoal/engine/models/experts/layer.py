@@ -1,0 +1,85 @@
+"""A mixture of experts in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.models.experts.grouped import Experts
+from shoal.engine.models.experts.router import Router, RoutingContext
+from shoal.engine.models.feedforward import MLP, SwiGLU
+from shoal.spec.catalog import ModelShape
+
+
+class MoE(nn.Module):
+    """The sum over the experts that a token is given to of weight x expert(token), and of those that all tokens pass.
+
+    Attributes:
+        router: gives tokens to experts.
+        experts: those that tokens are routed to.
+        shared: one block as wide as the shared experts together, or None.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int):
+        super().__init__()
+        self.router = Router(shape, layer)
+        self.experts = Experts(shape)
+        width = shape.experts.shared * shape.experts.ffn
+        block = SwiGLU if shape.family == "llama" else MLP
+        self.shared = block(shape, width) if width else None
+
+    def forward(self, x: Tensor, context: RoutingContext) -> Tensor:
+        """x: [b, s, h]."""
+        y = self.routed(x, context)
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, x: Tensor, context: RoutingContext) -> Tensor:
+        """What the router's experts make of the tokens."""
+        weights, chosen = self.router(x, context)  # [b, s, E]
+        rows = x.flatten(0, 1)  # [n, h]
+        expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
+        y = self.compute(_Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
+        weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
+        return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Every row through its expert: [m, h] by expert, with the number of each one's rows, [E]."""
+        return self.experts(rows, counts.tolist())
+
+
+def _sums(rows: Tensor, token: Tensor, n: int) -> Tensor:
+    """The sum of each token's rows, in the same order each time: [m, h] and which of n each is of -> [n, h]."""
+    if rows.device.type == "cpu":
+        return rows.new_zeros(n, rows.shape[1]).index_add_(0, token, rows)
+    # Elsewhere `index_add_` adds in any order, and of three terms that changes the sum; this sorts them first.
+    return torch.ops.aten.embedding_dense_backward(rows, token, n, -1, False)
+
+
+class _Rows(torch.autograd.Function):
+    """Each token's row, as often as it is given to an expert: [n, h] -> [m, h]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, token: Tensor) -> Tensor:
+        ctx.n = len(rows)
+        ctx.save_for_backward(token)
+        return rows.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _sums(gradient, *ctx.saved_tensors, ctx.n), None
+
+
+class _Weighted(torch.autograd.Function):
+    """Each token's sum of weight x row, keeping the rows for backward and not their products: -> [n, h]."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(y, weight, token)
+        return _sums(y * weight.unsqueeze(-1), token, n)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        y, weight, token = ctx.saved_tensors
+        gradient = gradient.index_select(0, token)
+        d_weight = torch.linalg.vecdot(gradient, y)
+        return gradient.mul_(weight.unsqueeze(-1)), d_weight, None, None

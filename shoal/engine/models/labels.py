@@ -1,0 +1,51 @@
+"""Labels drawn from the model's own distribution, whole or split over ranks by token id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.engine.models.initial import key_of, uniform
+
+NOBODYS = -1
+"""A label that is another rank's id: it counts in the loss, and is no id."""
+
+
+def key_of_step(seed: int, step: int) -> int:
+    """The key of the draws of one step of a run."""
+    return key_of(seed, f"labels.{step}")
+
+
+def draw(
+    logits: Tensor, key: int, index: Tensor, *,
+    start: int = 0, part: int = 0, gather: Callable[[Tensor], Tensor] = lambda x: x.unsqueeze(0),
+) -> Tensor:
+    """Draw one label a token, by one uniform number of (key, index) in the cumulative distribution.
+
+    Args:
+        logits: [b, s, n] of n ids in a row; n may be 0 where there are other parts.
+        index: [b, s] int64 numbers of the tokens, the same on any layout.
+        start: the first of these ids.
+        part: which part of all ids they are.
+        gather: stacks a tensor of every part's, in order: [b, s] -> [parts, b, s].
+
+    Returns:
+        [b, s] ids, or `NOBODYS` where the label is in another part.
+    """
+    logits = logits.detach()
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    sums = gather(torch.logsumexp(logits, -1)) if logits.shape[-1] else gather(logits.new_full(index.shape, -torch.inf))
+    ends = sums.double().softmax(0).cumsum(0)  # [parts, b, s]
+    ends.masked_fill_(ends >= ends[-1], 1.0)  # whatever the rounding of the sum: of the last part that has ids
+    begin = ends[part - 1] if part else torch.zeros_like(ends[0])
+    number = uniform(key, index)
+    mine = (begin <= number) & (number < ends[part])
+    if not logits.shape[-1]:
+        return torch.full_like(index, NOBODYS)
+    cumulative = logits.softmax(-1).cumsum(-1)  # [b, s, n]
+    inside = ((number - begin) / (ends[part] - begin).clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
+    wanted = inside.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
+    ids = torch.searchsorted(cumulative, wanted).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return torch.where(mine, start + ids, NOBODYS)

@@ -1,0 +1,221 @@
+"""A decoder-only transformer, in the two families that published models come in.
+
+- ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023).
+- ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
+
+Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, v vocabulary.
+The model is plain PyTorch. It can be built on the meta device, and any of ``embed``, ``layers.*`` and ``norm, head``
+can be taken out of it: what remains runs as one pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.boxes import Box
+from shoal.base.errors import UsageError
+from shoal.engine.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
+from shoal.engine.models.cache import Slice
+from shoal.engine.models.experts.layer import MoE
+from shoal.engine.models.experts.router import RoutingContext
+from shoal.engine.models.feedforward import MLP, SwiGLU
+from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.loss import CrossEntropy
+from shoal.engine.models.mixture_of_depths import MixtureOfDepths
+from shoal.engine.models.norm import RMSNorm
+from shoal.spec.catalog import ModelShape
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] where each sequence has its own places
+    mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
+    part: Slice | None = None  # keys and values of the tokens before, where the sequence comes in slices: t = start + s
+    routing: RoutingContext = RoutingContext()
+    documents: Tensor | None = None  # [b, s], whose tokens the mask keeps apart
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads.
+
+    The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
+    """
+
+    projections = ("q", "k", "v")  # of one input, by `project`
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        if shape.latent is not None:
+            raise UsageError("model: multi-head latent attention is counted, but not trained.\n  Choose another model.")
+        bias = shape.family == "gpt"
+        self.head_dim = shape.head_dim
+        self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.core = AttentionCore()
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.project(x))  # [b, a or k, s, d]
+        if context.rotary is not None:
+            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        if context.part is not None:
+            k, v = context.part.extend(self, k, v)  # [b, k, t, d]
+        o = self.core(q, k, v, context.mask)  # [b, a, s, d]
+        return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of all heads, each [b, s, heads d]."""
+        return self.q(x), self.k(x), self.v(x)
+
+
+def norm(shape: ModelShape) -> nn.Module:
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm, by family."""
+    kind = RMSNorm if shape.family == "llama" else nn.LayerNorm
+    return kind(shape.hidden, eps=shape.norm_eps)
+
+
+class Block(nn.Module):
+    """One transformer layer, norms before (Xiong et al. 2020)."""
+
+    def __init__(self, shape: ModelShape, index: int):
+        super().__init__()
+        self.depth = MixtureOfDepths(shape, index) if shape.skips(index) else None
+        self.attention_norm = norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = norm(shape)
+        self.sparse = shape.sparse(index)
+        if self.sparse:
+            self.mlp: nn.Module = MoE(shape, index)
+        else:
+            self.mlp = SwiGLU(shape, shape.ffn) if shape.family == "llama" else MLP(shape, shape.ffn)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.depth is not None:
+            return self.depth(x, context, self)
+        x = x + self.attention(self.attention_norm(x), context)
+        return x + self._feed_forward(x, context)
+
+    def change(self, x: Tensor, context: Context) -> Tensor:
+        """What the layer adds to the residual stream."""
+        y = self.attention(self.attention_norm(x), context)
+        return y + self._feed_forward(x + y, context)
+
+    def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
+        y = self.mlp_norm(x)
+        return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
+
+
+class Embedding(nn.Module):
+    """Token embeddings, plus learned positions in the gpt family."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.token = nn.Embedding(shape.vocab, shape.hidden)
+        self.position = nn.Embedding(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.token(tokens)  # [b, s, h]
+        return x if self.position is None else x + self.position(positions)
+
+
+class Transformer(nn.Module):
+    """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
+
+    Attributes:
+        sequences, seed: of `RoutingContext`, for layers with routers.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.positions, self.mask = Positions(), Mask()
+        self.embed: Embedding | None = Embedding(shape)
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.layers)})
+        self.norm: nn.Module | None = norm(shape)
+        self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss = CrossEntropy()
+        self.labels: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Makes the targets of (logits, targets), where these are not what the loss is to be of."""
+        self.sequences, self.seed = 1, 0
+        if shape.tied:
+            self.head.weight = self.embed.token.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        hidden: Tensor | None = None,
+        part: Slice | None = None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
+        """Run the parts that are here.
+
+        Args:
+            tokens: [b, s] int64 ids.
+            targets: [b, s] int64, `IGNORE` where the loss does not count.
+            documents: [b, s] numbers of the documents packed in each sequence; attention stays inside each.
+            hidden: [b, s, h], the output of the layers before, where ``embed`` is absent.
+            part: the slice of the sequences that the tokens are, if these do not come whole; `documents` still are of
+                all their tokens.
+            samples: [b] int64, which samples of the data the sequences are, from which gates with chance in them draw;
+                None (validation, sampling) has no chance.
+
+        Returns:
+            The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
+        """
+        positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
+        x = hidden if self.embed is None else self.embed(tokens, positions)
+        context = self._context(positions, documents, x.dtype, part, samples)
+        if part is not None:
+            part.stop = part.start + tokens.shape[1]
+        for layer in self.layers.values():
+            x = layer(x, context)
+        if self.head is None:
+            return x
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return self.loss(logits, targets if self.labels is None else self.labels(logits, targets))
+
+    def _context(
+        self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None,
+        samples: Tensor | None = None,
+    ) -> Context:
+        shape, rotary = self.shape, None
+        if shape.family == "llama":
+            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
+        mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
+        return Context(rotary, mask, part, RoutingContext(self.sequences, self.seed, samples), documents)
+
+
+def initial(name: str, shape: ModelShape) -> Initial:
+    """How a parameter of `Transformer` starts, by name: ones for norms, zeros for biases, else normal(0, 0.02).
+
+    Projections back into the residual stream start smaller by sqrt(2 L) (Radford et al. 2019, section 2.3).
+    """
+    if name.endswith("bias"):
+        return Initial(mean=0.0, std=0.0)
+    if "norm" in name:
+        return Initial(mean=1.0, std=0.0)
+    if name.endswith("router.noise"):
+        return Initial(mean=0.0, std=0.0)
+    if name.endswith(("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")):
+        return Initial(mean=0.0, std=0.02 / math.sqrt(2 * shape.layers))
+    return Initial(mean=0.0, std=0.02)
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill a whole model with the initial values of ``seed``, the same as any layout starts from."""
+    for name, parameter in model.named_parameters():
+        whole = tuple(parameter.shape)
+        start = initial(name, model.shape)
+        fill(parameter, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=seed)

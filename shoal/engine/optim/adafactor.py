@@ -1,0 +1,203 @@
+"""Adafactor: second moments of a matrix from its row and column sums (Shazeer & Stern 2018)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.optim.rule import BLOCK, Compilable, Rule
+from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.spec.config import OptimizerConfig
+
+_EPS_SQUARE, _EPS_SCALE = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 6
+_THRESHOLD = 1.0  # d
+_DECAY = 0.8  # of beta2: 1 - t^-0.8
+
+
+class Adafactor(Rule, Compilable):
+    """Algorithm 6, with the learning rate in place of the relative step size rho.
+
+    A matrix [n, m] keeps n + m numbers, ``row`` and ``column``, which every holder of a part of it keeps whole; other
+    parameters keep a second moment for each element. A parameter of several experts [E, n, m] is E matrices, each with
+    a scale and a threshold of its own. What concerns a parameter that several ranks hold is summed in two reductions:
+    the rows and columns of all matrices, and two squared norms of every matrix and other parameter.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards):
+        super().__init__(config, shards)
+        self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
+        self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
+        kind = {"dtype": shards.dtype, "device": shards.device}
+        self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
+            name: (whole[:-1], (*whole[:-2], whole[-1]))
+            for name, whole in shards.parameters.items() if len(whole) > 1
+        }  # fmt: skip
+        self.sizes = [math.prod(shape) for both in self.shapes.values() for shape in both]
+        self.factors = torch.zeros(sum(self.sizes), **kind)
+        self.views = self._views(self.factors)
+        self.matrices = self._matrices(self.views)
+        self.parts = [
+            (shard, single) for shard in shards.shards for part in shard.parts for single in _singles(part)
+        ]
+        self.wholes = {
+            single: whole[-2:] for name, whole in shards.parameters.items() for single in _names(name, whole)
+        }
+        self.squares = {
+            (part.name, part.box): torch.zeros(part.box.shape, **kind) for _, part in self.parts if not _matrix(part)
+        }
+
+    def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each parameter's rows and columns in a tensor that lies like `factors`."""
+        pieces = iter(flat.split(self.sizes))
+        return {
+            name: (next(pieces).view(rows), next(pieces).view(columns))
+            for name, (rows, columns) in self.shapes.items()
+        }
+
+    def _matrices(self, views: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """The same of each matrix."""
+        found = {}
+        for name, (rows, columns) in views.items():
+            singles = _names(name, self.shards.parameters[name])
+            of_each = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
+            found |= zip(singles, of_each, strict=True)
+        return found
+
+    def compile(self) -> None:
+        self._of_squares, self._of_update, self._move = (
+            torch.compile(kernel, dynamic=True) for kernel in (_sums_of_squares, _norm_of_update, _moved)
+        )
+        self._rows_at_once = None
+
+    def update(self, learning_rate: float) -> None:
+        self._accumulate(1 - self.count**-_DECAY)
+        root_mean_squares = self._root_mean_squares()
+        for shard, part in self.parts:
+            update_size, weight_size = root_mean_squares[part.name]
+            rate = learning_rate * shard.rate
+            scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
+            # As tensors, since the kernel would be compiled anew for other numbers.
+            numbers = torch.tensor([1 - rate * shard.decay, scale], dtype=torch.float64, device=self.shards.device)
+            by_row, by_column = self._factors(part)
+            rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
+            for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
+                self._move(weights, gradient, factor, by_column, *numbers)
+
+    def _accumulate(self, beta2: float) -> None:
+        """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
+        fresh = torch.zeros_like(self.factors)
+        sums = self._matrices(self._views(fresh))
+        for shard, part in self.parts:
+            if not _matrix(part):
+                gradient = shard.gradient[part.slice].view(part.box.shape).to(self.factors.dtype)
+                square = gradient.square().add_(_EPS_SQUARE)
+                self.squares[part.name, part.box].lerp_(square, 1 - beta2)
+                continue
+            row, column = (total[along] for total, along in zip(sums[part.name], part.box.slices, strict=True))
+            start = 0
+            for gradient in self._gradients(shard, part):
+                n, m = gradient.shape
+                of_rows, of_columns = self._of_squares(gradient)
+                row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
+                column += of_columns.add_(n * _EPS_SQUARE) / part.copies
+                start += n
+        self.shards.holders.sum(fresh)
+        self.factors.lerp_(fresh, 1 - beta2)
+
+    def _factors(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Of each row and each column of a part: the root of the estimated second moment is 1 over both (lines 7, 8).
+
+        What is no matrix counts as one row.
+        """
+        if not _matrix(part):
+            by_column = self.squares[part.name, part.box].view(-1).rsqrt()
+            return by_column.new_ones(1, 1), by_column
+        row, column = self.matrices[part.name]
+        rows, columns = part.box.slices
+        # By roots of each, since the product of the two sums could underflow.
+        return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
+
+    def _rows(self, flat: Tensor, part: Part) -> tuple[Tensor, ...]:
+        """A part of a flat tensor as a matrix, as many rows at a time as stay in a core's cache."""
+        return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
+
+    def _gradients(self, shard: Shard, part: Part) -> Iterator[Tensor]:
+        """A part's gradient likewise, in the weights' format, which it may have fewer digits than."""
+        return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
+
+    def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
+        each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
+        return matrix.split(each or matrix.size(0))
+
+    def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
+        """By matrix or other parameter, those of the update and of the weights."""
+        squares = self.factors.new_zeros(len(self.wholes), 2, dtype=torch.float64)
+        place = {name: i for i, name in enumerate(self.wholes)}
+        for shard, part in self.parts:
+            total = squares[place[part.name]]
+            by_row, by_column = self._factors(part)
+            rows = zip(self._gradients(shard, part), self._split_rows(by_row, part), strict=True)
+            for gradient, factor in rows:
+                total[0] += self._of_update(gradient, factor, by_column).double().square() / part.copies
+            for weights in self._rows(shard.weights, part):
+                total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
+        self.shards.holders.sum(squares)
+        numbers = squares.tolist()
+        return {
+            name: tuple(math.sqrt(square / math.prod(whole)) for square in numbers[place[name]])
+            for name, whole in self.wholes.items()
+        }
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        kinds: dict[str, dict[str, list[Piece]]] = {"row": {}, "column": {}, "exp_avg_sq": {}}
+        for name, factors in self.views.items():
+            for kind, values in zip(("row", "column"), factors, strict=True):
+                shape = tuple(values.shape)
+                kinds[kind][name] = [Piece(shape, Box.whole(shape), values, name in self.shards.saves)]
+        for _, part in self.parts:
+            if not _matrix(part):
+                values = self.squares[part.name, part.box]
+                kinds["exp_avg_sq"].setdefault(part.name, []).append(Piece(part.whole, part.box, values, part.primary))
+        return kinds
+
+
+def _names(name: str, whole: tuple[int, ...]) -> list[str]:
+    """Of a parameter, or of its experts' matrices one by one."""
+    return [f"{name}[{expert}]" for expert in range(whole[0])] if len(whole) == 3 else [name]
+
+
+def _singles(part: Part) -> Iterator[Part]:
+    """A part, or those of each expert in it."""
+    if len(part.whole) < 3:
+        yield part
+        return
+    box = Box(part.box.offset[1:], part.box.shape[1:])
+    names = _names(part.name, part.whole)
+    for i in range(part.box.shape[0]):
+        name, start = names[part.box.offset[0] + i], part.start + i * box.numel
+        yield replace(part, name=name, whole=part.whole[1:], box=box, start=start)
+
+
+def _matrix(part: Part) -> bool:
+    return len(part.whole) == 2
+
+
+def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    square = gradient * gradient
+    return square.sum(1), square.sum(0)
+
+
+def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Of some rows."""
+    of_rows = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
+    return torch.linalg.vector_norm(of_rows * by_row)
+
+
+def _moved(weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor) -> None:
+    """Some rows of the weights, in place, by the gradient over the root of its second moment."""
+    weights.mul_(kept).sub_((gradient * by_column).mul_(by_row * scale))

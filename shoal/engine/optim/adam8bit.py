@@ -1,0 +1,248 @@
+"""AdamW with 8-bit moments, quantised block by block (Dettmers et al. 2022, "8-bit Optimizers")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.models.initial import positions
+from shoal.engine.optim.low_precision_state import adamw_beside
+from shoal.engine.optim.rule import BLOCK, Rule, named
+from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.precision.rounding import draws, key_of, round_stochastically
+from shoal.spec.config import OptimizerConfig
+
+WIDTH = 256  # consecutive elements of a row of the whole parameter
+_SMALLEST = 4096  # parameters with fewer elements keep moments of full precision, as the authors' own
+_KINDS = ("exp_avg", "exp_avg_sq")
+_RAISED = 2.0**15  # so that float16 has its digits down to far below the smallest code
+
+
+@dataclass
+class _Tile:
+    """Part of a shard, a matrix whose rows are cut alike into blocks.
+
+    Attributes:
+        weights, gradient: [rows, columns], views of the shard.
+        codes: [rows, columns] uint8 of the first and the second moment, views.
+        scales: [rows, blocks] of each, the largest absolute value in a block.
+        box: which blocks these are, of the parameter's shape with its last dim counted in blocks.
+        whole: that shape.
+        part: of which the tile is a part.
+        starts: whether it has the first element of its blocks, and so saves them.
+        first: its first column in the whole parameter.
+        shared: where its blocks are in the table of those that several ranks hold parts of; None if it has them whole.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    codes: list[Tensor]
+    scales: list[Tensor]
+    box: Box
+    whole: tuple[int, ...]
+    part: Part
+    starts: bool
+    first: int
+    shared: Tensor | None = None
+
+    def rows(self) -> Iterator[slice]:
+        """Some rows at a time, which stay in the caches; all on a GPU."""
+        rows, columns = self.weights.shape
+        many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
+        return (slice(start, start + many) for start in range(0, rows, many))
+
+    def places(self, rows: slice) -> Tensor:
+        """[rows, columns] of its elements in the whole parameter."""
+        box, device = self.part.box, self.weights.device
+        starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.whole, device)
+        return starts.view(-1, 1)[rows] + torch.arange(self.weights.size(1), device=device)
+
+
+class Adam8bit(Rule):
+    """AdamW whose moments are 8-bit codes (section 2.2) with one scale for each block (section 2.1).
+
+    Blocks lie along the rows of the whole parameter, from its first column on, so that every layout quantises the same
+    numbers together. Where a shard ends inside a block, its scale is the maximum over the ranks that have the rest.
+    Weights in bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.precision.rounding`).
+
+    Args:
+        seed: of the draws.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):
+        super().__init__(config, shards)
+        self.seed, self.exact = seed, torch.promote_types(shards.dtype, torch.float32)
+        kinds = shards.cut(lambda name, whole: math.prod(whole) >= _SMALLEST)
+        empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
+        self.large, self.small = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty), seed)
+        self.codes = [
+            [torch.full_like(shard.weights, zero, dtype=torch.uint8) for shard in self.large.shards]
+            for zero in (_code_of_zero(signed=True), _code_of_zero(signed=False))
+        ]
+        self.tiles = [
+            (shard, tile)
+            for i, shard in enumerate(self.large.shards)
+            for part in shard.parts
+            for tile in _tiles(shard, part, [codes[i] for codes in self.codes], self.exact)
+        ]
+        self.blocks_shared = self._share()
+        self.levels = [dynamic_map(signed).to(shards.device, self.exact) for signed in (True, False)]
+        self.nearest = [_codes(signed).to(shards.device) for signed in (True, False)]
+
+    def _share(self) -> int:
+        """Agree with the other holders on the blocks that are cut between ranks; how many there are."""
+        mine = {id(tile): _keys(tile) for _, tile in self.tiles if not _is_whole(tile)}
+        found = self.shards.holders.collect([key for keys in mine.values() for key in keys])
+        place = {key: i for i, key in enumerate(sorted({tuple(key) for keys in found for key in keys}))}
+        for _, tile in self.tiles:
+            if id(tile) in mine:
+                tile.shared = torch.tensor([place[key] for key in mine[id(tile)]], device=self.shards.device)
+        return len(place)
+
+    def update(self, learning_rate: float) -> None:
+        self.small.step(learning_rate)
+        table = torch.zeros(2, self.blocks_shared, dtype=self.exact, device=self.shards.device)
+        waiting: list[tuple[_Tile, list[Tensor]]] = []
+        for shard, tile in self.tiles:
+            if tile.shared is not None:  # one block a row
+                moments = self._moments(shard, tile, slice(None), learning_rate)
+                for largest, moment in zip(table, moments, strict=True):  # of which a tile before may have a part
+                    largest[tile.shared] = torch.maximum(largest[tile.shared], moment.abs().amax(1))
+                waiting.append((tile, moments))
+                continue
+            for rows in tile.rows():
+                for i, moment in enumerate(self._moments(shard, tile, rows, learning_rate)):
+                    scales = _blocked(moment).abs().amax(-1)
+                    tile.scales[i][rows] = scales
+                    tile.codes[i][rows] = _quantise(moment, scales, self.nearest[i])
+        if self.blocks_shared:
+            self.shards.holders.maximum(table)
+        for tile, moments in waiting:
+            for i, (largest, moment) in enumerate(zip(table, moments, strict=True)):
+                scales = largest[tile.shared, None]
+                tile.scales[i].copy_(scales)
+                tile.codes[i].copy_(_quantise(moment, scales, self.nearest[i]))
+
+    def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
+        """Update some rows of the weights; their new moments, of full precision."""
+        beta1, beta2 = self.config.betas
+        weights, gradient = (x[rows].to(self.exact) for x in (tile.weights, tile.gradient))
+        mean, square = (
+            _dequantise(codes[rows], scales[rows], levels)
+            for codes, scales, levels in zip(tile.codes, tile.scales, self.levels, strict=True)
+        )
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        rate = learning_rate * shard.rate
+        root = (square / (1 - beta2**self.count)).sqrt_().add_(self.config.eps)
+        weights.mul_(1 - rate * shard.decay).addcdiv_(mean, root, value=-rate / (1 - beta1**self.count))
+        if tile.weights.dtype != self.exact:
+            key = key_of(self.seed, tile.part.name, "weights", self.count)
+            round_stochastically(tile.weights[rows], weights, draws(key, tile.places(rows)))
+        return [mean, square]
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        kinds = self.small.states()
+        for i, kind in enumerate(_KINDS):
+            kinds[f"{kind}_code"] = named(self.large.shards, self.codes[i])
+            scales: dict[str, list[Piece]] = {}
+            for _, tile in self.tiles:
+                piece = Piece(
+                    tile.whole, tile.box, tile.scales[i].view(tile.box.shape), tile.part.primary and tile.starts
+                )
+                scales.setdefault(tile.part.name, []).append(piece)
+            kinds[f"{kind}_scale"] = scales
+        return kinds
+
+    def resume_at(self, count: int) -> None:
+        super().resume_at(count)
+        self.small.resume_at(count)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------
+
+
+def _tiles(shard: Shard, part: Part, codes: list[Tensor], exact: torch.dtype) -> Iterator[_Tile]:
+    """Cut a part of a shard at the first and the last border between blocks inside it; scales are in ``exact``."""
+    *leading, left = part.box.offset
+    *heights, width = part.box.shape
+    right, columns = left + width, part.whole[-1]
+    borders = sorted({left, min(right, -(-left // WIDTH) * WIDTH), max(left, right // WIDTH * WIDTH), right})
+    whole = (*part.whole[:-1], -(-columns // WIDTH))
+    views = [flat[part.slice].view(-1, width) for flat in (shard.weights, shard.gradient, *codes)]
+    for start, stop in pairwise(borders):
+        weights, gradient, *of_states = (view[:, start - left : stop - left] for view in views)
+        first, last = start // WIDTH, -(-stop // WIDTH)
+        scales = [torch.zeros(len(weights), last - first, dtype=exact, device=weights.device) for _ in _KINDS]
+        yield _Tile(
+            weights, gradient, of_states, scales, Box((*leading, first), (*heights, last - first)), whole, part,
+            starts=start % WIDTH == 0, first=start,
+        )
+
+
+def _is_whole(tile: _Tile) -> bool:
+    """Whether a tile has all elements of its blocks, of which the last in a row may be short."""
+    first, blocks = tile.box.offset[-1], tile.box.shape[-1]
+    return tile.starts and tile.weights.size(1) == min(blocks * WIDTH, tile.part.whole[-1] - first * WIDTH)
+
+
+def _keys(tile: _Tile) -> list[tuple[str, int]]:
+    """Each row's one block: the parameter, and the block's number in it."""
+    numbers = torch.arange(math.prod(tile.whole)).view(tile.whole)[tile.box.slices].flatten()
+    return [(tile.part.name, number) for number in numbers.tolist()]
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def dynamic_map(signed: bool) -> Tensor:
+    """[256] values of the codes in rising order: dynamic tree quantisation (Dettmers 2016; section 1.3 of the paper).
+
+    Each decade from 1e-7 to 1 has twice as many values as the one below; the unsigned map has twice as many again.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        borders = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64)
+        middles = ((borders[:-1] + borders[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        values += middles + ([-value for value in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+@cache
+def _codes(signed: bool) -> Tensor:
+    """[65536] by the bits of a float16 the code that is nearest to that number over `_RAISED`: one look-up instead of a
+    search. What is as near as 2^-11 of itself to a border between two codes may so get the other one."""
+    raised = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).double().nan_to_num(0.0)
+    levels = dynamic_map(signed)
+    borders = (levels[1:] + levels[:-1]) / 2 - 1e-12  # what is half-way goes up, whatever the rounding of the border
+    return torch.bucketize(raised / _RAISED, borders).to(torch.uint8)
+
+
+def _code_of_zero(signed: bool) -> int:
+    return int((dynamic_map(signed) == 0).nonzero())
+
+
+def _blocked(x: Tensor) -> Tensor:
+    """[rows, blocks, WIDTH], or [rows, 1, columns] for less than a block."""
+    return x.unflatten(1, (-1, WIDTH)) if x.size(1) % WIDTH == 0 else x.unsqueeze(1)
+
+
+def _quantise(x: Tensor, scales: Tensor, nearest: Tensor) -> Tensor:
+    """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]; ``nearest`` is of `_codes`."""
+    scales = (scales / _RAISED).clamp(min=torch.finfo(x.dtype).tiny)
+    bits = (_blocked(x) / scales.unsqueeze(-1)).to(torch.float16).view(torch.int16).int() & 0xFFFF
+    return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
+
+
+def _dequantise(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    """[rows, columns] values of codes; ``levels`` is of `dynamic_map`."""
+    values = levels.index_select(0, codes.int().reshape(-1)).view(codes.shape)
+    return _blocked(values).mul_(scales.unsqueeze(-1)).view(codes.shape)

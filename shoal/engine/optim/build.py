@@ -1,0 +1,76 @@
+"""The update rules by name, and the table of what each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import partial
+
+from shoal.engine.optim.adafactor import Adafactor
+from shoal.engine.optim.adam8bit import Adam8bit
+from shoal.engine.optim.from_torch import TORCH, FromTorch
+from shoal.engine.optim.low_precision_state import Widened
+from shoal.engine.optim.muon import Muon
+from shoal.engine.optim.radam import RAdam
+from shoal.engine.optim.rule import Compilable, Rule
+from shoal.engine.optim.sage import Sage
+from shoal.engine.optim.shards import Shards
+from shoal.engine.optim.sophia import Sophia
+from shoal.engine.precision.policy import Policy
+from shoal.spec.config import OptimizerConfig
+from shoal.spec.optimizers import ELEMENTWISE
+
+RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
+    **{name: partial(FromTorch, name=name) for name in TORCH},
+    "adafactor": Adafactor,
+    "adam8bit": Adam8bit,
+    "muon": Muon,
+    "radam": RAdam,
+    "sage": Sage,
+    "sophia-g": Sophia,
+    "sophia-h": Sophia,
+}
+
+
+def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> Rule:
+    """The rule that a run asks for, with its states allocated.
+
+    Args:
+        compile: its updates, if they are not kernels of torch's own.
+    """
+    rule = RULES[config.name](config, shards)
+    if compile and compilable(config.name):
+        rule.compile()
+    return rule
+
+
+def compilable(name: str) -> bool:
+    """Whether updates of this rule can be compiled."""
+    rule = RULES[name]
+    return isinstance(rule, type) and issubclass(rule, Compilable)
+
+
+def build_for(
+    policy: Policy, config: OptimizerConfig, shards: Shards, seed: int, *, compile: bool = False
+) -> Rule:
+    """The same on weights, gradients and states in a policy's formats.
+
+    Args:
+        seed: of stochastic rounding.
+    """
+    make = partial(build, compile=compile)
+    if policy.formats.widened and config.name in ELEMENTWISE:  # the others take a narrow gradient as it comes
+        return Widened(config, shards, make, state=policy.state, seed=seed)
+    if policy.formats.narrow:
+        return Adam8bit(config, shards, seed)
+    return make(config, shards)
+
+
+def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:
+    """Of a parameter of this shape: on matrices only, not on norms and biases."""
+    return config.weight_decay if len(whole) > 1 else 0.0
+
+
+def rate_factor(config: OptimizerConfig, name: str) -> float:
+    """Of a parameter's learning rate: that of the first pattern of ``config.rates`` that its name matches."""
+    return next((factor for pattern, factor in config.rates.items() if fnmatchcase(name, pattern)), 1.0)

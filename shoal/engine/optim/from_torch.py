@@ -1,0 +1,98 @@
+"""The rules that torch has, fused where it has that, over flat shards: they are sound and shard as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.boxes import Piece
+from shoal.engine.optim.rule import Rule, named
+from shoal.engine.optim.shards import Shards
+from shoal.spec.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class _Made:
+    """How torch makes one rule.
+
+    Attributes:
+        states: what it keeps per element.
+        options: its own arguments, besides which kernel.
+        counts: whether it keeps the number of updates.
+    """
+
+    make: type[torch.optim.Optimizer]
+    states: tuple[str, ...]
+    options: Callable[[OptimizerConfig], dict[str, Any]]
+    counts: bool = True
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+TORCH = {
+    "sgd": _Made(torch.optim.SGD, (), lambda c: {}, counts=False),
+    # Polyak 1964; Sutskever et al. 2013, equation 4 (nesterov), in torch's form
+    "momentum": _Made(
+        torch.optim.SGD, ("momentum_buffer",),
+        lambda c: {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}, counts=False,
+    ),
+    # Duchi et al. 2011, figure 1 (diagonal)
+    "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),
+    # Kingma & Ba 2015, algorithm 1; weight decay is added to the gradient
+    "adam": _Made(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
+    # Loshchilov & Hutter 2019, algorithm 2; weight decay beside the gradient
+    "adamw": _Made(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
+}
+
+
+def has_fused(name: str, device: torch.device) -> bool:
+    """Whether torch has one kernel for all of a rule on a device: Adagrad's for CUDA came with 2.13."""
+    return name != "adagrad" or device.type == "cpu" or torch.__version__ >= (2, 13)
+
+
+class FromTorch(Rule):
+    """One of `TORCH`, with its states allocated from the start."""
+
+    def __init__(self, config: OptimizerConfig, shards: Shards, name: str):
+        super().__init__(config, shards)
+        made = self.made = TORCH[name]
+        self.parameters: list[nn.Parameter] = []
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for shard in shards.shards:
+            parameter = nn.Parameter(shard.weights)  # shares the memory of the weights
+            parameter.grad = shard.gradient
+            self.parameters.append(parameter)
+            groups.setdefault((shard.decay, shard.rate), []).append(parameter)
+        options = [
+            {"params": parameters, "weight_decay": decay, "rate": rate} for (decay, rate), parameters in groups.items()
+        ] or [{"params": [], "rate": 1.0}]  # a rank whose shards are padding alone updates nothing
+        fused = has_fused(name, shards.device)
+        kernel = {"fused": fused, "foreach": not fused}
+        self.rule = made.make(options, lr=config.learning_rate, **kernel, **made.options(config))
+        for parameter in self.parameters:
+            if made.states:
+                states: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in made.states}
+                if made.counts:
+                    # Without a fused kernel the host reads it in every update.
+                    states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+                self.rule.state[parameter] = states
+
+    def update(self, learning_rate: float) -> None:
+        for group in self.rule.param_groups:
+            group["lr"] = learning_rate * group["rate"]
+        self.rule.step()
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        return {
+            name: named(self.shards.shards, [self.rule.state[p][name] for p in self.parameters])
+            for name in self.made.states
+        }
+
+    def resume_at(self, count: int) -> None:
+        super().resume_at(count)
+        for state in self.rule.state.values():
+            if "step" in state:
+                state["step"].fill_(count)

@@ -1,0 +1,119 @@
+"""An element-wise rule in float32 on weights, gradients and states that are kept in less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece, flat_range
+from shoal.engine.models.initial import positions
+from shoal.engine.optim.from_torch import FromTorch
+from shoal.engine.optim.rule import Rule, named
+from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.precision.rounding import draws, key_of, round_stochastically
+from shoal.spec.config import OptimizerConfig
+
+_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements that are widened at once
+
+Make = Callable[[OptimizerConfig, Shards], Rule]
+
+
+@dataclass
+class _Block:
+    """A float32 copy of some elements, and the rule that updates it.
+
+    Attributes:
+        weights, gradient: of the copy.
+        rule: on them.
+        states: of the rule, by kind, views.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    rule: Rule
+    states: dict[str, Tensor]
+
+
+class Widened(Rule):
+    """Takes some elements at a time to float32, has another rule update them, and rounds what was kept in bfloat16.
+
+    So a parameter takes no more than its formats say, but for one block on each device. Rounding is stochastic
+    (`shoal.engine.precision.rounding`), of weights and of states.
+
+    Args:
+        config, shards: as of `Rule`.
+        make: the element-wise rule.
+        state: dtype of its states.
+        seed: of the draws.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards, make: Make, *, state: torch.dtype, seed: int):
+        super().__init__(config, shards)
+        self.seed, self.size = seed, _BLOCK[shards.device.type]
+        self.blocks = {
+            (shard.decay, shard.rate): self._block(make, shard.decay, shard.rate)
+            for shard in shards.shards or [Shard(torch.empty(0), torch.empty(0))]
+        }
+        kinds = next(iter(self.blocks.values())).states
+        self.tensors = {kind: [torch.zeros_like(shard.weights, dtype=state) for shard in shards.shards]
+                        for kind in kinds}
+
+    def _block(self, make: Make, decay: float, rate: float) -> _Block:
+        shape, device = (self.size,), self.shards.device
+        weights, gradient = torch.zeros(2, self.size, device=device)
+        part = Part("", shape, Box.whole(shape), 0)
+        rule = make(self.config, Shards({"": shape}, [Shard(weights, gradient, (part,), decay, rate)], device=device))
+        return _Block(weights, gradient, rule, {kind: pieces[""][0].tensor for kind, pieces in rule.states().items()})
+
+    def update(self, learning_rate: float) -> None:
+        for i, shard in enumerate(self.shards.shards):
+            block = self.blocks[shard.decay, shard.rate]
+            kept = {kind: tensors[i] for kind, tensors in self.tensors.items()}
+            for start in range(0, shard.weights.numel(), self.size):
+                self._update(shard, slice(start, min(start + self.size, shard.weights.numel())), block, kept,
+                             learning_rate)
+
+    def _update(self, shard: Shard, some: slice, block: _Block, kept: dict[str, Tensor], learning_rate: float) -> None:
+        n = some.stop - some.start
+        pairs = [(shard.weights, block.weights, "weights"), *((kept[k], block.states[k], k) for k in kept)]
+        for narrow, wide, _ in pairs:
+            wide[:n].copy_(narrow[some])
+        block.gradient[:n].copy_(shard.gradient[some])
+        block.rule.resume_at(self.count - 1)
+        block.rule.step(learning_rate)
+        for narrow, wide, kind in pairs:
+            if narrow.dtype == torch.bfloat16:
+                round_stochastically(narrow[some], wide[:n], self._bits(shard, some, kind))
+            else:
+                narrow[some].copy_(wide[:n])
+
+    def _bits(self, shard: Shard, some: slice, kind: str) -> Tensor:
+        """Draws for some elements of a shard; 0 for padding."""
+        bits = torch.zeros(some.stop - some.start, dtype=torch.int32, device=shard.weights.device)
+        for part in shard.parts:
+            first, last = max(some.start, part.start), min(some.stop, part.start + part.box.numel)
+            key = key_of(self.seed, part.name, kind, self.count) if first < last else 0
+            for offset, box in flat_range(part.box.shape, first - part.start, last - part.start):
+                at = first - some.start + offset
+                where = positions(box.within(part.box), part.whole, bits.device)
+                bits[at : at + box.numel] = draws(key, where.flatten())
+        return bits
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        return {kind: named(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
+
+
+def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
+    """AdamW for what another rule leaves to it: in float32, whatever weights and gradients are in.
+
+    Args:
+        seed: of the draws, where weights are in bfloat16.
+    """
+    make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
+    if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):
+        return make(config, shards)
+    return Widened(config, shards, make, state=exact, seed=seed)

@@ -1,0 +1,126 @@
+"""Muon: momentum, made orthogonal, for the matrices inside the layers (Jordan et al. 2024; Liu et al. 2025)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Piece
+from shoal.engine.optim.low_precision_state import adamw_beside
+from shoal.engine.optim.muon_distribution import products, turns
+from shoal.engine.optim.orthogonal import APART, ROWS, nearly_square
+from shoal.engine.optim.rule import Rule, named
+from shoal.engine.optim.shards import Shards, like
+from shoal.spec.config import OptimizerConfig
+
+# Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
+
+
+class Muon(Rule):
+    """Orthogonal momentum for matrices inside the layers; AdamW for embeddings, the head, norms and biases.
+
+    A matrix must be whole to be made orthogonal; of a parameter of several experts each is one. Each is worked on by
+    one of the ranks that hold parts of it (`shoal.engine.optim.muon_distribution`), which moves as many bytes as
+    ZeRO-1 does in a step.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards):
+        super().__init__(config, shards)
+        kinds = shards.cut(is_hidden_matrix)
+        empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
+        self.matrices, self.rest = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty))
+        self.momentum = like(self.matrices.shards)
+        self.turns = list(turns(self.matrices))
+
+    def update(self, learning_rate: float) -> None:
+        self.rest.step(learning_rate)
+        shards, holders = self.matrices.shards, self.shards.holders
+        rates = [learning_rate * shard.rate for shard in shards]
+        for shard, momentum, rate in zip(shards, self.momentum, rates, strict=True):
+            momentum.mul_(self.config.momentum).add_(shard.gradient)
+            shard.weights.mul_(1 - rate * shard.decay)
+        pieces = [piece for turn in self.turns for piece, _ in turn.pieces]
+        kind = {"dtype": self.shards.dtype, "device": self.shards.device}
+        whole = torch.empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0), **kind)
+        mine = torch.empty(max((p.stop for p in pieces), default=0), **kind)
+        for turn in self.turns:
+            for piece, moves in turn.pieces:
+                buffer = whole[: holders.ranks * (piece.stop - piece.start)].zero_()
+                for move in moves:
+                    gradient, momentum = move.of(shards[move.shard].gradient), move.of(self.momentum[move.shard])
+                    there = move.through(buffer)
+                    torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov's
+                    if move.part.copies > 1:
+                        there /= move.part.copies
+                holders.reduce_scatter(mine[piece], buffer)
+            start = 0
+            for matrix in turn.mine:
+                values = mine[start : start + matrix.numel].view(matrix.shape)
+                torch.mul(orthogonal(values), _MATCH * max(matrix.shape) ** 0.5, out=values)
+                start += matrix.numel
+            for piece, moves in turn.pieces:
+                buffer = whole[: holders.ranks * (piece.stop - piece.start)]
+                holders.all_gather(buffer, mine[piece])
+                for move in moves:
+                    move.of(shards[move.shard].weights).sub_(move.through(buffer), alpha=rates[move.shard])
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        return {"momentum": named(self.matrices.shards, self.momentum), **self.rest.states()}
+
+    def resume_at(self, count: int) -> None:
+        super().resume_at(count)
+        self.rest.resume_at(count)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest matrix with orthonormal rows or columns: its singular values become 0.7 to 1.2.
+
+    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024). Unless
+    it is nearly square the polynomials, which are [n, n] and symmetric, are multiplied with each other first, and with
+    x last (Zhang et al. 2026, "Gram Newton-Schulz"); not in bfloat16, where small singular values would be lost so.
+    """
+    x = matrix.to(products(matrix.dtype, matrix.device))
+    wide = x.size(0) <= x.size(1)
+    x = x if wide else x.T
+    x = x / (x.norm() + 1e-7)  # the spectral norm is at most 1
+    first, *others = _COEFFICIENTS
+    if x.dtype == torch.bfloat16 or nearly_square(matrix.shape):
+        for _ in range(_STEPS):
+            x = torch.addmm(x, _polynomial(_symmetric(x, x.T), *others), x, beta=first)
+    else:
+        gram, product = _symmetric(x, x.T), None
+        for step in range(_STEPS):
+            factor = _polynomial(gram, *others)
+            factor.diagonal().add_(first)
+            product = _symmetric(product, factor) if step else factor
+            if step < _STEPS - 1:
+                gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
+        x = product @ x
+    return (x if wide else x.T).to(matrix.dtype)
+
+
+def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:
+    """[n, n], symmetric: a polynomial of another, without a constant."""
+    return _symmetric(gram, gram).mul_(third).add_(gram, alpha=second)
+
+
+def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and up to half of the
+    products are saved. On the CPU, where smaller ones are no slower."""
+    n = len(left)
+    if left.is_cuda:
+        return torch.mm(left, right, out=out)
+    out = left.new_empty(n, n + APART)[:, :n] if out is None else out
+    for start in range(0, n, ROWS):
+        end = min(start + ROWS, n)
+        torch.mm(left[start:end], right[:, :end], out=out[start:end, :end])
+        out[:start, start:end] = out[start:end, :start].T
+    return out
+
+
+def is_hidden_matrix(name: str, whole: tuple[int, ...]) -> bool:
+    """Whether Muon works on a parameter: matrices that map activations to activations, inside a layer."""
+    return len(whole) > 1 and name.startswith("layers.")

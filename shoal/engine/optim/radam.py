@@ -1,0 +1,49 @@
+"""RAdam: Adam that waits until its second moment means something (Liu et al. 2020)."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.engine.optim.from_torch import FromTorch
+from shoal.engine.optim.rule import blocks
+from shoal.engine.optim.shards import Shards
+from shoal.spec.config import OptimizerConfig
+
+
+class RAdam(FromTorch):
+    """Algorithm 2, with weight decay beside the gradient.
+
+    While the variance of the adaptive rate is intractable (the first few steps) it is momentum alone; then the rate is
+    rectified by what is known of that variance, and the update is AdamW's with another rate, epsilon and decay.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards):
+        super().__init__(config, shards, "adamw")
+        self.decays = [group["weight_decay"] for group in self.rule.param_groups]
+
+    def update(self, learning_rate: float) -> None:
+        beta2, t = self.config.betas[1], self.count
+        longest = 2 / (1 - beta2) - 1  # rho infinity
+        length = longest - 2 * t * beta2**t / (1 - beta2**t)
+        if length <= 5:  # as the authors' own and torch's; the paper has 4
+            self._momentum(learning_rate)
+            return
+        rectified = math.sqrt(
+            (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        )
+        for group, decay in zip(self.rule.param_groups, self.decays, strict=True):
+            group["eps"] = self.config.eps / math.sqrt(1 - beta2**t)  # added to the biased root
+            group["weight_decay"] = decay / rectified  # is not rectified
+        super().update(learning_rate * rectified)
+
+    def _momentum(self, learning_rate: float) -> None:
+        beta1, beta2 = self.config.betas
+        for shard, parameter in zip(self.shards.shards, self.parameters, strict=True):
+            state = self.rule.state[parameter]
+            state["step"] += 1
+            rate = learning_rate * shard.rate
+            moments = (state[name] for name in self.made.states)
+            for weights, gradient, mean, square in blocks(shard.weights, shard.gradient, *moments):
+                mean.lerp_(gradient, 1 - beta1)
+                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                weights.mul_(1 - rate * shard.decay).sub_(mean, alpha=rate / (1 - beta1**self.count))

@@ -1,0 +1,186 @@
+"""What an optimizer updates on one rank: flat shards of parameters, and the ranks that hold the rest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one parameter inside a shard.
+
+    Attributes:
+        name, whole: the parameter's name and whole shape.
+        box: which part of it this is.
+        start: its first element in the shard.
+        copies: how many holders have this very box.
+        primary: whether this rank, of all that hold the box, is the one that saves it.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    start: int
+    copies: int = 1
+    primary: bool = True
+
+    @property
+    def slice(self) -> slice:
+        """Where it lies in the shard."""
+        return slice(self.start, self.start + self.box.numel)
+
+    def piece(self, flat: Tensor) -> Piece:
+        """The part of a tensor that lies like the shard, as a view."""
+        return Piece(self.whole, self.box, flat[self.slice].view(self.box.shape), self.primary)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive elements that are updated alike, by one rule.
+
+    Attributes:
+        weights, gradient: [n], used in place.
+        parts: the boxes inside, in order; elements that belong to none are padding.
+        decay: weight decay per unit of learning rate.
+        rate: factor on the learning rate.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    parts: tuple[Part, ...] = ()
+    decay: float = 0.0
+    rate: float = 1.0
+
+    def cut(self, key: Callable[[Part], Any]) -> Iterator[tuple[Any, Shard]]:
+        """Consecutive parts for which ``key`` is the same, as shards of their own (views of this one)."""
+        parts = [(key(part), part) for part in self.parts]
+        firsts = [i for i, (k, _) in enumerate(parts) if i == 0 or parts[i - 1][0] != k]
+        starts = [0, *(parts[i][1].start for i in firsts[1:])]
+        for i, first in enumerate(firsts):
+            start = starts[i]
+            stop, last = (starts[i + 1], firsts[i + 1]) if i + 1 < len(firsts) else (self.weights.numel(), len(parts))
+            inside = tuple(replace(part, start=part.start - start) for _, part in parts[first:last])
+            yield parts[first][0], replace(
+                self, weights=self.weights[start:stop], gradient=self.gradient[start:stop], parts=inside
+            )
+
+
+class Holders(Protocol):
+    """The ranks that hold the shards of the same parameters (over dp_shard and tp), as seen from one of them.
+
+    Attributes:
+        ranks, index: how many, and which of them this is.
+    """
+
+    ranks: int
+    index: int
+
+    def sum(self, x: Tensor) -> None:
+        """Sum contiguous ``x`` in place."""
+
+    def maximum(self, x: Tensor) -> None:
+        """Its element-wise maximum, in place."""
+
+    def collect(self, x: Any) -> list[Any]:
+        """Every holder's ``x``, a small JSON value, in order: what was a tuple is a list."""
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
+        """Sum flat ``whole`` [ranks x n] and keep this rank's ``part`` [n]."""
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """Concatenate every rank's ``part`` [n] into ``whole`` [ranks x n]."""
+
+
+class Alone:
+    """The holders of parameters that one rank holds whole."""
+
+    ranks, index = 1, 0
+
+    def sum(self, x: Tensor) -> None:
+        """Nothing to add."""
+
+    def maximum(self, x: Tensor) -> None:
+        """Nothing to compare."""
+
+    def collect(self, x: Any) -> list[Any]:
+        """That alone."""
+        return [x]
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
+        """All of it."""
+        part.copy_(whole)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """All of it."""
+        whole.copy_(part)
+
+
+@dataclass
+class Shards:
+    """All that one rank updates.
+
+    Attributes:
+        parameters: name and whole shape of every parameter that the holders have together, in one order on all of them.
+        shards: this rank's.
+        dtype, device: of the weights, where a rank has none too.
+        holders: the ranks that share them.
+        saves: the parameters of which this rank saves what all holders keep whole.
+    """
+
+    parameters: dict[str, tuple[int, ...]]
+    shards: list[Shard]
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    holders: Holders = field(default_factory=Alone)
+    saves: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(
+        named: Iterable[tuple[str, Tensor, Tensor]], decay: Callable[[str, Tensor], float],
+        rate: Callable[[str], float] = lambda name: 1.0,
+    ) -> Shards:
+        """Whole parameters of one device: (name, weights, gradient), each a contiguous tensor used in place.
+
+        Args:
+            decay: weight decay of a parameter.
+            rate: factor on its learning rate.
+        """
+        named = list(named)
+        shards = [
+            Shard(
+                weights.view(-1), gradient.view(-1),
+                (Part(name, tuple(weights.shape), Box.whole(tuple(weights.shape)), 0),), decay(name, weights),
+                rate(name),
+            )
+            for name, weights, gradient in named
+        ]
+        shapes = {name: tuple(weights.shape) for name, weights, _ in named}
+        first = named[0][1]
+        return Shards(shapes, shards, first.dtype, first.device, saves=frozenset(shapes))
+
+    def cut(self, key: Callable[[str, tuple[int, ...]], Any]) -> dict[Any, Shards]:
+        """The shards and parameters apart by a property of a parameter's name and whole shape.
+
+        Every holder gets an entry for every key that any of them has, and so takes part in its collectives.
+        """
+        keys = {name: key(name, whole) for name, whole in self.parameters.items()}
+        apart = {
+            k: replace(self, parameters={n: self.parameters[n] for n in keys if keys[n] == k}, shards=[])
+            for k in dict.fromkeys(keys.values())
+        }
+        for shard in self.shards:
+            for k, inside in shard.cut(lambda part: keys[part.name]):
+                apart[k].shards.append(inside)
+        return apart
+
+
+def like(shards: Iterable[Shard], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """A zero for every element of the shards: the start of most states."""
+    return [torch.zeros_like(shard.weights, dtype=dtype) for shard in shards]

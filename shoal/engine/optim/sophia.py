@@ -1,0 +1,58 @@
+"""Sophia: momentum over a diagonal of the Hessian, clipped by element (Liu et al. 2023, arXiv 2305.14342)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.engine.optim.rule import Elementwise
+
+
+class Sophia(Elementwise):
+    """Algorithm 3. Whoever has the model makes the estimates of the diagonal: `shoal.training.step.curvature`.
+
+    A weight moves by the learning rate at most, and by that much where its curvature is small or negative; elsewhere
+    the step is Newton's, along the mean gradient.
+
+    Attributes:
+        estimated: whether the estimate for the next update was taken.
+    """
+
+    STATES = ("exp_avg", "hessian")
+    estimated = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the next update needs a new estimate: the first of every k (line 7)."""
+        return self.count % self.config.hessian_every == 0 and not self.estimated
+
+    def learn(self, estimates: Sequence[Tensor]) -> None:
+        """Take a new estimate of the Hessian's diagonal: for each shard a tensor that lies like it (line 9)."""
+        for hessian, estimate in zip(self.tensors["hessian"], estimates, strict=True):
+            hessian.lerp_(estimate, 1 - self.config.betas[1])
+        self.estimated = True
+
+    def step(self, learning_rate: float) -> None:
+        """Make one update.
+
+        Raises:
+            RuntimeError: it needs an estimate that it was not given.
+        """
+        if self.due:
+            raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
+        super().step(learning_rate)
+        self.estimated = False
+
+    def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
+        return 1 - rate * decay, rate / self.config.hessian_scale
+
+    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
+        mean, hessian, kept, step = rest
+        mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
+        # Lines 12 and 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
+        gamma = self.config.hessian_scale
+        newton = hessian.clamp(min=self.config.eps / gamma)
+        torch.div(mean, newton, out=newton).clamp_(-gamma, gamma)
+        weights.mul_(kept).sub_(newton.mul_(step))

@@ -1,0 +1,182 @@
+"""One function that turns a plain model into this rank's stage of it, in a fixed order with its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.initial import fill
+from shoal.engine.models.transformer import Transformer, initial
+from shoal.engine.parallel.context.apply import apply_context_parallel
+from shoal.engine.parallel.context.token_order import Spread
+from shoal.engine.parallel.expert import apply_expert_parallel
+from shoal.engine.parallel.float8 import Float8, apply_float8
+from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, chosen_spread
+from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.recompute import apply_recompute
+from shoal.engine.parallel.tensor import apply_tensor_parallel
+from shoal.engine.parallel.tensor_2d import apply_grid
+from shoal.engine.parallel.weight_grad import Postponed, apply_weight_gradients
+from shoal.engine.parallel.zero.rank_parameters import HeldParameters
+from shoal.engine.parallel.zero.zero3_hooks import GatherOnUse
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+from shoal.engine.precision.policy import Policy
+from shoal.pipeline.partition import keep_stage, layers_of, share_copies, share_tied
+from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
+from shoal.spec.catalog import ModelShape
+
+
+@dataclass
+class Stage:
+    """What one rank holds of one pipeline stage: the modules that compute and the parameters behind them.
+
+    Attributes:
+        index: among all stages.
+        part: of the model, which it computes; `index`, unless there are several copies.
+    """
+
+    index: int
+    part: int
+    module: Transformer
+    parameters: ShardedParameters
+
+
+def build_stages(
+    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
+    *, kernel: str = "sdpa", compile: bool = False, float8: Float8 | None = None,
+) -> tuple[list[Stage], HeldParameters]:
+    """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
+
+    Args:
+        shape: the whole model.
+        spread: of the sequences over the context-parallel ranks.
+        kernel: of the attention core, "sdpa" or "explicit".
+        compile: compile each layer, and the loss where it is not split.
+        float8: which products are in 8 bits, if any, and how.
+
+    Returns:
+        The stages, and the parameters of all of them together.
+    """
+    here, holders = mesh.index("pp"), program.stage_rank
+    # Groups that cross the pipeline, on every rank at the same point.
+    ends = None
+    if shape.tied and program.depth > 1:
+        places = sorted({rank for s, rank in enumerate(holders) if program.is_first(s) or program.is_last(s)})
+        ends = mesh.group(f"pp:{','.join(map(str, places))}", purpose="ends")
+    copies = ""
+    if program.copies > 1:
+        # The stages of a rank have their copies on one other rank.
+        other = {holders[(mine + program.depth) % program.stages] for mine in program.stages_of(here)}
+        copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
+        mesh.group(copies)
+    stages = [
+        _build_stage(
+            shape, stage, program, mesh, policy, spread, copies=copies, kernel=kernel, compile=compile, float8=float8
+        )
+        for stage in program.stages_of(here)
+    ]
+    return stages, HeldParameters([stage.parameters for stage in stages], ends)
+
+
+def _build_stage(
+    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
+    copies: str, kernel: str, compile: bool, float8: Float8 | None,
+) -> Stage:
+    """One stage, with this rank's shard of it allocated."""
+    layout, part, depth = mesh.layout, stage % program.depth, program.depth
+    with torch.device("meta"):
+        model = Transformer(shape)
+    keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
+    postponed = Postponed()
+    # On the meta device, so that no rank ever allocates a whole matrix.
+    overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
+    if layout.tp_x > 1:
+        splits = apply_grid(model, shape, mesh, postponed)
+    else:
+        splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
+    chosen = chosen_spread(shape, mesh, spread)
+    splits |= apply_expert_parallel(model, shape, mesh, spread, chosen)
+    splits = share_tied(splits, shape, part, depth)
+    if copies:
+        splits = share_copies(splits, copies, stage // depth)
+    apply_context_parallel(model, mesh, spread, chosen)
+    apply_mixture_of_depths(model, shape, mesh, spread, chosen)
+    for layer in model.layers.values():
+        layer.attention.core.kernel = kernel
+    apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute
+    if compile:
+        for layer in model.layers.values():
+            layer.forward = torch.compile(layer.forward, dynamic=False)
+        if mesh.size("tp") == 1:  # a loss split over ranks is a collective, which cannot be fused
+            model.loss.forward = torch.compile(model.loss.forward, dynamic=False)
+    # Last, and so outermost: parameters are gathered before a layer is entered, recomputed or not.
+    members = _materialise(model, splits, policy.compute, mesh.device)
+    units = _units(model)
+    owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
+    unclaimed = dict(members)  # a tied head belongs to the unit that comes first
+    parameters = ShardedParameters(
+        [[unclaimed.pop(p) for p in unit if p in unclaimed] for unit in owned], mesh, policy
+    )
+    if not compile:  # which would fuse, and so needs to see, the whole backward
+        apply_weight_gradients(model, parameters, postponed if mesh.size("tp") > 1 and not overlap else None)
+    if float8:
+        apply_float8(model, float8, splits, mesh, parameters, postponed if mesh.size("tp") > 1 else None)
+    if layout.zero == 3:
+        needed = [
+            [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
+            for unit in owned
+        ]
+        keep = len(units) if not layout.reshard_after_forward else 1 if _backward_follows(program, stage) else 0
+        GatherOnUse(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
+    return Stage(stage, part, model, parameters)
+
+
+def _backward_follows(program: Program, stage: int) -> bool:
+    """Whether a stage is not run forward again before the backward of the micro-batch just run."""
+    order = [
+        action.op
+        for action in program.actions[program.stage_rank[stage]]
+        if action.stage == stage and action.op in FORWARDS | BACKWARDS
+    ]
+    return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
+
+
+def initialise(parameters: HeldParameters, shape: ModelShape, seed: int) -> None:
+    """Fill this rank's shards with the model's initial values, which depend on (seed, name, index) alone."""
+    with torch.no_grad():
+        for name, pieces in parameters.weights().items():
+            for piece in pieces:
+                fill(
+                    piece.tensor, name=name, whole=piece.whole, box=piece.box, initial=initial(name, shape), seed=seed
+                )
+        parameters.gather()
+
+
+def _units(model: Transformer) -> list[list[nn.Module]]:
+    """What is used together, in forward order."""
+    first = [[model.embed]] if model.embed is not None else []
+    last = [[model.norm, model.head]] if model.head is not None else []
+    return [*first, *([layer] for layer in model.layers.values()), *last]
+
+
+def _materialise(
+    model: Transformer, splits: dict[str, Split], dtype: torch.dtype, device: torch.device
+) -> dict[nn.Parameter, tuple[nn.Parameter, Split, bool]]:
+    """Replace every meta parameter by one whose data the engine will set: meta ones cannot take real data.
+
+    Returns:
+        By new parameter: (parameter, its split, whether weight decay applies: to matrices, not to norms and biases).
+    """
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    members = {}
+    for name, parameter in list(model.named_parameters()):
+        real[parameter] = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+        members[real[parameter]] = (real[parameter], splits[name], parameter.dim() > 1)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = real[parameter]
+    return members

@@ -1,0 +1,92 @@
+"""Context parallelism of a model: what of it depends on where a token is, and attention.
+
+A rank has a part of every sequence. Embeddings, norms, feed-forward blocks, the head and the loss take each token by
+itself, so they need not know. What does:
+
+    positions    of this rank's tokens, which are not consecutive
+    mask         not a matrix, but what each place of the ring sees of each other (`Sight`)
+    core         attention: heads for tokens among the ranks at one place (`ulysses`), then round the ring (`ring`)
+
+Both together are the "unified sequence parallelism" of Fang & Zhao 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.attention import AttentionCore
+from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.context.causal_blocks import Sight, places_of
+from shoal.engine.parallel.context.ring import Ring, RingAttention
+from shoal.engine.parallel.context.token_order import Spread
+from shoal.engine.parallel.context.ulysses import Ulysses
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank's place among those that share each sequence.
+
+    Attributes:
+        rank: its place along the mesh's cp axis.
+        spread: who has which tokens.
+    """
+
+    rank: int
+    spread: Spread
+    ring: Ring
+    ulysses: Ulysses
+
+    def positions(self, start: int, s: int, device: torch.device) -> Tensor:
+        """As `Positions`, of s of this rank's tokens after ``start`` others of its own."""
+        return places_of(self.spread.chunks(self.rank), device)[start : start + s]
+
+    def slices(self, start: int, s: int) -> range:
+        """Of which slices these are the tokens: of one, or of all."""
+        ends = [0, *accumulate(self.spread.lengths(self.rank))]
+        return range(ends.index(start), ends.index(start + s))
+
+    def sight(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Sight:
+        """As `Mask`: what these tokens see of all up to them."""
+        slices = self.slices(start, s)
+        keys = [self.spread.place_chunks(place, range(slices.stop)) for place in range(self.spread.ring)]
+        return Sight(self.spread.place_chunks(self.ring.place, slices), keys, documents)
+
+    def attend(self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        """As `AttentionCore`, of this rank's tokens to all that they see.
+
+        Args:
+            q: [b, a, s, d], the tokens of this forward pass.
+            k, v: [b, k, t, d], these and those of the slices before.
+        """
+        s, t = q.shape[2], k.shape[2]
+        slices = self.slices(t - s, s)
+        queries, keys = (self.spread.place_lengths(self.ring.place, some) for some in (slices, range(slices.stop)))
+        q, k, v = self.ulysses.heads_for_tokens(q, k, v, queries, keys)
+        out = RingAttention.apply(q, k, v, self.ring, sight, core.kernel)
+        return self.ulysses.tokens_for_heads(out, queries)
+
+
+def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chosen: Spread | None = None) -> None:
+    """Have a model, in place, take a part of each sequence over the mesh's cp axis.
+
+    Args:
+        model: a `Transformer`, or the part of one that a pipeline stage keeps.
+        spread: of the sequences.
+        chosen: of those tokens that pass through layers which take some.
+    """
+    if mesh.size("cp") == 1:
+        return
+    at = ContextParallel(mesh.index("cp"), spread, Ring.of(mesh), Ulysses.of(mesh))
+    model.positions.forward = at.positions
+    model.mask.forward = at.sight
+    for layer in model.layers.values():
+        here = at if layer.depth is None else replace(at, spread=chosen)
+        layer.attention.core.forward = partial(here.attend, layer.attention.core)
+        if layer.depth is not None:
+            layer.depth.mask.forward = here.sight

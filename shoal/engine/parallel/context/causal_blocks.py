@@ -1,0 +1,195 @@
+"""What some queries see of some keys, as few rectangles and causal squares.
+
+A kernel computes a rectangle of scores, or a square of which it leaves out what is above the diagonal. Queries and keys
+come as chunks (`shoal.engine.parallel.context.token_order`), and of two chunks either all is seen, or nothing, or what
+a diagonal leaves. So no mask is ever made for causality; only where a piece holds the end of a document one is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from shoal.engine.parallel.context.token_order import Chunks, count
+
+ROWS = 512  # of queries in a piece where documents end in it: fewer leave out more keys, but small products are slow
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of the scores of a block.
+
+    Attributes:
+        rows: the queries.
+        columns: the keys.
+        causal: whether query i of them sees the first i + 1 keys alone; there are as many of each.
+        masked: whether documents hide some of what is left.
+    """
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    masked: bool = False
+
+    @property
+    def scores(self) -> int:
+        """How many are seen, where no document ends."""
+        n, t = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        return n * (n + 1) // 2 if self.causal else n * t
+
+
+def pieces(queries: Chunks, keys: Chunks) -> list[Piece]:
+    """The scores that are computed, each once.
+
+    >>> early, late = range(0, 4), range(12, 16)  # the first of two places; the second has what is between
+    >>> pieces((early, late), (early, late))
+    [Piece(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False)]
+    >>> pieces((early, late), (range(4, 12),))
+    [Piece(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False)]
+    >>> pieces((range(4, 12),), (early, late))
+    [Piece(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
+    """
+    if queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
+        return [Piece(slice(0, count(queries)), slice(0, count(keys)), causal=True)]
+    found = []
+    for row, some in zip(_starts(queries), queries, strict=True):
+        mine: list[Piece] = []
+        for column, others in zip(_starts(keys), keys, strict=True):
+            for piece in _of_chunks(some, others):
+                mine.append(replace(piece, rows=_moved(piece.rows, row), columns=_moved(piece.columns, column)))
+        found += _merged(mine, "rows", "columns")
+    return _merged(found, "columns", "rows")
+
+
+def _starts(chunks: Chunks) -> tuple[int, ...]:
+    return (0, *accumulate(map(len, chunks[:-1])))
+
+
+def _moved(some: slice, by: int) -> slice:
+    return slice(some.start + by, some.stop + by)
+
+
+def _of_chunks(queries: range, keys: range) -> Iterator[Piece]:
+    """Of one chunk of queries and one of keys: query i sees key j where keys[j] <= queries[i]."""
+    n, t = len(queries), len(keys)
+    if keys[-1] <= queries[0]:
+        yield Piece(slice(0, n), slice(0, t))
+    elif keys[0] > queries[-1]:
+        return
+    elif queries.step != keys.step:  # one by one: the left-overs of stripes
+        for i, query in enumerate(queries):
+            seen = sum(key <= query for key in keys)
+            if seen:
+                yield Piece(slice(i, i + 1), slice(0, seen))
+    else:
+        ahead = (queries[0] - keys[0]) // queries.step  # query i sees keys up to i + ahead
+        first, before = max(0, -ahead), max(0, ahead)
+        side = min(n - first, t - before)
+        if before:
+            yield Piece(slice(first, n), slice(0, before))
+        yield Piece(slice(first, first + side), slice(before, before + side), causal=True)
+        if first + side < n:
+            yield Piece(slice(first + side, n), slice(before, before + side))
+
+
+def _merged(found: Sequence[Piece], same: str, along: str) -> list[Piece]:
+    """Join rectangles that follow each other along one side and are the same on the other."""
+    merged: list[Piece] = []
+    for piece in found:
+        last = merged[-1] if merged else None
+        if (
+            last and not (piece.causal or last.causal)
+            and getattr(last, same) == getattr(piece, same) and getattr(last, along).stop == getattr(piece, along).start
+        ):
+            merged[-1] = replace(last, **{along: slice(getattr(last, along).start, getattr(piece, along).stop)})
+        else:
+            merged.append(piece)
+    return merged
+
+
+class Sight:
+    """What the queries of one place of a ring see of the keys of every place, in one forward pass.
+
+    Args:
+        queries: this place's, in its order.
+        keys: of each place.
+        documents: [b, all tokens of the sequence] the document of each, where attention stays inside them.
+    """
+
+    def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
+        self.queries, self.keys, self.documents = queries, tuple(keys), documents
+        self._pieces: dict[int, list[Piece]] = {}
+        self._of_keys: dict[int, Tensor] = {}
+
+    def pieces(self, place: int) -> list[Piece]:
+        """What is computed with the keys of a place; what belongs to no common document is left out."""
+        if place not in self._pieces:
+            found = pieces(self.queries, self.keys[place])
+            if self.documents is not None:
+                found = [seen for piece in found for seen in self._inside(piece, place)]
+            self._pieces[place] = found
+        return self._pieces[place]
+
+    def mask(self, piece: Piece, place: int) -> Tensor | None:
+        """[b, 1, n, t] bool, True where a masked piece's queries see its keys; None for another."""
+        if not piece.masked:
+            return None
+        of_queries, of_keys = self._documents_of(piece, place)
+        same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
+        return (same.tril() if piece.causal else same).unsqueeze(1)
+
+    def _inside(self, piece: Piece, place: int) -> Iterator[Piece]:
+        """What documents leave of a piece."""
+        if self._in_one(piece, place):
+            yield piece
+            return
+        for part in _rows_of(piece):
+            of_queries, of_keys = self._documents_of(part, place)  # [b, n], [b, t]
+            first, last = of_queries.amin(1, keepdim=True), of_queries.amax(1, keepdim=True)
+            columns = ((of_keys >= first) & (of_keys <= last)).any(0).nonzero().view(-1).tolist()
+            if columns and not part.causal:  # a square stays one
+                start = part.columns.start
+                part = replace(part, columns=slice(start + columns[0], start + columns[-1] + 1))
+            if columns:
+                yield replace(part, masked=not self._in_one(part, place))
+
+    def _in_one(self, piece: Piece, place: int) -> bool:
+        """Whether all its queries and keys are in one document, in every sequence."""
+        of_queries, of_keys = self._documents_of(piece, place)
+        one = of_queries[:, :1]
+        return bool((of_queries == one).all() and (of_keys == one).all())
+
+    def _documents_of(self, piece: Piece, place: int) -> tuple[Tensor, Tensor]:
+        if place not in self._of_keys:
+            self._of_keys[place] = self._at(self.keys[place])
+        return self._of_queries[:, piece.rows], self._of_keys[place][:, piece.columns]
+
+    @cached_property
+    def _of_queries(self) -> Tensor:
+        return self._at(self.queries)
+
+    def _at(self, chunks: Chunks) -> Tensor:
+        return self.documents[:, places_of(chunks, self.documents.device)]
+
+
+def places_of(chunks: Chunks, device: torch.device) -> Tensor:
+    """[tokens] int64: where in their sequence they are."""
+    return torch.cat([torch.arange(c.start, c.stop, c.step, device=device) for c in chunks])
+
+
+def _rows_of(piece: Piece) -> Iterator[Piece]:
+    """A piece in blocks of at most `ROWS` queries."""
+    for start in range(piece.rows.start, piece.rows.stop, ROWS):
+        rows = slice(start, min(start + ROWS, piece.rows.stop))
+        if not piece.causal:
+            yield replace(piece, rows=rows)
+            continue
+        first = piece.columns.start + start - piece.rows.start
+        if first > piece.columns.start:
+            yield Piece(rows, slice(piece.columns.start, first))
+        yield Piece(rows, slice(first, first + rows.stop - rows.start), causal=True)

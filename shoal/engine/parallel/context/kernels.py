@@ -1,0 +1,151 @@
+"""Attention of one piece of scores that gives its log-sum-exp, and its backward from those of the whole row.
+
+With the output o_i and the log-sum-exp l_i of every piece of a row, the row's are
+
+    l = log sum_i exp l_i        o = sum_i exp(l_i - l) o_i
+
+(Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; as ring attention has it, Liu et al. 2023).
+The weights of a piece are exp(scores - l) once l is known, so its backward needs nothing of its forward (Dao et al.
+2022, "FlashAttention", algorithm 4).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.engine.models.attention import per_head
+from shoal.engine.models.products import of_small_blocks
+
+Kernel = Literal["sdpa", "explicit"]
+_ROWS = 256  # of queries whose scores are alive at once in attention written out
+
+_aten = torch.ops.aten
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, kernel: Kernel = "sdpa"
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d)) v over some keys alone.
+
+    Args:
+        q: [b, a, n, d].
+        k, v: [b, k, t, d]; query heads share key/value heads in groups.
+        mask: [b, 1, n, t] bool, True where attention is allowed; a causal piece's hides later keys too.
+        causal: query i sees the first i + 1 keys; n = t.
+        kernel: "sdpa" for torch's fused ones where they can do it, or "explicit".
+
+    Returns:
+        [b, a, n, d], zeros where a query sees nothing; and the log-sum-exp [b, a, n] of the scores, -inf there, in
+        float32 at least.
+    """
+    k, v = per_head(q, k), per_head(q, v)  # the kernels that give the log-sum-exp know no groups
+    which = _kernel(q, mask, kernel)
+    if which == "explicit":
+        return _attend_explicitly(q, k, v, mask, causal)
+    if which == "flash":
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    bias = _bias(mask, q.dtype)
+    with of_small_blocks(k):
+        out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal and mask is None, attn_mask=bias
+        )
+    if mask is not None:
+        total = total.masked_fill(~mask.any(-1), -math.inf)
+    return out, total
+
+
+def attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None = None,
+    *, causal: bool = False, kernel: Kernel = "sdpa",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The piece's part of the gradients of q, k and v.
+
+    Args:
+        gradient: [b, a, n, d], of the rows' whole output.
+        out, total: the rows' whole output and log-sum-exp, over all their pieces.
+
+    Other arguments as of `attend`.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = per_head(q, k), per_head(q, v)
+    which = _kernel(q, mask, kernel)
+    if which == "explicit":
+        d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal)
+    elif which == "flash":
+        n, t = q.shape[2], k.shape[2]
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout, of which there is none
+        # The kernel reads the log-sum-exp by its address alone, as if its rows lay end to end.
+        d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
+        )
+    else:
+        with of_small_blocks(k):
+            d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, q, k, v, out, total, 0.0, causal and mask is None, attn_mask=_bias(mask, q.dtype)
+            )
+    if groups > 1:
+        d_k, d_v = (d.unflatten(1, (-1, groups)).sum(2) for d in (d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _kernel(q: Tensor, mask: Tensor | None, kernel: Kernel) -> str:
+    """torch's kernel for this device that gives the log-sum-exp, or attention written out."""
+    if kernel == "explicit":
+        return kernel
+    if q.device.type == "cpu":
+        return "cpu"
+    half, d = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    return "flash" if half and mask is None and d % 8 == 0 and d <= 256 else "explicit"
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores, as torch's kernel on the CPU takes it."""
+    return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, start: int) -> Tensor:
+    """Of some rows that begin at row ``start``, in float32 at least."""
+    scores = q @ k.transpose(-1, -2)
+    scores = (scores.float() if scores.dtype.itemsize < 4 else scores) * (1 / math.sqrt(q.shape[-1]))
+    n, t = scores.shape[-2:]
+    if mask is not None:
+        return scores.masked_fill(~mask[:, :, start : start + n], -math.inf)
+    if causal:
+        hidden = torch.ones(n, t, dtype=torch.bool, device=q.device).triu(start + 1)
+        return scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+def _attend_explicitly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    outs, totals = [], []
+    for start in range(0, q.shape[2], _ROWS):
+        scores = _scores(q[:, :, start : start + _ROWS], k, mask, causal, start)
+        total = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - total.clamp(min=torch.finfo(total.dtype).min)).exp()  # zeros where nothing is seen
+        outs.append(weights.to(v.dtype) @ v)
+        totals.append(total.squeeze(-1))
+    return torch.cat(outs, 2), torch.cat(totals, 2)
+
+
+def _explicit_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1])
+    along = (gradient.to(total.dtype) * out).sum(-1, keepdim=True)  # [b, a, n, 1]
+    d_q = torch.empty_like(q)
+    d_k, d_v = torch.zeros_like(k, dtype=total.dtype), torch.zeros_like(v, dtype=total.dtype)
+    for start in range(0, q.shape[2], _ROWS):
+        rows = slice(start, start + _ROWS)
+        some, of_some = q[:, :, rows], gradient[:, :, rows]
+        weights = (_scores(some, k, mask, causal, start) - total[:, :, rows].unsqueeze(-1)).exp()
+        d_scores = weights * ((of_some @ v.transpose(-1, -2)) - along[:, :, rows]) * scale
+        d_v += weights.to(v.dtype).transpose(-1, -2) @ of_some
+        d_q[:, :, rows] = d_scores.to(k.dtype) @ k
+        d_k += d_scores.to(q.dtype).transpose(-1, -2) @ some
+    return d_q, d_k, d_v

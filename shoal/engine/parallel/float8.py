@@ -1,0 +1,252 @@
+"""Linear layers whose three products take 8-bit copies of what they multiply.
+
+    y = x W^T      x and W with rows along the input features
+    dX = dY W      dY and W^T along the output features
+    dW = dY^T X    dY^T and X^T along the tokens
+
+Sums are made in the compute format, and so are all other operations. Where a block of a scale spans features that
+tensor parallelism has split, its largest number is the maximum over the axis: scales are those of one device. Blocks
+inside a rank's part need no such word, which is what they are for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.device import has_float8_products
+from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.weight_grad import Postponed, add_gradient, add_rows, give
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
+from shoal.engine.precision.policy import Policy
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, float8_layers
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import Float8Config
+from shoal.spec.number_formats import E5M2
+
+TOKENS, IN, OUT = "tokens", "in", "out"
+DIMS = {INPUT: (TOKENS, IN), WEIGHT: (OUT, IN), GRADIENT: (TOKENS, OUT)}
+_ALIGN = 16  # elements: what `torch._scaled_mm` asks of the sides of its matrices
+
+
+@dataclass(frozen=True)
+class Float8:
+    """What of a whole model multiplies in 8 bits.
+
+    Attributes:
+        layers: names of the linear layers that do.
+        recipe: how.
+        history: of their largest numbers, where scales are delayed.
+    """
+
+    layers: tuple[str, ...]
+    recipe: Recipe
+    history: AmaxHistory | None
+
+    @staticmethod
+    def of(policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device) -> Float8 | None:
+        """Of a run; None where its products are in the compute format."""
+        products = policy.formats.products
+        if products == "compute":
+            return None
+        recipe, layers = Recipe.of(products, config), float8_layers(shape, config.keep)
+        history = AmaxHistory(recipe, layers, policy.compute, device) if recipe.history else None
+        return Float8(tuple(layers), recipe, history)
+
+    def native(self, compute: torch.dtype, device: torch.device) -> bool:
+        """Whether products are made in 8 bits, and not of what the codes stand for."""
+        return has_float8_products(device) and all(_takes(grain, compute) for grain in self.recipe.grains)
+
+    def end_step(self, world: Group | None) -> None:
+        """A step is over on every rank: agree on what it had at most."""
+        if self.history:
+            all_reduce(self.history.now, world, dist.ReduceOp.MAX)
+            self.history.end_step()
+
+
+def apply_float8(
+    model: Transformer, float8: Float8, splits: dict[str, Split], mesh: Mesh, parameters: ShardedParameters,
+    postponed: Postponed | None,
+) -> None:
+    """Have linear layers multiply in 8 bits, in place. After `apply_weight_gradients`, whose products these replace.
+
+    Args:
+        splits: how tensor parallelism split their weights, by name.
+        postponed: as of `apply_weight_gradients`.
+    """
+    last = _Last()
+    for name, module in model.named_modules():
+        if name in float8.layers:
+            split = splits[f"{name}.weight"]
+            along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.whole[i]), "")
+            module.product = Float8Product(
+                name, float8.recipe, float8.history, last, along, mesh.group("tp"), parameters, postponed,
+                native=has_float8_products(mesh.device),
+            )
+
+
+class _Last:
+    """What was encoded last: q, k and v read the same input, and so do gate and up."""
+
+    def __init__(self):
+        self.of: weakref.ref[Tensor] | None = None
+        self.most: Tensor | None = None
+        self.codes: tuple[Codes, Codes] | None = None
+
+
+class Float8Product:
+    """The products of one linear layer.
+
+    Args:
+        split: the dimension of its weight of which this rank has a part: "in", "out" or "".
+        group: that has the other parts.
+        native: whether the device multiplies such numbers; else they are multiplied as what they stand for.
+    """
+
+    def __init__(
+        self, name: str, recipe: Recipe, history: AmaxHistory | None, last: _Last, split: str, group: Group | None,
+        parameters: ShardedParameters, postponed: Postponed | None, *, native: bool,
+    ):
+        self.name, self.recipe, self.history, self.last = name, recipe, history, last
+        self.split, self.group = split, group
+        self.parameters, self.postponed, self.native = parameters, postponed, native
+
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """x W^T + bias: [.., in] -> [.., out]."""
+        along, turned = self._encode_input(x)
+        y = _Float8Linear.apply(self, x, weight, along.codes, along.scale, turned.codes, turned.scale)
+        return y if bias is None else _AddBias.apply(self.parameters, y, bias)
+
+    def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
+        last = self.last
+        if last.of is None or last.of() is not x:
+            # Detached, and so encoded without autograd: the product gives the gradient of x as a whole.
+            both, most = self.encode(x.detach().flatten(0, -2), INPUT)
+            last.of, last.codes, last.most = weakref.ref(x), both, most
+        self._note(INPUT, last.most)
+        return last.codes
+
+    def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
+        """The codes of a matrix, those of its transpose, and the largest numbers of the former's blocks."""
+        codes, most = self._encode(x, what, DIMS[what])
+        turned = codes.t() if self.recipe.turns(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
+        return (codes, turned), most
+
+    def _encode(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
+        kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
+        found = most = largest(x, grain)
+        scale = self.history.scale(self.name, what) if self.history else None
+        if scale is None:
+            spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
+            if self.split in spanned:
+                most = all_reduce(most.clone(), self.group, dist.ReduceOp.MAX)
+            scale = scale_of(most, kind, grain)
+        else:  # it is finite whatever x is, and a step with numbers that are not must be noticed
+            scale = torch.where(found.isfinite().all(), scale, torch.nan)
+        return encode(x, scale, kind, grain), found
+
+    def _note(self, what: int, most: Tensor) -> None:
+        if self.history and torch.is_grad_enabled():
+            self.history.note(self.name, what, most)
+
+    def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
+        """W along the input features, or W^T along the output's."""
+        across = turned and not self.recipe.turns(WEIGHT)
+        dims = DIMS[WEIGHT]
+        codes, most = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
+        if self.history:
+            self.history.note(self.name, WEIGHT, most)
+        return codes.t() if turned and not across else codes
+
+    def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
+        """dY along the output features, dY^T along the tokens."""
+        both, most = self.encode(gradient, GRADIENT)
+        if self.history:
+            self.history.note(self.name, GRADIENT, most)
+        return both
+
+    def multiply(self, a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+        """a b^T: [m, k], [n, k] -> [m, n]."""
+        return multiply(a, b, dtype, native=self.native)
+
+
+def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
+    """a b^T: [m, k], [n, k] -> [m, n].
+
+    Args:
+        native: by `torch._scaled_mm`, where it takes such codes: whole tensors or rows that share a scale, not e5m2 on
+            both sides, and sides that are multiples of 16.
+    """
+    both_e5m2 = a.codes.dtype == b.codes.dtype == getattr(torch, E5M2.name)
+    taken = a.grain == b.grain and _takes(a.grain, dtype)
+    fits = all(side % _ALIGN == 0 for side in (*a.codes.shape, *b.codes.shape))
+    if not (native and taken and fits and not both_e5m2):
+        return F.linear(a.values(dtype), b.values(dtype))
+    scales = (a.scale.reciprocal(), b.scale.reciprocal().t())
+    if a.grain == TENSOR:
+        scales = tuple(scale.view(()) for scale in scales)
+    return torch._scaled_mm(
+        a.codes.contiguous(), b.codes.contiguous().t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype
+    )
+
+
+def _takes(grain: Grain, dtype: torch.dtype) -> bool:
+    """Whether `torch._scaled_mm` takes such scales, and gives such results."""
+    return (grain == TENSOR and dtype != torch.float64) or (grain == ROW and dtype == torch.bfloat16)
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, layer: Float8Product, x: Tensor, weight: nn.Parameter,
+        codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor,
+    ) -> Tensor:
+        ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, x.shape, x.dtype
+        ctx.save_for_backward(weight, turned, turned_scale)
+        grain = layer.recipe.grains[INPUT]
+        y = layer.multiply(Codes(codes, scale, grain), layer.encode_weight(weight, turned=False), x.dtype)
+        return y.resize_(*x.shape[:-1], y.shape[-1])  # no view: ranks of tensor parallelism sum it in place
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        layer, (weight, turned, turned_scale) = ctx.layer, ctx.saved_tensors
+        along, across = layer.encode_gradient(gradient.flatten(0, -2))
+        d_x = None
+        if ctx.needs_input_grad[1]:
+            d_x = layer.multiply(along, layer.encode_weight(weight, turned=True), ctx.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[2]:  # else it is frozen
+            x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
+            term = partial(_add_multiplied, layer, across, x, ctx.dtype)
+            give(layer.parameters, layer.postponed if d_x is not None else None, ctx.weight, term)
+        return None, d_x, None, None, None, None, None
+
+
+class _AddBias(torch.autograd.Function):
+    """Added in the compute format; its gradient is handed over as a matrix's is."""
+
+    @staticmethod
+    def forward(ctx, parameters: ShardedParameters, y: Tensor, bias: nn.Parameter) -> Tensor:
+        ctx.parameters, ctx.bias = parameters, bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.parameters.add(ctx.bias, partial(add_rows, gradient))
+        return None, gradient, None
+
+
+def _add_multiplied(
+    layer: Float8Product, a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool
+) -> None:
+    add_gradient(layer.multiply(a, b, dtype), total, fresh)

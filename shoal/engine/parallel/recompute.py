@@ -1,0 +1,24 @@
+"""Activation recomputation: parts of a layer whose activations are computed again in backward instead of kept.
+
+- full: a whole layer; only its input is kept (Chen et al. 2016).
+- selective: the core of attention, whose scores take the most memory for the fewest FLOPs (Korthikanti et al. 2022,
+  section 5).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+from shoal.engine.models.transformer import Transformer
+from shoal.spec.layout import Recompute
+
+
+def apply_recompute(model: Transformer, mode: Recompute) -> None:
+    """Wrap the forward of each layer, or of each attention core, in place."""
+    for layer in model.layers.values():
+        target = {"none": None, "selective": layer.attention.core, "full": layer}[mode]
+        if target is not None:
+            # There is no dropout, so no generator state to restore.
+            target.forward = partial(checkpoint, target.forward, use_reentrant=False, preserve_rng_state=False)

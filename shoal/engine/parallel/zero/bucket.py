@@ -1,0 +1,254 @@
+"""A bucket: some parameters end to end in one flat buffer, cut into equal shards.
+
+The parameters are views of the buffer, so that a collective over all of them needs no copy, and neither does the
+optimizer: it updates one flat run of numbers. A shard ends wherever the equal cut falls, inside a row too; what part of
+which parameter that is, `Bucket.pieces` tells as boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.collectives.group import Group, allocate
+from shoal.engine.collectives.ops import Pending, all_gather_flat
+from shoal.engine.device import host_zeros
+from shoal.engine.parallel.placement import ENDS, Split
+from shoal.engine.precision.policy import Policy
+
+_ALIGN = 64  # elements: shards start on whole vector registers and cache lines
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    parameter: nn.Parameter
+    split: Split
+    decay: bool
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.split.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a shard that are treated alike.
+
+    Attributes:
+        start, stop: inside the shard.
+        sum_over: mesh axes over which their gradients are partial sums.
+        copies: how often the same elements are held along tp and pp.
+        decay: whether weight decay applies.
+    """
+
+    start: int
+    stop: int
+    sum_over: tuple[str, ...]
+    copies: int
+    decay: bool
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Bucket:
+    """Flat storage of some parameters: whole in `full`, this rank's shard in `master`.
+
+    All have their replicas along one axis of the mesh, `replicas`.
+
+    Args:
+        members: (parameter on any device, its split, whether it decays), in any order; they are sorted so that equal
+            treatment is contiguous, and their data is replaced by views of the buffer.
+        shards: number of equal parts.
+        index: which of them is this rank's.
+        keep_full: whether the parameters stay whole between uses (not in ZeRO-3).
+        offload: whether `master` is in host memory: "optimizer" leaves what is computed with on the device, whole or
+            (`shard`) in part; "parameters" leaves nothing there but what is gathered.
+        group: that holds the shards.
+    """
+
+    def __init__(
+        self,
+        members: list[tuple[nn.Parameter, Split, bool]],
+        *,
+        shards: int,
+        index: int,
+        policy: Policy,
+        device: torch.device,
+        keep_full: bool,
+        offload: str = "none",
+        group: Group | None = None,
+    ):
+        members = sorted(members, key=lambda m: (m[1].sum_over, m[1].copies, m[2]))
+        self.slots: list[Slot] = []
+        self.replicas = members[0][1].replicas
+        self.numel = 0
+        for parameter, split, decay in members:
+            self.slots.append(Slot(parameter, split, decay, self.numel))
+            self.numel += split.numel
+        self.shards, self.index, self.policy = shards, index, policy
+        self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
+        # One for all ranks of a host: each updates its part where it is, and none until all are done with the step.
+        self.full = allocate(shards * self.chunk, policy.compute, device, group if keep_full else None, one=True)
+        for slot in self.slots:
+            slot.parameter.data = self.full[slot.start : slot.stop].view(slot.split.local)
+        self.keep_full = keep_full
+        self.offloaded = offload != "none"
+        if self.offloaded:
+            self.master = host_zeros(self.chunk, policy.storage, device)
+        elif keep_full and policy.storage == policy.compute:
+            self.master = self.mine(self.full)
+        else:
+            self.master = torch.zeros(self.chunk, dtype=policy.storage, device=device)
+        in_part = offload == "optimizer" and not keep_full
+        self.shard = torch.zeros(self.chunk, dtype=policy.compute, device=device) if in_part else None
+        self.runs = list(self._runs())
+        self._used: Tensor | None = None
+        self._gathering: Pending | None = None
+        self.gathered = True
+        if not keep_full:
+            self.free()
+
+    def mine(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a whole flat buffer, as a view."""
+        return flat[self.index * self.chunk : (self.index + 1) * self.chunk]
+
+    def _runs(self) -> Iterator[Run]:
+        begin = self.index * self.chunk
+        run: Run | None = None
+        for slot in self.slots:
+            start, stop = max(slot.start - begin, 0), min(slot.stop - begin, self.chunk)
+            if start >= stop:
+                continue
+            alike = (slot.split.sum_over, slot.split.copies, slot.decay)
+            if run and (run.sum_over, run.copies, run.decay) == alike:
+                run = Run(run.start, stop, *alike)
+                continue
+            if run:
+                yield run
+            run = Run(start, stop, *alike)
+        if run:
+            yield run
+
+    def pieces(self, flat: Tensor, start: int = 0) -> Iterator[tuple[str, Piece]]:
+        """Name what ``flat`` holds.
+
+        Args:
+            flat: elements ``start : start + flat.numel()`` of this rank's shard, of weights or anything like them.
+
+        Yields:
+            (parameter name, piece), each piece a view of ``flat``.
+        """
+        for slot, at, box in self.boxes(start, start + flat.numel()):
+            values = flat[at : at + box.numel].view(box.shape)
+            yield slot.split.name, Piece(slot.split.whole, box, values, slot.split.primary)
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[Slot, int, Box]]:
+        """Name elements ``start:stop`` of this rank's shard: (slot, offset from ``start``, box of the parameter)."""
+        begin, end = self.index * self.chunk + start, self.index * self.chunk + stop
+        for slot in self.slots:
+            first, last = max(slot.start, begin), min(slot.stop, end)
+            for offset, box in slot.split.boxes(first - slot.start, last - slot.start):
+                yield slot, first - begin + offset, box
+
+    # ---- whole parameters from shards --------------------------------------------------------------------------
+
+    def gather(self, group: Group | None) -> None:
+        """Start making `full` whole from every rank's `master`; `wait` before its use."""
+        if self.gathered or self._gathering is not None:
+            return
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.full.numel() * self.full.element_size())
+        mine = self.mine(self.full)
+        if self._used is not None and not self.keep_full:
+            source = self._used
+        else:
+            source = self.master if self.shard is None else self.shard
+        if not same_memory(mine, source):
+            mine.copy_(source, non_blocking=True)
+        if group is None:
+            self.gathered = True
+        else:
+            self._gathering = all_gather_flat(self.full, mine, group)
+
+    def wait(self) -> None:
+        """Until the parameters are whole."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering, self.gathered = None, True
+
+    def stale(self) -> None:
+        """The masters changed: `full` no longer holds the parameters."""
+        self.wait()
+        self.gathered = False
+        if self.shard is not None:
+            self.shard.copy_(self.master)
+
+    def free(self) -> None:
+        """Give the memory of `full` back until the next `gather`."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    # ---- versions of the weights -------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Tensor:
+        """The memory of the weights between uses: `full`, or in ZeRO-3 `shard` or `master`."""
+        if self.keep_full:
+            return self.full
+        return self.master if self.shard is None else self.shard
+
+    def use(self, version: Tensor | None) -> None:
+        """Have the parameters be those of a copy of `held`; None goes back to the ones that the optimizer updates."""
+        if version is self._used:
+            return
+        self._used = version
+        if not self.keep_full:
+            self.free()  # and so gathered anew when they are needed
+            return
+        flat = self.full if version is None else version
+        for slot in self.slots:
+            slot.parameter.data = flat[slot.start : slot.stop].view(slot.split.local)
+
+
+def grouped(
+    units: list[list[tuple[nn.Parameter, Split, bool]]], limit: float, itemsize: int
+) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
+    """The members of each bucket: whole units, until it has ``limit`` bytes of numbers of ``itemsize``.
+
+    A parameter that two stages share is a bucket by itself, so that its shards lie alike on both; those whose replicas
+    lie along other axes of the mesh are in other buckets.
+    """
+    filling: dict[str, list[tuple[nn.Parameter, Split, bool]]] = {}
+    for unit in units:
+        yield from ([member] for member in unit if ENDS in member[1].sum_over)
+        for member in unit:
+            if ENDS not in member[1].sum_over:
+                filling.setdefault(member[1].replicas, []).append(member)
+        for axis, members in list(filling.items()):
+            if sum(split.numel for _, split, _ in members) * itemsize >= limit:
+                yield filling.pop(axis)
+    yield from filling.values()
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def end_to_end(matrices: Sequence[Tensor]) -> Tensor:
+    """One matrix [all rows, columns] of matrices of equal width that lie end to end in one buffer, without a copy."""
+    first, *others = matrices
+    if not others:
+        return first
+    return first.detach().as_strided((sum(len(m) for m in matrices), first.shape[1]), first.stride())

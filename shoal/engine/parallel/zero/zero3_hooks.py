@@ -1,0 +1,78 @@
+"""ZeRO-3: parameters gathered ahead of their use and freed after it (Rajbhandari et al. 2020, section 7.2.2).
+
+A unit is what is gathered at once: the embedding, a layer, the final norm and head. Its parameters are gathered one
+or more units ahead of forward and of backward, so that the collective runs while the unit before computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.engine.parallel.zero.bucket import Bucket
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+
+
+class GatherOnUse:
+    """Hooks that keep a stage's parameters whole only while they are needed.
+
+    Args:
+        units: in forward order, the modules of each unit (in forward order) and the buckets that their parameters need.
+        parameters: of all units.
+        ahead: units that are gathered before their turn.
+        keep: the last so many units stay whole between forward and backward.
+
+    After backward `ShardedParameters` frees a bucket, as soon as all its gradients are there.
+    """
+
+    def __init__(
+        self,
+        units: list[tuple[list[nn.Module], list[Bucket]]],
+        parameters: ShardedParameters,
+        *,
+        ahead: int,
+        keep: int,
+    ):
+        self.buckets = [buckets for _, buckets in units]
+        self.parameters, self.ahead = parameters, ahead
+        used: set[Bucket] = set()
+        self.first_used: list[list[Bucket]] = []  # buckets of each unit that no unit before it needs
+        for buckets in self.buckets:
+            self.first_used.append([bucket for bucket in buckets if bucket not in used])
+            used.update(buckets)
+        self.kept = range(len(units) - keep, len(units))
+        for i, (modules, _) in enumerate(units):
+            modules[0].register_forward_pre_hook(lambda _, args, i=i: self._before_forward(i))
+            modules[-1].register_forward_hook(lambda _, args, output, i=i: self._after_forward(i, output))
+
+    def _use(self, units: range) -> None:
+        """Wait for the first unit's parameters, and start the gathering of the others', which will be used after it."""
+        for unit in units:
+            for bucket in self.buckets[unit]:
+                bucket.gather(self.parameters.shard_group(bucket))
+        for bucket in self.buckets[units[0]]:
+            bucket.wait()
+
+    def _from(self, unit: int) -> range:
+        """A unit, and those that are gathered ahead of forward."""
+        return range(unit, min(unit + self.ahead + 1, len(self.buckets)))
+
+    def _before_forward(self, unit: int) -> None:
+        self._use(self._from(unit))
+
+    def _before_backward(self, unit: int) -> None:
+        # Here backward is past the unit that follows. Its reductions start before the next gathering on every rank,
+        # also where they were not complete, since all ranks must start the group's collectives in one order.
+        if unit + 1 < len(self.buckets):
+            self.parameters.passed(self.first_used[unit + 1])
+        self._use(range(unit, max(-1, unit - self.ahead - 1), -1))
+
+    def _after_forward(self, unit: int, output: torch.Tensor) -> None:
+        needs_backward = output.requires_grad
+        if needs_backward:
+            output.register_hook(lambda _: self._before_backward(unit))
+        if not (needs_backward and unit in self.kept):
+            following = [bucket for other in self._from(unit)[1:] for bucket in self.buckets[other]]
+            for bucket in self.buckets[unit]:
+                if bucket not in following:
+                    bucket.free()

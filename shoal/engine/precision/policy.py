@@ -1,0 +1,37 @@
+"""The number formats of each precision as torch's dtypes: of weights kept and computed with, gradients and states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.spec.number_formats import FORMATS, Formats
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of one precision.
+
+    Attributes:
+        formats: all that is said of it.
+        storage: the weights that the optimizer updates.
+        compute: weights and activations in forward and backward.
+        reduce: gradients, summed over micro-batches and ranks.
+        state: the optimizer's moments.
+    """
+
+    formats: Formats
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    state: torch.dtype
+
+    @staticmethod
+    def of(formats: Formats) -> Policy:
+        """With torch's dtypes."""
+        held = (formats.storage, formats.compute, formats.reduce, formats.state)
+        return Policy(formats, *(getattr(torch, each.name) for each in held))
+
+
+POLICIES = {name: Policy.of(formats) for name, formats in FORMATS.items()}

@@ -1,0 +1,304 @@
+"""Executes a rank's part of a `Program`: one stage with accumulation, or any pipeline, on the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import Transfer, start_receive, start_send
+from shoal.engine.data.batches import Batch
+from shoal.engine.models.cache import Slice
+from shoal.engine.parallel.apply import Stage
+from shoal.engine.weight_versions import Stash
+from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program
+
+Update = Callable[[Action, Tensor], None]
+Place = tuple[int, int, int]
+"""A stage, a micro-batch and a slice of it (-1 for the whole)."""
+
+Channel = tuple[Op, bool]
+"""What travels one way along the pipeline: the direction, and whether it goes from a lower rank to a higher."""
+
+
+@dataclass
+class _Flight:
+    """A micro-batch, or a slice of it, between its forward and its backward on one stage."""
+
+    hidden: Tensor | None
+    output: Tensor
+    part: Slice | None
+
+
+class Recorder(Protocol):
+    """Told what a runtime does, as it does it."""
+
+    def begin(self, action: Action) -> None:
+        """An action begins."""
+
+    def arrived(self, action: Action) -> None:
+        """What the action had to wait for, if anything, is there."""
+
+    def end(self, action: Action) -> None:
+        """It is done (a transfer: it is on its way)."""
+
+
+class Runtime:
+    """One rank's executor.
+
+    Args:
+        program: of all pipeline ranks; this rank's part is taken by the mesh's pp index.
+        stages: the stages that this rank holds.
+        mesh: where messages go.
+        hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
+            h/tp_x).
+        dtype: of these activations.
+        slices: of this rank's tokens of a sequence, how many are in each slice, where the program has slices.
+        tokens: which tokens of a sequence are this rank's, [s] of them; None for all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        *,
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        slices: Sequence[int] = (),
+        tokens: Tensor | None = None,
+    ):
+        self.program, self.mesh = program, mesh
+        self.stages = {stage.index: stage for stage in stages}
+        self.actions = program.actions[mesh.index("pp")]
+        self.last_weights = _last_weights(self.actions)
+        self.hidden_shape, self.dtype, self.slices = hidden_shape, dtype, slices
+        self.tokens = tokens
+        self.stashes = {
+            stage.index: Stash(
+                stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
+            )
+            for stage in stages if program.updates > 1
+        }
+        self.recorders: list[Recorder] = []
+        # A group for each way along the pipeline: what is sent one way never waits for what goes another.
+        self.groups: dict[Channel, Group] = {}
+        self._connect()
+        self._reset()
+
+    def _connect(self) -> None:
+        """Make the groups, and exchange one number on every way that messages will take, in an order common to all.
+
+        NCCL connects two ranks at their first transfer and holds both until the other is there; in a step, where each
+        waits at a place of its own, that could be never.
+        """
+        ranks, here = self.mesh.ranks("pp"), self.mesh.index("pp")
+        used = {
+            self._route(action) for actions in self.program.actions for action in actions if action.op in RECEIVES
+        }
+        number = torch.zeros(1, device=self.mesh.device)
+        for channel, source, target in sorted(used):
+            if channel not in self.groups:
+                self.groups[channel] = self.mesh.group("pp", purpose=f"{channel[0]}{'+' if channel[1] else '-'}")
+            if here == source:
+                start_send(number, ranks[target], self.groups[channel]).wait()
+            elif here == target:
+                start_receive(number, ranks[source], self.groups[channel]).wait()
+
+    def _route(self, action: Action) -> tuple[Channel, int, int]:
+        """The way that a message takes, and the pipeline ranks that it goes from and to."""
+        forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        other = action.stage + (1 if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
+        near, far = self.program.stage_rank[action.stage], self.program.stage_rank[other]
+        source, target = (near, far) if action.op in SENDS else (far, near)
+        return (Op.FORWARD if forward else Op.BACKWARD, source < target), source, target
+
+    def _reset(self) -> None:
+        self._hidden: dict[Place, Tensor] = {}
+        self._gradient: dict[Place, Tensor] = {}
+        self._receiving: dict[tuple[Op, Place], Transfer] = {}
+        self._sending: list[tuple[Transfer, Tensor]] = []
+        self._flights: dict[Place, _Flight] = {}
+        self._parts: dict[tuple[int, int], Slice] = {}  # the newest of each micro-batch on each stage
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+
+    def step(self, batches: Sequence[Batch], scale: np.ndarray, update: Update) -> Tensor:
+        """Run one step.
+
+        Args:
+            batches: this replica's micro-batches, on the device.
+            scale: what each micro-batch's summed loss is multiplied by before backward: 1 / number of tokens that count
+                in its update, globally.
+            update: called with each STEP and the summed loss [nats] of this rank's forwards until then (0 without a
+                last stage); it updates the weights.
+
+        Returns:
+            The summed loss of all of them.
+        """
+        self._reset()
+        batches = [self._own(batch) for batch in batches]
+        for stage in self.stages.values():
+            stage.parameters.begin()
+        for stash in self.stashes.values():
+            stash.begin()
+        for i, action in enumerate(self.actions):
+            stash = self.stashes.get(action.stage)
+            for recorder in self.recorders:
+                recorder.begin(action)
+            if stash:
+                stash.before(i, action)
+            self._do(action, batches, scale, update)
+            if stash:
+                stash.after(i, action)
+            for recorder in self.recorders:
+                recorder.end(action)
+        self._drain()
+        return self._loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """The summed loss [nats] of a program that has forwards alone (0 without a last stage)."""
+        self._reset()
+        batches = [self._own(batch) for batch in batches]
+        for action in self.actions:
+            self._do(action, batches, np.ones(len(batches)), lambda action, loss: None)
+        self._drain()
+        return self._loss
+
+    def _do(self, action: Action, batches: Sequence[Batch], scale: np.ndarray, update: Update) -> None:
+        match action.op:
+            case Op.FORWARD:
+                self._forward(action, batches[action.microbatch], scale[action.microbatch])
+            case Op.BACKWARD:
+                self._backward(action)
+                self.stages[action.stage].parameters.backward_done()
+            case Op.BACKWARD_INPUT:
+                with self.stages[action.stage].parameters.deferred(action.microbatch):
+                    self._backward(action)
+            case Op.BACKWARD_WEIGHT:
+                parameters = self.stages[action.stage].parameters
+                parameters.last_microbatch = action in self.last_weights
+                parameters.add_deferred(action.microbatch)
+            case Op.REDUCE:
+                self.stages[action.stage].parameters.finish()
+            case Op.STEP:
+                update(action, self._loss)
+                if 0 < action.version < self.program.updates:
+                    self.stages[action.stage].parameters.begin()
+            case Op.GATHER:
+                self.stages[action.stage].parameters.gather()
+            case _:
+                self._transfer(action)
+
+    # ---- computations ------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, batch: Batch, scale: float) -> None:
+        self._arrived(Op.RECV_FORWARD, action)
+        stage, microbatch, number = place = action[1:4]
+        hidden = self._hidden.pop(place, None)
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()
+        part = None
+        if number >= 0:
+            part = self._parts[stage, microbatch] = Slice(self._parts.get((stage, microbatch)))
+            batch = self._slice(batch, number)
+        samples = batch.samples if torch.is_grad_enabled() else None  # validation draws nothing
+        output = self.stages[stage].module(batch.tokens, batch.targets, batch.documents, hidden, part, samples)
+        if self.program.is_last(stage):
+            self._loss += output.detach()
+            output = output * scale
+        else:
+            self._hidden[stage + 1, microbatch, number] = output.detach()
+        if torch.is_grad_enabled():
+            self._flights[place] = _Flight(hidden, output, part)
+        elif number == len(self.slices) - 1:
+            self._parts.pop((stage, microbatch), None)
+
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch, with the documents of all, since it sees those."""
+        if self.tokens is None:
+            return batch
+        return replace(batch, tokens=batch.tokens[:, self.tokens], targets=batch.targets[:, self.tokens])
+
+    def _slice(self, batch: Batch, part: int) -> Batch:
+        """A slice of a micro-batch, with the documents of all tokens, since it sees those before it."""
+        places = self.slice_of(part)
+        return replace(batch, tokens=batch.tokens[:, places], targets=batch.targets[:, places])
+
+    def slice_of(self, part: int) -> slice:
+        """Where a part of a sequence is in it; -1 is all of it."""
+        if part < 0:
+            return slice(None)
+        *_, start, stop = (0, 0, *accumulate(self.slices[: part + 1]))
+        return slice(start, stop)
+
+    def _backward(self, action: Action) -> None:
+        self._arrived(Op.RECV_BACKWARD, action)
+        stage, microbatch, number = place = action[1:4]
+        flight = self._flights.pop(place)
+        self.stages[stage].parameters.last_microbatch = action in self.last_weights
+        outputs, gradients = [flight.output], [self._gradient.pop(place, None)]
+        if flight.part is not None:
+            outputs += flight.part.left()
+            gradients += flight.part.gradients()
+        torch.autograd.backward(outputs, gradients)
+        if number == 0:  # slices go back from last to first: nobody needs the keys and values of this micro-batch now
+            self._parts.pop((stage, microbatch), None)
+        if flight.hidden is not None:
+            self._gradient[stage - 1, microbatch, number] = flight.hidden.grad
+
+    # ---- transfers ---------------------------------------------------------------------------------------------
+
+    def _transfer(self, action: Action) -> None:
+        channel, source, target = self._route(action)
+        ranks, held = self.mesh.ranks("pp"), self._hidden if channel[0] is Op.FORWARD else self._gradient
+        if action.op in SENDS:
+            stage = action.stage + (1 if action.op is Op.SEND_FORWARD else -1)
+            self._send(held.pop((stage, *action[2:4])), ranks[target], channel)
+        else:
+            held[action[1:4]] = self._receive(action, ranks[source], channel)
+
+    def _send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
+        tensor = tensor.contiguous()
+        self._sending = [(work, held) for work, held in self._sending if not work.is_completed()]
+        self._sending.append((start_send(tensor, peer, self.groups[channel]), tensor))
+
+    def _receive(self, action: Action, peer: int, channel: Channel) -> Tensor:
+        b, s, h = self.hidden_shape
+        if action.part >= 0:
+            s = s * self.slices[action.part] // sum(self.slices)
+        tensor = torch.empty(b, s, h, dtype=self.dtype, device=self.mesh.device)
+        self._receiving[action.op, action[1:4]] = start_receive(tensor, peer, self.groups[channel])
+        return tensor
+
+    def _arrived(self, op: Op, action: Action) -> None:
+        """Wait for the message that a computation needs, if it comes from another rank."""
+        work = self._receiving.pop((op, action[1:4]), None)
+        if work is not None:
+            work.wait()
+        for recorder in self.recorders:
+            recorder.arrived(action)
+
+    def _drain(self) -> None:
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
+
+
+def _last_weights(actions: Sequence[Action]) -> set[Action]:
+    """The passes that complete the gradients of a stage: the last ones before each reduction."""
+    latest: dict[int, Action] = {}
+    last = set()
+    for action in actions:
+        if action.op in WEIGHTS:
+            latest[action.stage] = action
+        elif action.op is Op.REDUCE:
+            last.add(latest[action.stage])
+    return last

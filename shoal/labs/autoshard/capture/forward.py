@@ -1,0 +1,215 @@
+"""A module's forward pass as a graph, by `torch.export`: functional and flat.
+
+What a module writes in place, through views too, are operators here that make new tensors. So data flows along the
+graph alone, by which it is differentiated and cut into stages.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from shoal.base.errors import UsageError
+
+aten = torch.ops.aten
+
+
+def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
+    """The forward pass of a module in training, on example inputs; no numbers are computed.
+
+    Raises:
+        UsageError: it has no graph (its path depends on numbers), or changes what comes from outside.
+    """
+    try:
+        program = torch.export.export(module, inputs)
+        _cut_gradients(program)
+        program = _functional(program)
+    except UsageError:
+        raise
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(
+            f"{type(module).__name__}: torch.export finds no graph of it: {first.strip()}"
+            "\n  Its forward pass must not depend on the values of tensors."
+        ) from error
+    if changed := [out.target for out in program.graph_signature.output_specs if out.kind != OutputKind.USER_OUTPUT]:
+        raise UsageError(
+            f"{type(module).__name__}: its forward pass changes {', '.join(map(str, changed))}, "
+            "which devices would do differently.\n  Take batch norms and counters out, or freeze them by .eval()."
+        )
+    return program
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """Without operators that write in place; hardly any other is taken apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of itself
+        program = program.run_decompositions({aten.copy.default: _copy})
+    for node in program.graph.nodes:
+        if node.target is aten.view.default:  # for strides that another attention would give
+            node.target = aten.reshape.default
+    program.graph_module.recompile()
+    return program
+
+
+def _copy(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
+    """What copy_ becomes; torch's own has no derivative."""
+    return y.to(x.dtype).expand(x.shape).clone()
+
+
+def _cut_gradients(program: ExportedProgram) -> None:
+    """Detach what is read under `torch.no_grad`, and what `detach_` detaches: a functional program knows neither.
+
+    Raises:
+        UsageError: a tensor with a gradient is written to past autograd.
+    """
+    graph = program.graph_module.graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [node for node in graph.nodes if node.target is aten.detach_.default]:
+        node.target = aten.detach.default
+        node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, at=place[node]: place[user] > at)
+    learning = _with_gradients(program)
+    for node in list(graph.nodes):
+        for views in map(_views, _written(node)):
+            if any(view.target is aten.detach.default for view in views) and views[-1] in learning:
+                raise _unseen(node, views[-1], "through .detach()")
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            continue
+        region = getattr(program.graph_module, node.args[1].target)
+        given = [inner for inner in region.graph.nodes if inner.op == "placeholder"]
+        outer = {inner: out for inner, out in zip(given, node.args[2:], strict=True) if out in learning}
+        for inner in region.graph.nodes:
+            for base in (views[-1] for views in map(_views, _written(inner)) if views[-1] in outer):
+                raise _unseen(inner, outer[base], "under torch.no_grad")
+        for inner in outer:
+            _detach(region.graph, inner)
+        region.recompile()
+        for made in list(node.users):
+            _detach(graph, made)
+    program.graph_module.recompile()
+
+
+def _detach(graph: fx.Graph, node: fx.Node) -> None:
+    """Have all readers of a node read it detached."""
+    with graph.inserting_after(node):
+        detached = graph.call_function(aten.detach.default, (node,))
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    detached.meta = dict(node.meta)
+
+
+def _with_gradients(program: ExportedProgram) -> set[fx.Node]:
+    """What parameters' gradients may flow through."""
+    found: set[fx.Node] = set()
+    for node in program.graph_module.graph.nodes:
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        value = node.meta.get("val")
+        cut = name == "aten::detach" or name.endswith("_like") or name.startswith("aten::new_")
+        if cut or (isinstance(value, Tensor) and not value.is_floating_point()):
+            continue
+        if node.name in program.graph_signature.inputs_to_parameters or (
+            found.intersection(node.all_input_nodes)
+            and node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled
+        ):
+            found.add(node)
+        found.update(views[-1] for views in map(_views, _written(node)) if node in found)
+    return found
+
+
+def _unseen(node: fx.Node, changed: fx.Node, how: str) -> UsageError:
+    return UsageError(
+        f"{node.target} {how} changes {changed.name}, which was made outside of it: autograd does not know."
+        "\n  Make a new tensor there, or write to it where autograd sees it."
+    )
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes to tensors that it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not writes(node):
+        return []
+    arguments = node.target._schema.arguments
+    given = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    changed = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in torch.utils._pytree.tree_leaves(changed) if isinstance(value, fx.Node)]
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """A view, what it is one of, and so on to whose memory it shows, or may show."""
+    chain = [node]
+    while node.target is getitem or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns
+        and node.target._schema.returns[0].alias_info is not None
+    ):
+        node = node.all_input_nodes[0]
+        chain.append(node)
+    return chain
+
+
+@dataclass
+class Forward:
+    """An exported forward pass, flat: one node for each operator and each tensor from outside.
+
+    Attributes:
+        sources: from a placeholder's name to (kind, name in the module); of what another stage makes, a boundary, its
+            name there.
+        values: of parameters and buffers, by these names; parameters that take no gradient are not trained.
+    """
+
+    module: fx.GraphModule
+    sources: dict[str, tuple[str, str]]
+    values: dict[str, Tensor]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """What it gives back, once what it gives back several times."""
+        return list(dict.fromkeys(self._returned))
+
+    def each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of all tensors that it gave back, one for each of the outputs."""
+        return list(dict(zip(self._returned, tensors, strict=True)).values())
+
+    @property
+    def _returned(self) -> list[fx.Node]:
+        (out,) = (node for node in self.module.graph.nodes if node.op == "output")
+        return [value for value in out.args[0] if isinstance(value, fx.Node)]
+
+
+def forward_of(module: nn.Module, inputs: tuple) -> Forward:
+    """Export a module; parameters that are one tensor under several names get the first of these.
+
+    Raises:
+        UsageError: it has no graph, or nothing in it is trained.
+    """
+    program = export(module, inputs)
+    signature, first = program.graph_signature, {}
+    names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+    sources: dict[str, tuple[str, str]] = {}
+    values: dict[str, Tensor] = dict(module.named_parameters())
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if (name := signature.inputs_to_parameters.get(node.name)) is not None:
+            sources[node.name] = ("parameter", names[name])
+        elif (name := signature.inputs_to_buffers.get(node.name)) is not None:
+            sources[node.name] = ("buffer", name)
+            values[name] = program.state_dict.get(name, program.constants.get(name))
+        elif (name := signature.inputs_to_lifted_tensor_constants.get(node.name)) is not None:
+            sources[node.name] = ("buffer", name)
+            values[name] = program.constants[name]
+        else:
+            sources[node.name] = ("input", node.name)
+    if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
+        raise UsageError(
+            f"{type(module).__name__}: nothing in it is trained: it reads no parameter that takes a gradient"
+        )
+    return Forward(program.graph_module, sources, values)

@@ -1,0 +1,133 @@
+"""What moves and blocks of work take on a mesh of a cluster: prices of `shoal.planning.cost`, asked for once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.labs.autoshard.capture.graph import VIEWS, Op
+from shoal.labs.autoshard.intra.choices import sizes_of
+from shoal.labs.autoshard.intra.spaces import RESHAPES
+from shoal.labs.autoshard.notation.cost.network import Network
+from shoal.labs.autoshard.notation.cost.routes import STEP, Planner
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
+from shoal.labs.autoshard.notation.route import Transfer
+from shoal.labs.collectives.description import Collective
+from shoal.planning.cost.roofline import Work
+from shoal.planning.cost.time.communication import ring_of
+from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
+from shoal.spec.catalog.clusters import Cluster
+
+
+@dataclass(frozen=True)
+class OfCluster:
+    """The network of a cluster, as it is attained, that a mesh fills in order; or of a part of it that begins where a
+    node does.
+
+    Collectives along an axis go over rings, as `shoal estimate` prices them.
+    """
+
+    mesh: NamedMesh
+    cluster: Cluster
+
+    def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
+        """Seconds, and the algorithm (`Network`)."""
+        inner = min(axes, key=lambda axis: -self.mesh.axes.index(axis))
+        stride = math.prod(self.mesh.shape[self.mesh.axes.index(inner) + 1 :])
+        ring = ring_of(self.cluster, self.mesh.size(axes), stride)
+        if collective == Collective.ALL_TO_ALL:
+            return ring.all_to_all(size * (ring.ranks - 1) / ring.ranks), "pairwise"
+        return getattr(ring, str(collective).replace("-", "_"))(size), "ring"
+
+
+@dataclass
+class Prices:
+    """Seconds of moves and of work on one device.
+
+    Attributes:
+        network: what prices a collective.
+        peak: FLOP/s that a device attains in products of large matrices.
+        bandwidth: bytes/s that it attains of its memory.
+        itemsize: bytes of a floating-point number.
+    """
+
+    mesh: NamedMesh
+    network: Network
+    peak: float
+    bandwidth: float
+    itemsize: int
+    _tables: dict[tuple[tuple[int, ...], int], _Table] = field(default_factory=dict)
+
+    @staticmethod
+    def on(cluster: Cluster, mesh: NamedMesh, kind: str, itemsize: int) -> Prices:
+        """On a mesh of a cluster; ``kind`` is the number format of its products, as the catalog has it."""
+        peak = product_rate(cluster, kind) / cluster.turns
+        return Prices(mesh, OfCluster(mesh, attained(cluster)), peak, memory_rate(cluster), itemsize)
+
+    def bytes_of(self, op: Op) -> int:
+        """Of one element of what an operator makes."""
+        return self.itemsize if op.dtype.is_floating_point else op.dtype.itemsize
+
+    def local(self, op: Op, lies: Sharding) -> float:
+        """Bytes that a device holds of a tensor."""
+        return op.numel / self.mesh.size("".join(axes for _, axes in lies.dims)) * self.bytes_of(op)
+
+    def move(self, op: Op, before: Sharding, after: Sharding) -> float:
+        """Seconds of the cheapest moves of a tensor; infinite where there are none."""
+        return 0.0 if before == after else self._table(op).seconds(before, after)
+
+    def path(self, op: Op, before: Sharding, after: Sharding) -> tuple[Transfer, ...]:
+        """These moves."""
+        return () if before == after else self._table(op).planner.reshard(before, after)
+
+    def work(self, op: Op, flops: float, operands: list[tuple[Op, Sharding]], made: Sharding) -> float:
+        """Seconds of one device's part of an operator: the longer of its products and of what it reads and writes."""
+        if op.op in VIEWS or op.op in RESHAPES or op.op == "getitem":
+            return 0.0
+        if op.op == "embedding":  # of the table it reads the rows that it gives
+            operands = operands[1:]
+        moved = self.local(op, made) + sum(self.local(operand, lies) for operand, lies in operands)
+        return Work(flops, moved).seconds(self.peak, self.bandwidth)
+
+    def _table(self, op: Op) -> _Table:
+        key = (op.shape, self.bytes_of(op))
+        if key not in self._tables:
+            planner = Planner(self.mesh, sizes_of(op.shape), key[1], self.network, self.peak)
+            self._tables[key] = _Table(planner)
+        return self._tables[key]
+
+
+class _Table:
+    """The cheapest moves between all states of one shape (Floyd 1962, over what `Planner` may do)."""
+
+    def __init__(self, planner: Planner):
+        self.planner = planner
+        self.index: dict[Sharding, int] = {}
+        self.matrix = np.zeros((0, 0))
+
+    def seconds(self, before: Sharding, after: Sharding) -> float:
+        for state in (before, after):
+            if state not in self.index:
+                self._grow(state)
+        return float(self.matrix[self.index[before], self.index[after]])
+
+    def _grow(self, start: Sharding) -> None:
+        todo = [start]
+        self.index.setdefault(start, len(self.index))
+        while todo:
+            for transfer in self.planner.transfers(todo.pop()):
+                if transfer.after not in self.index:
+                    self.index[transfer.after] = len(self.index)
+                    todo.append(transfer.after)
+        n = len(self.index)
+        matrix = np.full((n, n), np.inf)
+        np.fill_diagonal(matrix, 0.0)
+        for state, i in self.index.items():
+            for transfer in self.planner.transfers(state):
+                j = self.index[transfer.after]
+                matrix[i, j] = min(matrix[i, j], transfer.seconds + STEP)
+        for k in range(n):
+            np.minimum(matrix, matrix[:, k : k + 1] + matrix[k : k + 1, :], out=matrix)
+        self.matrix = matrix

@@ -1,0 +1,122 @@
+"""What `shoal plan auto` prints: weights, collectives, the splits by hand beside them, the best of these as a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shoal.base.units import show_bytes, show_seconds
+from shoal.labs.autoshard.plan import Plan
+from shoal.planning.run import Run
+from shoal.planning.search.space import fits
+from shoal.report.planning.tables import run_toml, table
+from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.layout import Layout
+
+LYING = ["weight", "kept", "multiplied as", "optimizer state"]
+
+
+class Other(NamedTuple):
+    """A split by hand.
+
+    Attributes:
+        plan: the best with it; None if it does not fit.
+        layout: of shoal's own models, where `shoal train` has one.
+        proven: whether it is known not to fit; else time was up.
+    """
+
+    name: str
+    plan: Plan | None
+    layout: Layout | None
+    proven: bool = True
+
+
+def lines(
+    what: str, precision: str, machine: Cluster, microbatches: int, plan: Plan, others: Sequence[Other]
+) -> Iterator[str]:
+    """All that is said of a plan of what was named so."""
+    count = sum(op.numel for op in plan.graph.parameters)
+    yield f"{what}: {count:,} parameters, {len(plan.graph.ops):,} operators; {precision}, AdamW"
+    yield machine.describe()
+    yield (f"as a mesh {plan.mesh}: {show_seconds(plan.seconds)} a micro-batch"
+           + (f" of {microbatches}" if microbatches > 1 else "")
+           + f", {show_seconds(plan.communication)} of it communication; "
+           f"{show_bytes(plan.memory)} of weights and states, {show_bytes(plan.saved)} of activations"
+           + ("" if plan.proven else "; the best that was found in time"))  # fmt: skip
+    yield ""
+    yield from table(LYING, list(weights(plan)))
+    yield ""
+    rows = list(_moves(plan))
+    if rows:
+        yield from table(["", "tensor", "collective", "from", "to", "sent by a device", "time"], rows)
+    else:
+        yield "Nothing is communicated."
+    yield ""
+    yield from table(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(plan, others)))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def weights(plan: Plan) -> Iterator[list[str]]:
+    """Rows of `LYING`: weights that are split alike in all layers in one."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, (kept, used, state) in plan.weights().items():
+        key = (_pattern(name), str(kept), str(used), "frozen" if state is None else str(state))
+        found.setdefault(key, []).append(name)
+    several = {pattern: sum(key[0] == pattern for key in found) > 1 for pattern, *_ in found}
+    for (pattern, *ways), names in found.items():
+        yield [", ".join(names) if several[pattern] else pattern, *ways]
+
+
+def _moves(plan: Plan) -> Iterator[list[str]]:
+    """Collectives of the same kind, of tensors of one shape, in one row."""
+    found: dict[tuple[str, ...], list] = {}
+    for move in plan.found:
+        op = plan.graph.ops[move.name]
+        shape = "x".join(map(str, op.shape)) or "scalar"
+        what = " then ".join(str(t.move) for t in move.transfers)
+        key = (move.phase, shape, what, str(move.transfers[0].before), str(move.transfers[-1].after))
+        found.setdefault(key, []).append(move)
+    for (phase, shape, what, before, after), moves in found.items():
+        times = f"{len(moves)} x " if len(moves) > 1 else ""
+        sent, seconds = sum(m.sent for m in moves), sum(m.seconds for m in moves)
+        yield [phase, times + shape, what, before, after, show_bytes(sent), show_seconds(seconds)]
+
+
+def _rivals(plan: Plan, others: Sequence[Other]) -> Iterator[list[str]]:
+    yield ["found", show_seconds(plan.seconds), show_seconds(plan.communication), show_bytes(plan.memory), ""]
+    for name, other, _, proven in others:
+        if other is None:
+            yield [name, "does not fit" if proven else "not found in time", "", "", ""]
+        else:
+            more = f"{max(0.0, 100 * (other.seconds / plan.seconds - 1)):+.1f} %"
+            yield [name, show_seconds(other.seconds), show_seconds(other.communication), show_bytes(other.memory), more]
+
+
+def for_train(model: str, run: Run, plan: Plan, others: Sequence[Other], sequences: int) -> Iterator[str]:
+    """The best split by hand that `shoal train` takes, as a run.
+
+    Args:
+        model: of the catalog.
+        run: its layout is not looked at.
+        sequences: of a micro-batch, of all devices together.
+    """
+    taken: list[tuple[Other, Layout]] = []
+    for other in others:
+        if other.plan and other.layout and sequences % other.layout.dp == 0:
+            layout = other.layout.model_copy(update={"micro_batch": sequences // other.layout.dp})
+            if fits(run, layout):
+                taken.append((other, layout))
+    if not taken:
+        yield "`shoal train` takes none of these that fit, with this micro-batch."
+        return
+    best, layout = min(taken, key=lambda pair: pair[0].plan.seconds)
+    longer = max(0.0, 100 * (best.plan.seconds / plan.seconds - 1))
+    same = best.plan.weights() == plan.weights()
+    beside = "all weights lie as was found" if same else f"takes {longer:.1f} % longer than what was found"
+    yield f"The best of these for `shoal train`, {best.name}: {beside}."
+    yield ""
+    yield from run_toml(model, run, layout).splitlines()

@@ -1,0 +1,133 @@
+"""A sharding of a whole graph: how every operator is done, and every collective between them, with its price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Graph
+from shoal.labs.autoshard.intra.choices import Split, sizes_of, whole
+from shoal.labs.autoshard.intra.ilp import Solution, solve
+from shoal.labs.autoshard.intra.problem import UPDATE, Builder, Problem
+from shoal.labs.autoshard.notation.moves import SLICE
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
+from shoal.labs.autoshard.notation.route import Transfer, elements_of
+
+Key = tuple[str, Sharding, Sharding]
+"""A tensor's name, how it lies, and how it shall lie."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Moves of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        phase: forward, backward, or once in a step, for all micro-batches.
+        seconds: of all of it.
+        sent: bytes that the busiest device sends.
+    """
+
+    name: str
+    phase: str
+    transfers: tuple[Transfer, ...]
+    seconds: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every device does in a training step.
+
+    Attributes:
+        graph: with the updates of parameters and all that is given back as operators.
+        splits: how each operator is done; constants have none, every device makes them.
+        moves: from how tensors lie to how they are read.
+        found: the moves that send something, in the order of the graph.
+        seconds: of a step of one micro-batch, with its share of what is done once.
+        memory, saved: bytes of the fullest device: weights, gradients and optimizer states; what a micro-batch keeps.
+        proven: whether no sharding costs less by these prices, operators that follow others left as they are.
+    """
+
+    mesh: NamedMesh
+    graph: Graph
+    splits: dict[str, Split]
+    moves: dict[Key, tuple[Transfer, ...]]
+    found: tuple[Move, ...]
+    seconds: float
+    memory: float
+    saved: float
+    proven: bool = True
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all moves, those that are made once with their share."""
+        return sum(move.seconds for move in self.found)
+
+    def lies(self, name: str) -> Sharding:
+        """How a tensor lies where it is made."""
+        return self.splits[name].out if name in self.splits else whole(len(self.graph.ops[name].shape))
+
+    def weights(self) -> dict[str, tuple[Sharding, Sharding, Sharding | None]]:
+        """Of each parameter that is read: how it is kept, how it is first multiplied, how its optimizer's state is kept
+        (None of one that is frozen)."""
+        found = {}
+        for op in self.graph.parameters:
+            first = next((user for user in self.graph.ops.values() if op.name in user.operands), None)
+            if first is not None:
+                used = self.splits[first.name].operands[first.operands.index(op.name)]
+                state = self.lies(UPDATE + op.name) if UPDATE + op.name in self.splits else None
+                found[op.name] = (self.lies(op.name), used, state)
+        return found
+
+
+def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
+    """The plan that a solution of a problem means."""
+    splits: dict[str, Split] = {}
+    for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
+        splits.update(decision.choices[choice])
+    ops, prices = builder.ops, builder.prices
+    moves: dict[Key, tuple[Transfer, ...]] = {}
+    found: list[Move] = []
+
+    def moved(name: str, before: Sharding, after: Sharding, phase: str, share: float = 1.0) -> None:
+        op = ops[name]
+        path = moves.setdefault((name, before, after), prices.path(op, before, after))
+        if any(transfer.move.kind != SLICE for transfer in path):
+            elements, _ = elements_of(path, prices.mesh, sizes_of(op.shape))
+            seconds = share * prices.move(op, before, after)
+            found.append(Move(name, phase if share == 1 else "step", path, seconds, elements * prices.bytes_of(op)))
+
+    for phase in (FORWARD, BACKWARD):
+        done: set[Key] = set()
+        for name, op in ops.items():
+            if op.phase != phase or name not in splits:
+                continue
+            for operand, lies in zip(op.operands, splits[name].operands, strict=True):
+                before = splits[operand].out if operand in splits else whole(len(ops[operand].shape))
+                if before != lies and (operand, before, lies) not in done:
+                    done.add((operand, before, lies))
+                    moved(operand, before, lies, phase, builder.weight(operand, phase))
+            if splits[name].made != splits[name].out:
+                moved(name, splits[name].made, splits[name].out, phase)
+            if name.startswith(UPDATE):
+                weight = name.removeprefix(UPDATE)
+                if splits[name].out != splits[weight].out:
+                    moved(weight, splits[name].out, splits[weight].out, phase, builder.once)
+    return Plan(
+        prices.mesh, builder.graph, splits, moves, tuple(found), solution.cost,
+        problem.memory(solution.chosen, 0), problem.memory(solution.chosen, 1) - problem.memory(solution.chosen, 0),
+        solution.proven,
+    )  # fmt: skip
+
+
+def shard(builder: Builder, capacity: float | None = None, in_flight: float = 1) -> Plan:
+    """The cheapest plan of a graph on a mesh.
+
+    Raises:
+        NothingFits: none needs as little memory as ``capacity`` bytes on a device.
+    """
+    problem = builder.problem()
+    return plan_of(builder, problem, solve(problem, capacity, in_flight))
+
+
+

@@ -1,0 +1,81 @@
+"""What checkpoints cost on this machine: ``python -m shoal.labs.bench.checkpoint_io --help``.
+
+Each rate is the median of some saves and loads of one process; the first save, which also allocates the staging
+memory, is printed apart. The slowdown is that of matrix products on the main thread while a save is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.checkpoint import Checkpointer, load, verify
+from shoal.engine.checkpoint.manifest import checksum
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure saving and loading on this machine.")
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--folder", type=Path, help="on which disk (default: the system's temporary folder)")
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+
+    rows = given.mib * 256
+    values = torch.rand(rows, 1024)
+    state = {"w": [Piece((rows, 1024), Box.whole((rows, 1024)), values)]}
+    size = values.nbytes
+    torch.set_num_threads(1)
+
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        checkpointer = Checkpointer(Path(folder), group=None, keep=1, asynchronous=True)
+        stalls, totals, slowdowns = [], [], []
+        for step in range(given.repeats + 1):
+            alone = _products_per_second(lambda elapsed: elapsed < 0.5)
+            begin = time.perf_counter()
+            stalls.append(checkpointer.save(step, state, {}))
+            slowdowns.append(alone / _products_per_second(lambda _: checkpointer.in_flight))
+            path = checkpointer.wait()
+            totals.append(time.perf_counter() - begin)
+        checkpointer.close()
+        print(f"{size / 2**20:.0f} MiB of fp32, one process, one torch thread, medians of {given.repeats}")
+        print(f"first save stalls    {stalls[0]:7.3f} s  {_rate(size, stalls[:1])} (allocates the staging memory)")
+        print(f"a save stalls        {statistics.median(stalls[1:]):7.3f} s  {_rate(size, stalls[1:])}")
+        print(f"until it is on disk  {statistics.median(totals[1:]):7.3f} s  {_rate(size, totals[1:])}")
+        print(f"training meanwhile   x {statistics.median(slowdowns[1:]):.2f} slower (matrix products)")
+        for name, action in (
+            ("checksum", lambda: checksum(values)),
+            ("verify", lambda: verify(path)),
+            ("load", lambda: load(path, state)),
+        ):
+            seconds = [_seconds(action) for _ in range(given.repeats)]
+            print(f"{name:<20} {statistics.median(seconds):7.3f} s  {_rate(size, seconds)}")
+
+
+def _products_per_second(go_on: Callable[[float], bool]) -> float:
+    matrix, done, begin = torch.rand(256, 256), 0, time.perf_counter()
+    while go_on(time.perf_counter() - begin) or not done:
+        matrix @ matrix
+        done += 1
+    return done / (time.perf_counter() - begin)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _rate(size: int, seconds: list[float]) -> str:
+    return f"{size / statistics.median(seconds) / 1e9:6.2f} GB/s"
+
+
+if __name__ == "__main__":
+    main()

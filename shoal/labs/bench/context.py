@@ -1,0 +1,181 @@
+"""Ring attention against the same blocks without a ring; and long sequences against what one device would keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import Pending
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.data.batches import SyntheticDataset
+from shoal.engine.device import peak_memory
+from shoal.engine.parallel.context.causal_blocks import Sight
+from shoal.engine.parallel.context.ring import Ring, RingAttention
+from shoal.engine.parallel.context.token_order import spread
+from shoal.labs.bench.peak import DTYPES
+from shoal.launch.worker_pool import Pool
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
+from shoal.spec.layout import ContextOrder, Layout
+from shoal.training.step.engine import Engine
+
+SLOW = 2e9  # FLOP/s that all ranks together attain on any machine, sharing a core or not; slower ones hang
+
+WAYS = ("ring", "bound")
+"""As it runs, and with every place's keys and values there already."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What is timed: forward and backward of one layer's attention, one sequence, one thread a rank."""
+
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    precision: str = "fp32"
+    order: ContextOrder = "zig-zag"
+
+
+@dataclass(frozen=True)
+class Idle(Ring):
+    """A ring on which nothing travels.
+
+    Attributes:
+        there: every place's block.
+    """
+
+    there: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """As `Ring`."""
+        for step in range(self.places):
+            source = (self.place - step) % self.places
+            yield source, self.there[source]
+
+    def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
+        """As `Ring`, of gradients, which are zeros."""
+        out.zero_()
+        return self
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def seconds_of_a_step(what: Attention, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every repeat by way: A B A B, of the slower rank each."""
+    with Pool(what.ranks, setup=tune_process) as pool:
+        every = pool.run(_time, what.ranks, what, repeats, timeout=seconds_at_most(what, repeats))
+    return {way: [max(times) for times in zip(*(found[way] for found in every), strict=True)] for way in WAYS}
+
+
+def seconds_at_most(what: Attention, repeats: int) -> float:
+    """What all repeats take if nothing hangs."""
+    flops = 3.5 * 2 * what.tokens**2 * what.heads * what.head_dim  # causal: half of 4; backward 2.5 times forward
+    return 900.0 + len(WAYS) * (repeats + 1) * flops / SLOW
+
+
+def _time(what: Attention, repeats: int) -> dict[str, list[float]]:
+    mesh = Mesh(Layout(cp=what.ranks, cp_order=what.order), dist.get_rank())
+    held, ring = spread(mesh.layout, what.tokens), Ring.of(mesh)
+    chunks = [held.place_chunks(place, range(1)) for place in range(what.ranks)]
+    generator = torch.Generator().manual_seed(ring.place)
+    lengths = [sum(map(len, chunk)) for chunk in chunks]
+    dtype = DTYPES[what.precision]
+
+    def numbers(heads: int, length: int) -> Tensor:
+        return torch.randn(1, heads, length, what.head_dim, generator=generator).to(dtype)
+
+    q, gradient = (numbers(what.heads, lengths[ring.place]) for _ in range(2))
+    k, v = (numbers(what.kv_heads, lengths[ring.place]) for _ in range(2))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    blocks = {place: torch.stack([numbers(what.kv_heads, length)] * 2) for place, length in enumerate(lengths)}
+    rings = {"ring": ring, "bound": Idle(ring.place, ring.places, ring.ranks, None, None, blocks)}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(repeats + 1):
+        for way in WAYS:
+            dist.barrier()
+            start = time.perf_counter()
+            out = RingAttention.apply(*inputs, rings[way], Sight(chunks[ring.place], chunks, None), "sdpa")
+            torch.autograd.grad(out, inputs, gradient)
+            if repeat > 0:  # the first warms up
+                seconds[way].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]]) -> list[float]:
+    """The ring's time over that of its bound in each turn: what disturbs a machine for longer disturbs both."""
+    return [ring / bound for ring, bound in zip(seconds["ring"], seconds["bound"], strict=True)]
+
+
+# ---- long sequences ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One rank's training on long sequences.
+
+    Attributes:
+        loss: of every step.
+        kept: bytes that a forward left for its backward, tensors counted once, weights not at all.
+        seconds: of the last step.
+        peak: bytes of the process at the most.
+    """
+
+    loss: list[float]
+    kept: int
+    seconds: float
+    peak: int
+
+
+def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:
+    """Train on synthetic data with all ranks of the config on this machine, one thread each."""
+    ranks = config.parallel.world_size
+    with Pool(ranks, setup=tune_process) as pool:
+        tokens = config.data.sequence_length
+        limit = 3600.0 + steps * tokens * shape.flops_per_token(tokens) / SLOW
+        return pool.run(_train, ranks, config, shape, steps, timeout=limit)
+
+
+def makes_room(alone: int, most: int, budget: float) -> bool:
+    """Whether every rank stays inside a budget [bytes] that one device would not."""
+    return most <= budget < alone
+
+
+def _train(config: RunConfig, shape: ModelShape, steps: int) -> Kept:
+    mesh = Mesh(config.parallel, dist.get_rank())
+    samples = SyntheticDataset(shape.vocab, config.data.sequence_length, config.train.seed)
+    engine = Engine(config, shape, mesh, samples)
+    losses: list[float] = []
+    begin = time.perf_counter()  # of the first, where there is no other
+    with counted(engine) as kept:
+        losses.append(engine.step(0).loss)
+    for step in range(1, steps):
+        begin = time.perf_counter()
+        losses.append(engine.step(step).loss)
+    return Kept(losses, sum(kept.values()), time.perf_counter() - begin, peak_memory(mesh.device))
+
+
+@contextmanager
+def counted(engine: Engine) -> Iterator[dict[int, int]]:
+    """Bytes, by address, of all that autograd keeps in this context, but for parameters."""
+    weights = {bucket.full.untyped_storage().data_ptr() for bucket in engine.parameters.buckets}
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found

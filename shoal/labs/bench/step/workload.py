@@ -1,0 +1,72 @@
+"""The work that all contenders do: one model, one stream of samples, one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shoal.engine.data.batches import Batch
+from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.config import OptimizerConfig
+
+SEED = 0  # of the initial weights and of the samples
+
+OPTIMIZER = OptimizerConfig(clip_norm=0.0, schedule="constant", warmup_steps=0)
+"""AdamW at a constant rate, on both sides. Nobody clips; shoal computes the gradient norm all the same."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one training step processes.
+
+    Attributes:
+        model: a name in the catalog.
+        sequence_length: s, tokens in a sequence.
+        sequences: in one optimizer step, over all ranks.
+        precision: "fp32" or "bf16" (the references run fp32 only).
+    """
+
+    model: str = "bench-10m"
+    sequence_length: int = 256
+    sequences: int = 8
+    precision: str = "fp32"
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(self.model)
+
+    @cached_property
+    def samples(self) -> Cycle:
+        return Cycle(self)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one step."""
+        return self.sequences * self.sequence_length
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of one step, forward and backward, as `ModelShape.flops_per_token` defines them."""
+        return self.tokens * self.shape.flops_per_token(self.sequence_length)
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """One replica's part of a step's samples: the same that `Engine` gives to it when it accumulates nothing."""
+        n = self.sequences // parts
+        start = step * self.sequences + part * n
+        return self.samples.batch(range(start, start + n))
+
+
+class Cycle:
+    """Random tokens: four steps' worth of sequences, over and over, so that the loss falls as they are learnt."""
+
+    def __init__(self, workload: Workload):
+        generator = torch.Generator().manual_seed(SEED)
+        shape = (4 * workload.sequences, workload.sequence_length + 1)
+        self._tokens = torch.randint(workload.shape.vocab, shape, generator=generator)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        rows = self._tokens[torch.tensor(indices) % len(self._tokens)]
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

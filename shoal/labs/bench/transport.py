@@ -1,0 +1,76 @@
+"""The all-reduce of CPU ranks of one host: through memory that they share, in it, and through gloo."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from shoal.engine.collectives.group import allocate
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.cpu_tuning import tune_process
+from shoal.launch.worker_pool import Pool
+from shoal.spec.layout import Layout
+
+IN_A_ROW = 5  # all-reduces in one measurement, as many layers make them
+WAYS = ("shared memory", "common memory", "gloo")
+"""Through rings in shared memory (as activations go), of tensors that lie in it (as gradients do), and by gloo."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One size of tensor.
+
+    Attributes:
+        size: bytes, float32.
+        seconds: of one all-reduce by transport, median.
+    """
+
+    size: int
+    seconds: dict[str, float]
+
+    def gain(self, way: str) -> float:
+        """Time of gloo over that of another way."""
+        return self.seconds["gloo"] / self.seconds[way]
+
+
+def measure(ranks: int, sizes: list[int], repeats: int) -> list[Timing]:
+    """Time all `WAYS` in turn, on processes of one thread each."""
+    with Pool(ranks, setup=tune_process) as pool:
+        return pool.run(_measure, ranks, sizes, repeats, timeout=seconds_at_most(ranks, sizes, repeats))[0]
+
+
+def seconds_at_most(ranks: int, sizes: list[int], repeats: int) -> float:
+    """What all that takes if nothing hangs: of one all-reduce a millisecond and 10 ns a byte, ten times what they take
+    by gloo, for each rank, since all may share a core."""
+    count = len(WAYS) * (repeats + 1) * (IN_A_ROW + 1)
+    return 600.0 + count * ranks * sum(1e-3 + 1e-8 * size for size in sizes)
+
+
+def _measure(sizes: list[int], repeats: int) -> list[Timing]:
+    group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
+    if group.shared is None:
+        raise RuntimeError("these processes share no memory: shoal takes gloo here too")
+    reductions = dict.fromkeys(WAYS[:2], lambda x: all_reduce(x, group)) | {"gloo": dist.all_reduce}
+    timings = []
+    for size in sizes:
+        numel = max(1, size // 4)
+        tensors = {way: torch.zeros(numel) for way in WAYS}
+        tensors["common memory"] = allocate(numel, torch.float32, torch.device("cpu"), group)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for repeat in range(repeats + 1):
+            for way, reduce in reductions.items():
+                x = tensors[way]
+                dist.barrier()
+                reduce(x)  # all ranks begin together
+                start = time.perf_counter()
+                for _ in range(IN_A_ROW):
+                    reduce(x)
+                if repeat > 0:  # the first warms up
+                    seconds[way].append((time.perf_counter() - start) / IN_A_ROW)
+        timings.append(Timing(numel * 4, {way: median(each) for way, each in seconds.items()}))
+    return timings

@@ -1,0 +1,189 @@
+"""Steps of a small model on layouts of up to four ranks, measured and estimated."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch.distributed as dist
+
+from shoal.base.files import write_whole
+from shoal.labs.bench.step.shoal_engine import engine
+from shoal.labs.bench.step.workload import Workload
+from shoal.labs.calibration.measure import reference
+from shoal.launch.worker_pool import Pool
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import Run
+from shoal.planning.search.space import Space, layouts
+from shoal.report.svg import FAINT, INK, Canvas
+from shoal.report.timeline.chart import ticks
+from shoal.spec.catalog.clusters import cluster, nodes
+from shoal.spec.layout import Layout
+
+REFERENCES = 3  # measurements of how fast the machine is, between layouts
+STEPS = 2  # of a turn, behind one that does not count
+TIMEOUT = 300.0
+RANKS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One layout.
+
+    Attributes:
+        measured: seconds of a step, had the machine been as fast as when it was calibrated.
+        estimated: seconds of a step.
+        slower: how much longer the machine took for the same work than when it was calibrated.
+    """
+
+    layout: Layout
+    measured: float
+    estimated: float
+    slower: float = 1.0
+
+    @property
+    def error(self) -> float:
+        """Of the estimate, relative."""
+        return self.estimated / self.measured - 1
+
+    @property
+    def words(self) -> str:
+        """The layout."""
+        again = f", recompute {self.layout.recompute}" if self.layout.recompute != "none" else ""
+        kept = "" if self.layout.reshard_after_forward else ", kept after forward"
+        return f"{self.layout.describe()}, micro-batch {self.layout.micro_batch}{again}{kept}"
+
+
+@cache
+def workload() -> Workload:
+    """12 sequences, which 1 to 4 replicas share evenly, through a model that a step of takes well under a second."""
+    return Workload("tiny", sequence_length=128, sequences=12)
+
+
+def run_of(layout: Layout, name: str) -> Run:
+    """As it is estimated, on as many ranks as it has."""
+    work = workload()
+    machine = cluster(f"{layout.world_size}x{name}")
+    return Run(work.shape, layout, machine, work.sequence_length, work.sequences, work.precision)
+
+
+def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
+    """Layouts of `RANKS`, as many of each number of ranks as there are, drawn at random."""
+    draw = random.Random(seed)
+    found: list[Layout] = []
+    every = {n: every_layout(n) for n in RANKS}
+    for each in every.values():
+        draw.shuffle(each)
+    while len(found) < count and any(every.values()):
+        found += [each.pop() for each in every.values() if each][: count - len(found)]
+    return found
+
+
+@cache
+def _space() -> Space:
+    schedules = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
+    return Space(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
+
+
+def every_layout(ranks: int) -> list[Layout]:
+    """All that so many ranks can have, without context parallelism and uneven stages."""
+    work = workload()
+    space, shape = _space(), work.shape
+    machine = cluster(f"{ranks}xH100" if ranks > 1 else "1xH100")  # only its size counts
+    run = Run(shape, Layout(), machine, work.sequence_length, work.sequences, work.precision)
+    return [layout for layout in layouts(run, space) if layout.dp * layout.tp * layout.pp == ranks]
+
+
+def compare(
+    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Callable[[float, str], None], steps: int = STEPS
+) -> list[Compared]:
+    """Measure all layouts in turn, and estimate them.
+
+    Args:
+        rounds: turns of each.
+        name: of the machine in the catalog.
+        steps: of a turn, behind one that does not count.
+    """
+    seconds: list[list[float]] = [[] for _ in chosen]
+    slower: list[list[float]] = [[] for _ in chosen]
+    estimates = [Estimate(run_of(layout, name)).step_seconds for layout in chosen]
+    for turn in range(rounds):
+        for i, layout in enumerate(chosen):
+            say((turn + i / len(chosen)) / rounds, f"turn {turn + 1} of {rounds}: {layout.describe()}")
+            before = _speed(pool, layout, name)
+            ranks = pool.run(_steps, layout.world_size, layout, steps, timeout=TIMEOUT)
+            now = (before + _speed(pool, layout, name)) / 2
+            slower[i].append(now)
+            seconds[i] += [max(each) / now for each in zip(*ranks, strict=True)]
+    return [
+        Compared(layout, median(times), estimated, median(speeds))
+        for layout, times, estimated, speeds in zip(chosen, seconds, estimates, slower, strict=True)
+    ]
+
+
+def _speed(pool: Pool, layout: Layout, name: str) -> float:
+    """Seconds of the reference just now on as many cores as a layout keeps busy, of what they were."""
+    machine = nodes()[name]
+    ranks = pool.run(reference, min(layout.world_size, machine.at_once), REFERENCES, timeout=TIMEOUT)
+    return median(max(each) for each in zip(*ranks, strict=True)) / machine.reference
+
+
+def _steps(layout: Layout, steps: int) -> list[float]:
+    """Seconds of some steps on one rank."""
+    fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
+    step = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields)
+    step(0)
+    found = []
+    for number in range(1, steps + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        step(number)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def spearman(found: list[Compared]) -> float:
+    """Correlation of the ranks in both orders."""
+    n = len(found)
+    places = [
+        {id(one): place for place, one in enumerate(sorted(found, key=key))}
+        for key in (lambda one: one.measured, lambda one: one.estimated)
+    ]
+    squares = sum((places[0][id(one)] - places[1][id(one)]) ** 2 for one in found)
+    return 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0
+
+
+def write_scatter(path: Path, found: list[Compared]) -> None:
+    """Estimates over measurements, with the line on which they agree and those that are 10 % off."""
+    size, left, top = 440, 60, 30
+    most = 1.05 * max(max(one.measured, one.estimated) for one in found)
+
+    def x(seconds: float) -> float:
+        return left + (size - left - 20) * seconds / most
+
+    def y(seconds: float) -> float:
+        return size - 40 - (size - 40 - top) * seconds / most
+
+    canvas = Canvas()
+    for factor, dash in ((1.0, ""), (1.1, "4 3"), (0.9, "4 3")):
+        end = most / max(1.0, factor)
+        canvas.add("line", x1=x(0), y1=y(0), x2=x(end), y2=y(factor * end), stroke=FAINT, stroke_dasharray=dash)
+    canvas.add("line", x1=x(0), y1=y(0), x2=x(most), y2=y(0), stroke=INK)
+    canvas.add("line", x1=x(0), y1=y(0), x2=x(0), y2=y(most), stroke=INK)
+    for milliseconds in ticks(0.0, 1000 * most, 6)[1:]:
+        canvas.text(x(milliseconds / 1000), y(0) + 16, f"{milliseconds:g}", anchor="middle", fill=FAINT)
+        canvas.text(x(0) - 6, y(milliseconds / 1000) + 4, f"{milliseconds:g}", anchor="end", fill=FAINT)
+    canvas.text(x(most / 2), size - 6, "measured [ms]", anchor="middle")
+    canvas.text(left, 18, "estimated [ms]; dashed: 10 % off", anchor="start")
+    colours = {1: "#6f7c91", 2: "#4a7fc1", 3: "#2f9488", 4: "#e79245"}
+    for one in found:
+        canvas.add("circle", cx=x(one.measured), cy=y(one.estimated), r=4, fill=colours[one.layout.world_size])
+    for i, ranks in enumerate(sorted({one.layout.world_size for one in found})):
+        canvas.add("circle", cx=left + 20, cy=top + 12 + 16 * i, r=4, fill=colours[ranks])
+        canvas.text(left + 30, top + 16 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
+    write_whole(path, canvas.document(size, size, "Steps as they are estimated, over measured ones"))

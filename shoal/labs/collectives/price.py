@@ -1,0 +1,159 @@
+"""What a collective costs on a network, in the alpha-beta-gamma model (Hockney 1994), and the least that it can cost.
+
+A round lasts for the latency of its slowest message, plus the time of its most loaded link (messages that cross it
+share it), plus the time of the largest reduction. Each of these is linear in the size, so an algorithm's time is a line
+``latency + size x per_byte``, and where one algorithm overtakes another is where two lines cross.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shoal.labs.collectives.description import REDUCING, Collective, Description, Round
+from shoal.labs.collectives.topology import Edge, Topology
+
+
+@dataclass(frozen=True)
+class Price:
+    """A time that is linear in the size S: the bytes of the largest input or output of one rank.
+
+    Attributes:
+        latency: s.
+        per_byte: s per byte of S.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """The time for S = ``size`` bytes."""
+        return self.latency + size * self.per_byte
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.latency + other.latency, self.per_byte + other.per_byte)
+
+
+def price(description: Description, topology: Topology) -> Price:
+    """What all rounds take, one after another."""
+    return sum((price_round(messages, description.share, topology) for messages in description.rounds), Price())
+
+
+def price_round(messages: Round, share: Fraction, topology: Topology) -> Price:
+    """What one round takes.
+
+    Args:
+        share: a block's part of S.
+    """
+    load = _load(messages, share, topology)
+    latency = max(sum(topology.wires[edge].latency for edge in topology.route(m.source, m.target)) for m in messages)
+    transfer = max(float(part) * topology.wires[edge].beta for edge, part in load.items())
+    added = max((len(message.blocks) for message in messages if message.reduce), default=0)
+    return Price(latency, transfer + float(added * share) * topology.gamma)
+
+
+def traffic(description: Description, topology: Topology) -> dict[Edge, Fraction]:
+    """What crosses each link over all rounds, in units of S; links that carry nothing are left out."""
+    total: defaultdict[Edge, Fraction] = defaultdict(Fraction)
+    for messages in description.rounds:
+        for edge, part in _load(messages, description.share, topology).items():
+            total[edge] += part
+    return dict(total)
+
+
+def _load(messages: Round, share: Fraction, topology: Topology) -> dict[Edge, Fraction]:
+    blocks: defaultdict[Edge, int] = defaultdict(int)
+    for message in messages:
+        for edge in topology.route(message.source, message.target):
+            blocks[edge] += len(message.blocks)
+    return {edge: count * share for edge, count in blocks.items()}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least that any algorithm takes where a rank sends one message at a time (Chan et al. 2007, table 1).
+
+    Each is a bound by itself; no algorithm need reach all at once.
+
+    Attributes:
+        collective: whose bound it is.
+        rounds: their number, times alpha.
+        volume: what some rank must send or receive, in units of S, times beta.
+        reduced: what some rank must add, in units of S, times gamma.
+    """
+
+    collective: Collective
+    rounds: int
+    volume: Fraction
+    reduced: Fraction
+
+    def seconds(self, size: float, topology: Topology) -> float:
+        """The largest of the three over the fastest links that leave a rank, and of what some node must send.
+
+        Where ranks share what leads out of their node, the node is one rank of a collective among nodes; in an
+        all-to-all it sends for all of its ranks.
+        """
+        wire, nodes = topology.fastest, topology.ranks // topology.per_node
+        leaving = lower_bound(self.collective, nodes).volume
+        if self.collective is Collective.ALL_TO_ALL:
+            leaving *= topology.per_node
+        return max(
+            self.rounds * wire.latency,
+            float(self.volume) * size * wire.beta,
+            float(self.reduced) * size * topology.gamma,
+            float(leaving) * size / topology.out_of_node,
+        )
+
+
+def lower_bound(collective: Collective, ranks: int) -> Bound:
+    """What no algorithm can do without."""
+    most = Fraction(ranks - 1, ranks)
+    once = Fraction(ranks > 1)
+    volume = {
+        Collective.BROADCAST: once,
+        Collective.REDUCE: once,
+        Collective.ALL_REDUCE: 2 * most,
+    }.get(collective, most)
+    return Bound(collective, (ranks - 1).bit_length(), volume, most if collective in REDUCING else Fraction(0))
+
+
+BUS = {
+    Collective.ALL_REDUCE: lambda n: 2 * (n - 1) / n,
+    Collective.BROADCAST: lambda n: 1.0,
+    Collective.REDUCE: lambda n: 1.0,
+}
+
+
+def bus_bandwidth(collective: Collective, ranks: int, size: float, seconds: float) -> float:
+    """Bytes/s that a link would carry if the collective moved no more than it must (nccl-tests, doc/PERFORMANCE.md).
+
+    Args:
+        size: S, bytes: the vector, or the whole of what is scattered, gathered or exchanged by one rank.
+    """
+    return size / seconds * BUS.get(collective, lambda n: (n - 1) / n)(ranks)
+
+
+def fastest(prices: Mapping[str, Price]) -> list[tuple[float, str]]:
+    """The lower envelope: from which size [bytes] on which algorithm is the fastest, from 0 on.
+
+    Of algorithms that cost the same but for rounding, the first counts.
+
+    >>> fastest({"tree": Price(1.0, 3.0), "ring": Price(5.0, 1.0), "flat": Price(6.0, 3.0)})
+    [(0.0, 'tree'), (2.0, 'ring')]
+    """
+    prices = {n: Price(float(f"{p.latency:.9g}"), float(f"{p.per_byte:.9g}")) for n, p in prices.items()}
+    name = min(prices, key=lambda n: (prices[n].latency, prices[n].per_byte))
+    size, envelope = 0.0, [(0.0, name)]
+    while True:
+        now = prices[name]
+        crossings = [
+            ((other.latency - now.latency) / (now.per_byte - other.per_byte), other.per_byte, n)
+            for n, other in prices.items()
+            if other.per_byte < now.per_byte
+        ]
+        if not crossings:
+            return envelope
+        size, _, name = min(crossings, key=lambda crossing: crossing[:2])
+        envelope.append((size, name))

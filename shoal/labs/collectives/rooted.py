@@ -1,0 +1,102 @@
+"""One root and all others: scatter and broadcast. Their duals are gather and reduce.
+
+Each function takes the ranks with the root first. ``parts[i]`` are the blocks of the rank at position i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from shoal.labs.collectives.description import Message
+
+Ranks = Sequence[int]
+Blocks = tuple[int, ...]
+Parts = Sequence[Blocks]
+Rounds = list[list[Message]]
+
+
+def dual(rounds: Rounds, *, reduce: bool = False) -> Rounds:
+    """The same messages in reverse order and direction (Chan et al. 2007, section 2).
+
+    A scatter becomes a gather. With ``reduce`` a broadcast becomes a reduce, and an all-gather in which a rank gets
+    each block once becomes a reduce-scatter: the tree on which a block spread is the tree on which it is summed.
+    """
+    return [[Message(m.target, m.source, m.blocks, reduce) for m in messages] for messages in reversed(rounds)]
+
+
+def together(*several: Rounds) -> Rounds:
+    """Algorithms that run side by side on different ranks."""
+    return [join(messages) for messages in zip_longest(*several, fillvalue=())]
+
+
+def join(parts: Iterable[Sequence]) -> list | Blocks:
+    """Concatenate lists of messages, or tuples of blocks."""
+    parts = list(parts)
+    joined = [item for part in parts for item in part]
+    return tuple(joined) if parts and isinstance(parts[0], tuple) else joined
+
+
+def halves(n: int) -> list[int]:
+    """The powers of two below n, the largest first.
+
+    >>> halves(6)
+    [4, 2, 1]
+    """
+    return [1 << k for k in reversed(range((n - 1).bit_length()))]
+
+
+# ---- scatter --------------------------------------------------------------------------------------------------------
+
+
+def flat_scatter(ranks: Ranks, parts: Parts) -> Rounds:
+    """The root sends each its part, one after another."""
+    return [[Message(ranks[0], ranks[i], parts[i])] for i in range(1, len(ranks))]
+
+
+def tree_scatter(ranks: Ranks, parts: Parts) -> Rounds:
+    """A binomial tree: who holds a range of parts hands its upper half on (Thakur, Rabenseifner & Gropp 2005, 4.1)."""
+    n = len(ranks)
+    return [
+        [
+            Message(ranks[i], ranks[i + half], join(parts[i + half : i + 2 * half]))
+            for i in range(0, n - half, 2 * half)
+        ]
+        for half in halves(n)
+    ]
+
+
+def ring_scatter(ranks: Ranks, parts: Parts) -> Rounds:
+    """Down the chain, the part of the farthest rank first; a rank keeps the last that it gets."""
+    last = len(ranks) - 1
+    return [
+        [Message(ranks[i], ranks[i + 1], parts[last - t + i]) for i in range(t + 1)]
+        for t in range(last)
+    ]
+
+
+# ---- broadcast ------------------------------------------------------------------------------------------------------
+
+
+def flat_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
+    """The root sends all to each, one after another."""
+    return [[Message(ranks[0], ranks[i], blocks)] for i in range(1, len(ranks))]
+
+
+def tree_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
+    """A binomial tree: every round doubles the ranks that have it."""
+    n = len(ranks)
+    return [
+        [Message(ranks[i], ranks[i + half], blocks) for i in range(0, n - half, 2 * half)] for half in halves(n)
+    ]
+
+
+def ring_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
+    """A pipelined chain: every rank passes each block on as soon as it has it."""
+    n = len(ranks)
+    if n == 1:
+        return []
+    return [
+        [Message(ranks[i], ranks[i + 1], (blocks[t - i],)) for i in range(n - 1) if 0 <= t - i < len(blocks)]
+        for t in range(len(blocks) + n - 2)
+    ]

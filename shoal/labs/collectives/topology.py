@@ -1,0 +1,195 @@
+"""Networks: which links a message from one rank to another crosses, and what each of them can carry.
+
+Every link is directed. A message's latency is that of the links it crosses, added up; switches add none. Messages that
+cross a link at the same time share its bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from shoal.base.errors import UsageError, nearest_divisors
+
+Edge = tuple[str, str]
+"""From and to: ``rank 3``, ``node 0``, ``leaf 1``, ``spine``."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One directed link.
+
+    Attributes:
+        latency: s, of a message.
+        bandwidth: bytes/s.
+        kind: what it is called in a table.
+    """
+
+    latency: float
+    bandwidth: float
+    kind: str = "link"
+
+    @property
+    def beta(self) -> float:
+        """s per byte."""
+        return 1 / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A network of ranks.
+
+    Attributes:
+        name: for a title.
+        wires: every link.
+        route: from (source, target), two different ranks, to the links between them, in order.
+        per_node: ranks that share a node, 1 where none do.
+        out_of_node: bytes/s that a node can send to the others, where its ranks share what leads there.
+        gamma: s per byte that a rank adds to another (reduction).
+    """
+
+    name: str
+    ranks: int
+    wires: dict[Edge, Wire]
+    route: Callable[[int, int], tuple[Edge, ...]]
+    per_node: int = 1
+    out_of_node: float = float("inf")
+    gamma: float = 0.0
+
+    @property
+    def fastest(self) -> Wire:
+        """The least latency and the most bandwidth of the links by which messages leave a rank."""
+        leaving = [wire for (source, _), wire in self.wires.items() if source.startswith("rank ") or " nic " in source]
+        if not leaving:
+            return Wire(0.0, float("inf"))
+        return Wire(min(wire.latency for wire in leaving), max(wire.bandwidth for wire in leaving))
+
+
+def fully_connected(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
+    """A link of its own from every rank to every other: Hockney's model."""
+    edges = {(_rank(i), _rank(j)): wire for i in range(ranks) for j in range(ranks) if i != j}
+    return Topology("fully connected", ranks, edges, lambda i, j: ((_rank(i), _rank(j)),), gamma=gamma)
+
+
+def ring(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
+    """Links to both neighbours; a message takes the shorter way round, and the rising one of two equal ones."""
+    topology = torus((ranks,), wire, gamma)
+    return Topology("ring", ranks, topology.wires, topology.route, gamma=gamma)
+
+
+def torus(shape: tuple[int, ...], wire: Wire, gamma: float = 0.0) -> Topology:
+    """A grid whose rows and columns are rings, the last dimension varying fastest.
+
+    A message goes along the last dimension first (dimension-ordered routing), the shorter way round.
+    """
+    ranks = prod(shape)
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+
+    def step(rank: int, d: int, by: int) -> int:
+        at = rank // strides[d] % shape[d]
+        return rank + ((at + by) % shape[d] - at) * strides[d]
+
+    def route(source: int, target: int) -> tuple[Edge, ...]:
+        edges = []
+        for d in reversed(range(len(shape))):
+            distance = (target // strides[d] - source // strides[d]) % shape[d]
+            by = 1 if 2 * distance <= shape[d] else -1
+            for _ in range(min(distance, shape[d] - distance)):
+                after = step(source, d, by)
+                edges.append((_rank(source), _rank(after)))
+                source = after
+        return tuple(edges)
+
+    wires = {
+        (_rank(rank), _rank(step(rank, d, by))): wire
+        for rank in range(ranks)
+        for d in range(len(shape))
+        for by in (1, -1)
+        if shape[d] > 1
+    }
+    return Topology(f"torus {' x '.join(map(str, shape))}", ranks, wires, route, gamma=gamma)
+
+
+def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.0, gamma: float = 0.0) -> Topology:
+    """Two levels of switches: ranks under leaf switches, whose trunks meet in a spine.
+
+    Args:
+        per_leaf: ranks under a leaf switch.
+        oversubscription: the bandwidth of a leaf's ranks together over that of its trunk; 1 is a full fat tree.
+
+    Raises:
+        UsageError: the leaves do not come out even, or the oversubscription is below 1.
+    """
+    _check_even("--per-node", per_leaf, ranks)
+    if oversubscription < 1:
+        raise UsageError(f"--oversubscription {oversubscription:g}: at least 1 (a trunk that carries all its ranks)")
+    trunk = Wire(0.0, per_leaf * wire.bandwidth / oversubscription, "trunk")
+    wires: dict[Edge, Wire] = {}
+    for rank in range(ranks):
+        wires[_rank(rank), _leaf(rank // per_leaf)] = wire
+        wires[_leaf(rank // per_leaf), _rank(rank)] = Wire(0.0, wire.bandwidth, wire.kind)
+    for leaf in range(ranks // per_leaf if ranks > per_leaf else 0):
+        wires[_leaf(leaf), "spine"] = wires["spine", _leaf(leaf)] = trunk
+
+    def route(source: int, target: int) -> tuple[Edge, ...]:
+        up, down = _leaf(source // per_leaf), _leaf(target // per_leaf)
+        over = () if up == down else ((up, "spine"), ("spine", down))
+        return ((_rank(source), up), *over, (down, _rank(target)))
+
+    name = f"fat tree, {per_leaf} ranks to a leaf, {oversubscription:g}:1"
+    return Topology(name, ranks, wires, route, per_leaf, trunk.bandwidth, gamma)
+
+
+def islands(
+    ranks: int, per_node: int, inside: Wire, nic: Wire, nics: int | None = None, gamma: float = 0.0
+) -> Topology:
+    """Nodes whose ranks meet in a fast switch (an NVLink island) and leave by network adapters.
+
+    Args:
+        nics: adapters of a node, each shared by equally many of its ranks; one for each rank unless given.
+
+    Raises:
+        UsageError: the nodes, or the ranks of an adapter, do not come out even.
+    """
+    _check_even("--per-node", per_node, ranks)
+    nics = per_node if nics is None else nics
+    _check_even("--nics", nics, per_node)
+    wires: dict[Edge, Wire] = {}
+    for rank in range(ranks):
+        wires[_rank(rank), _node(rank // per_node)] = inside
+        wires[_node(rank // per_node), _rank(rank)] = Wire(0.0, inside.bandwidth, inside.kind)
+
+    def adapter(rank: int) -> str:
+        return f"node {rank // per_node} nic {rank % per_node * nics // per_node}"
+
+    for rank in range(ranks if ranks > per_node else 0):
+        wires[adapter(rank), "network"] = nic
+        wires["network", adapter(rank)] = Wire(0.0, nic.bandwidth, nic.kind)
+
+    def route(source: int, target: int) -> tuple[Edge, ...]:
+        if source // per_node == target // per_node:
+            node = _node(source // per_node)
+            return ((_rank(source), node), (node, _rank(target)))
+        return ((adapter(source), "network"), ("network", adapter(target)))
+
+    name = f"islands of {per_node} with {nics} NICs"
+    return Topology(name, ranks, wires, route, per_node, nics * nic.bandwidth, gamma)
+
+
+def _check_even(option: str, size: int, total: int) -> None:
+    if size < 1 or total % size:
+        near = " or ".join(map(str, nearest_divisors(size, of=total)))
+        raise UsageError(f"{option} {size}: groups of {size} do not make {total}; near it: {near}")
+
+
+def _rank(i: int) -> str:
+    return f"rank {i}"
+
+
+def _node(i: int) -> str:
+    return f"node {i}"
+
+
+def _leaf(i: int) -> str:
+    return f"leaf {i}"

@@ -1,0 +1,236 @@
+"""Constants from measurements: robust least squares on logarithms, drawn to what one expects of each.
+
+Every constant is a positive number. Its logarithm begins at what is expected and may move, where measurements say so;
+the further, the more they must agree (one standard deviation is `Constant.sure`). A residual is the logarithm of
+estimated over measured; large ones count less (Cauchy's loss), so that what a publication got wrong does not bend the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.labs.validate.rows import Point
+from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.time.step import step
+from shoal.spec.catalog.calibration import Calibration, names_of
+
+WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
+SCALES = {"time": 0.08, "memory": 0.05}  # of a residual: from where on it counts less
+ITERATIONS = 60  # at most: few fits need as many
+FURTHEST = 0.7  # that a logarithm may move in an iteration
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One number of the fit: a constant, or its value for one of what it is known by."""
+
+    name: str
+    index: int | None
+
+
+class Prior(NamedTuple):
+    """What is known of logarithms before a fit.
+
+    Attributes:
+        expected, sure: what they are drawn to, and one standard deviation of that.
+        least, most: what they cannot leave.
+    """
+
+    expected: np.ndarray
+    sure: np.ndarray
+    least: np.ndarray
+    most: np.ndarray
+
+
+def estimated(runs: Runs, points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
+    return step(runs, constants).seconds, *_memory(runs, np.array([p.memory_kind for p in points]), constants)
+
+
+def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    memory = footprint(runs, constants)
+    size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
+    size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
+    return size, memory.needed / memory.capacity
+
+
+class Problem:
+    """The residuals of some points."""
+
+    def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
+        self.what, self.constants = what, constants
+        keep = [p for p in points if p.seconds or (what == "memory" and (p.bytes or p.oom))]
+        self.points, self.runs = keep, Runs.of([p.run for p in keep])
+        self.weight = np.array([WEIGHTS.get(p.quality, 0.1) for p in keep])
+        self.seconds = np.array([p.seconds or np.nan for p in keep])
+        self.bytes = np.array([p.bytes or np.nan for p in keep])
+        self.oom = np.array([p.oom for p in keep])
+        self.kinds = np.array([p.memory_kind for p in keep])
+        self._taken: dict[bytes, Runs] = {}
+        self.parameters = [
+            Parameter(name, index)
+            for name, of in constants.constants.items()
+            if of.fitted == what
+            for index in (self._seen(of.by) if of.by else [None])
+        ]
+
+    def _seen(self, by: str) -> list[int]:
+        return sorted(set(self.runs.code(by)))
+
+    def start(self) -> np.ndarray:
+        """Logarithms to begin with: the constants as they are."""
+        values = (
+            self.constants[p.name] if p.index is None else self.constants[p.name][p.index] for p in self.parameters
+        )
+        return np.log(np.array([float(v) for v in values]))
+
+    @property
+    def prior(self) -> Prior:
+        """What is known of the logarithms before."""
+        of = [self.constants.constants[p.name] for p in self.parameters]
+        names = [names_of(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
+        return Prior(
+            np.log([c.prior(name) for c, name in zip(of, names, strict=True)]), np.array([c.sure for c in of]),
+            np.array([np.log(c.least) if c.least else -np.inf for c in of]),
+            np.array([np.log(c.most) if c.most else np.inf for c in of]),
+        )  # fmt: skip
+
+    def constants_at(self, logs: np.ndarray) -> Calibration:
+        """The constants with these logarithms."""
+        values: dict[str, np.ndarray] = {}
+        for parameter, value in zip(self.parameters, np.exp(logs), strict=True):
+            if parameter.index is None:
+                values[parameter.name] = np.float64(value)
+            else:
+                array = values.setdefault(parameter.name, self.constants[parameter.name].copy())
+                array[parameter.index] = value
+        return self.constants.with_values(values)
+
+    def residuals(self, logs: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Of estimated over measured; of memory also by how much what ran does not fit, or what did not does.
+
+        Args:
+            rows: of these points alone.
+        """
+        constants, rows = self.constants_at(logs), np.arange(len(self.points)) if rows is None else rows
+        runs, weight = self._runs(rows), self.weight[rows]
+        if self.what == "time":
+            return weight * np.clip(np.log(step(runs, constants).seconds / self.seconds[rows]), -3, 3)
+        size, part = _memory(runs, self.kinds[rows], constants)
+        known = np.nan_to_num(np.clip(np.log(size / self.bytes[rows]), -3, 3))
+        short = np.clip(np.where(self.oom[rows], -np.log(part), np.log(part)) + 0.01, 0, 0.6)
+        return np.concatenate([weight * known, 0.7 * weight * short])
+
+    def _runs(self, rows: np.ndarray) -> Runs:
+        key = rows.tobytes()
+        if key not in self._taken:
+            self._taken[key] = self.runs.take(rows)
+        return self._taken[key]
+
+    def jacobian(self, logs: np.ndarray, small: float = 1e-4) -> np.ndarray:
+        """[residuals, parameters] by differences, each over the points that its parameter reaches."""
+        everywhere = self.residuals(logs)
+        found, count = np.zeros((len(everywhere), len(logs))), len(self.points)
+        for j, parameter in enumerate(self.parameters):
+            by = self.constants.constants[parameter.name].by
+            rows = np.arange(count)
+            if parameter.index is not None:
+                rows = np.flatnonzero(self.runs.code(by) == parameter.index)
+            at = rows if self.what == "time" else np.concatenate([rows, rows + count])
+            moved = logs + small * (np.arange(len(logs)) == j)
+            found[at, j] = (self.residuals(moved, rows) - everywhere[at]) / small
+        return found
+
+    def fit(self, iterations: int) -> Calibration:
+        """Levenberg-Marquardt with iteratively reweighted residuals."""
+        return self.constants_at(
+            minimise(self.residuals, self.jacobian, self.start(), self.prior, SCALES[self.what], iterations)
+        )
+
+
+def minimise(
+    residuals: Callable[[np.ndarray], np.ndarray],
+    jacobian: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    prior: Prior,
+    scale: float,
+    iterations: int,
+) -> np.ndarray:
+    """The x of the least sum of 2 log(1 + r^2 / 2 scale^2), and of ((x - expected) / sure)^2."""
+
+    def cost(r: np.ndarray, x: np.ndarray) -> float:
+        return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - prior.expected) / prior.sure) ** 2).sum())
+
+    x = np.clip(x, prior.least, prior.most)
+    r, damping, still = residuals(x), 1e-2, 0
+    best = cost(r, x)
+    for _ in range(iterations):
+        slopes = jacobian(x)
+        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
+        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
+        slope = slopes.T @ (weight * r) + (x - prior.expected) / prior.sure**2
+        free = ~((x <= prior.least) & (slope > 0) | (x >= prior.most) & (slope < 0))  # the others rest at their bounds
+        curvature, slope = curvature[np.ix_(free, free)], slope[free]
+        change, before = np.zeros(len(x)), best
+        for _ in range(16):
+            change[free] = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope)
+            tried = np.clip(x + np.clip(change, -FURTHEST, FURTHEST), prior.least, prior.most)
+            found = residuals(tried)
+            if (value := cost(found, tried)) < best:
+                x, r, best, damping = tried, found, value, max(damping / 3, 1e-5)
+                break
+            damping *= 4
+        still = still + 1 if before - best < 1e-5 * before else 0
+        if still:
+            damping = 1e-2  # the last steps may have been short because of it
+        if still == 2:
+            break
+    return x
+
+
+def fitted(points: Sequence[Point], constants: Calibration, iterations: int = ITERATIONS) -> Calibration:
+    """Constants of time, then of memory, from these points and from what is expected of each, and from nothing else."""
+    constants = constants.expected()
+    for what in ("time", "memory"):
+        problem = Problem(points, what, constants)
+        if problem.points:
+            constants = problem.fit(iterations)
+    return constants
+
+
+def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
+    """A line for each constant that the points reach and a bound holds: what they would have it be is not physics."""
+    lines = []
+    for what in SCALES:
+        problem = Problem(points, what, constants)
+        logs, prior = problem.start(), problem.prior
+        for parameter, at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
+            if min(abs(at - least), abs(at - most)) < 1e-3:
+                by = constants.constants[parameter.name].by
+                name = f"{parameter.name}, {names_of(by)[parameter.index]}" if by else parameter.name
+                bound = "the least" if abs(at - least) < 1e-3 else "the most"
+                lines.append(f"{name} is at {np.exp(at):.4g}, {bound} that it can be")
+    return lines
+
+
+def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:
+    """The tables of `calibration.toml`; only what these points reach gets a value."""
+    runs = Runs.of([p.run for p in points])
+    tables = {}
+    for name, of in constants.constants.items():
+        table = of.model_dump(exclude_none=True, exclude={"value"})
+        if of.by in ("generation", "network", "software"):
+            reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names_of(of.by)))
+            table["value"] = {names_of(of.by)[i]: float(f"{constants[name][i]:.4g}") for i in reached}
+        elif of.by:
+            table["value"] = {key: float(f"{v:.4g}") for key, v in zip(names_of(of.by), constants[name], strict=True)}
+        else:
+            table["value"] = float(f"{float(constants[name]):.4g}")
+        tables[name] = table
+    return tables

@@ -1,0 +1,205 @@
+"""Published measurements, read from CSV and mapped to what the cost model takes.
+
+One row is one published point. A row becomes a `Point`, or a reason why it cannot be one; none is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import UsageError
+from shoal.labs.validate import words
+from shoal.labs.validate.words import Row, number
+from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
+from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
+from shoal.spec.catalog.links import link
+from shoal.spec.catalog.software import Software, software_named, software_table
+
+STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a whole step of a whole model
+SHAPE = ("layers", "hidden", "seq", "n_gpus")
+COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
+VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
+HEAD = 128  # width of a head where their number is not stated
+FACTS = (  # of the software, as the cost model takes them
+    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "ahead", "balanced", "dropout",
+    "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "logits_whole", "kept_ffn",
+)  # fmt: skip
+
+Left = dict[tuple[str, str], int]
+"""Rows of a file (first) that are no points, by the reason (second)."""
+
+
+class Inexpressible(Exception):
+    """A row that is no point; the reason."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One published point, as the cost model takes it.
+
+    Attributes:
+        row: its id.
+        file, model, quality: as published.
+        gpus: accelerators.
+        run: fields of `shoal.planning.cost.batched_runs.Runs`.
+        seconds, bytes: measured; None where they were not.
+        memory_kind: allocated, reserved, first (reserved on the first rank) or process; empty without bytes.
+        oom: it ran out of memory.
+        assumed: columns that were not published.
+    """
+
+    row: str
+    file: str
+    model: str
+    quality: str
+    gpus: int
+    run: dict[str, Any]
+    seconds: float | None
+    bytes: float | None
+    memory_kind: str
+    oom: bool
+    assumed: tuple[str, ...] = ()
+
+
+def read_row(row: Row, file: str) -> Point:
+    """A row's point.
+
+    Raises:
+        Inexpressible: why it is none.
+        UsageError: its accelerator has no peak in the catalog.
+    """
+    if row.get("kind") not in STEPS:
+        raise Inexpressible(f"kind {row.get('kind') or 'not stated'}")
+    if row.get("status") not in ("ok", "oom"):
+        raise Inexpressible(f"status {row.get('status') or 'not stated'}")
+    if missing := [name for name in SHAPE if not number(row, name)]:
+        raise Inexpressible(f"{', '.join(missing)} not stated")
+    known = _Known(row)
+    software = software_named(row.get("framework") or "", number(row, "year") or 2025)
+    batch, run = _parallel(row, known)
+    run |= _model(row, known, software) | _hardware(row, software)
+    gpus = int(number(row, "n_gpus"))
+    size, kind = words.memory(row)
+    seconds, oom = words.seconds(row, batch * run["s"], gpus), row.get("status") == "oom"
+    if seconds is None and size is None and not oom:
+        raise Inexpressible("neither time nor memory")
+    return Point(
+        row.get("row_id") or "",
+        file,
+        row.get("model") or "",
+        row.get("quality") or "",
+        gpus,
+        run,
+        None if oom else seconds,
+        None if oom else size,
+        kind,
+        oom,
+        tuple(dict.fromkeys(known.assumed)),
+    )
+
+
+class _Known:
+    """Columns of a row, and which had to be assumed."""
+
+    def __init__(self, row: Row):
+        self.row, self.assumed = row, list[str]()
+
+    def __call__(self, name: str, default: float) -> float:
+        value = number(self.row, name)
+        if value is None:
+            self.assumed.append(name)
+        return default if value is None else value
+
+
+def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
+    """The global batch, and what the layout decides."""
+    gpus = number(row, "n_gpus")
+    if gpus > 8 and number(row, "tp") is None:
+        raise Inexpressible("tp not stated")
+    tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
+    stage = words.zero_stage(row)
+    dp = number(row, "dp") or gpus / (tp * pp * cp)
+    shard = words.shards(row, stage, dp) * (cp if stage == 3 else 1)
+    if stage == 3 and dp * tp * pp * cp < gpus:  # sharded inside each of the replicas that are counted
+        shard = gpus / (dp * tp * pp * cp)
+        dp *= shard
+    if dp < 1 or abs(dp * tp * pp * cp - gpus) > 0.5:
+        raise Inexpressible("dp x tp x pp x cp is not the number of accelerators")
+    batch, count, each = (number(row, name) for name in ("global_batch", "num_microbatches", "micro_batch"))
+    if not batch:
+        if not (each and count):
+            raise Inexpressible("global_batch not stated")
+        batch = each * count * dp
+    each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
+    warmup, alive = words.bubble(row)
+    return batch, {
+        "tp": tp, "pp": pp, "cp": cp, "dp": dp, "zero": stage, "shard": shard, "ep": number(row, "ep") or 1,
+        "virtual": max(1.0, known("vpp", 1)) if pp > 1 else 1, "warmup": warmup, "alive": alive, "b": each,
+        "microbatches": max(1.0, batch / (dp * each)), "sequence_parallel": row.get("sp") == "y",
+    }  # fmt: skip
+
+
+def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
+    """What the model decides, and what is recomputed of it."""
+    mode = words.recomputed(row)
+    if mode is None:
+        raise Inexpressible(f"recompute: {row.get('recompute')}")
+    if not mode:
+        known.assumed.append("recompute")
+    hidden = number(row, "hidden")
+    heads = known("heads", max(1, round(hidden / HEAD)))
+    gated = words.gated(row)
+    experts, active, width = words.experts(row)
+    return {
+        "layers": number(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": number(row, "seq"),
+        "kv_heads": number(row, "kv_heads") or heads, "head_dim": number(row, "head_dim") or hidden / heads,
+        "ffn": width or known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
+        "tied": words.tied(row), "experts": experts, "active": active,
+        "recompute": RECOMPUTE.index(mode or software.recompute),
+        "attention": ATTENTION.index(words.attention(row, software.attention)),
+        "fused_norm": words.fused_norm(row, software.name),
+    }  # fmt: skip
+
+
+def _hardware(row: Row, software: Software) -> dict[str, Any]:
+    """What accelerators, links and software decide."""
+    found = words.machine(row)
+    if found is None:
+        raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
+    machine, node = found
+    per_node, peak = words.per_node(row, node), machine.dense_flops(machine.half)
+    memory = number(row, "gpu_mem_gb")
+    return {name: getattr(software, name) for name in FACTS} | {
+        "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
+        "network": NETWORKS.index(words.network(row)), "peak": peak, "attainable": machine.matmul_efficiency,
+        "peak8": machine.peak_flops.get("fp8", peak),
+        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth,
+        "memory": memory * 1e9 if memory else machine.memory_bytes,
+        "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
+        "crowded": software.crowded and words.network(row) == "efa-slow",
+        "reduced_apart": software.reduced_apart * words.repaired(row),
+        "ties_first": software.balanced and not words.repaired(row),
+        "gathers_kept": words.gathers_kept(row, software.gathers_kept),
+        "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
+    }  # fmt: skip
+
+
+def read_folder(folder: Path) -> tuple[list[Point], Left]:
+    """Every point, and how many rows of each file are none, by reason; files of other columns are left out."""
+    points: list[Point] = []
+    left: Left = {}
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if not set(COLUMNS) <= set(reader.fieldnames or ()):
+                continue
+            for row in reader:
+                try:
+                    points.append(read_row(row, path.stem))
+                except (Inexpressible, UsageError) as reason:
+                    key = path.stem, str(reason)
+                    left[key] = left.get(key, 0) + 1
+    return points, left

@@ -1,0 +1,207 @@
+"""What publications call things: accelerators, networks, kernels, what is recomputed, how data is parallel."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from shoal.spec.catalog.accelerators import Accelerator, accelerator
+from shoal.spec.catalog.clusters import Node, nodes
+from shoal.spec.catalog.links import link
+
+Row = Mapping[str, str]
+_ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the first that is found counts
+    ("v100", "16", "v100-sxm2-16gb", "V100"), ("v100", "", "v100-sxm2-32gb", "V100"),
+    ("a100", "40", "a100-sxm-40gb", "A100-40GB"), ("a100", "", "a100-sxm-80gb", "A100"),
+    ("a800", "", "a100-sxm-80gb", "A100"), ("h800", "", "h800-sxm", "H800"), ("h200", "", "h200-sxm", "H200"),
+    ("h100", "96", "h100-sxm-96gb-hbm2e", "H100"), ("h100", "", "h100-sxm", "H100"),
+    ("gb200", "", "gb200", "GB200"), ("gb300", "", "gb300", "GB300"),
+    ("b200", "", "b200-sxm", "B200"), ("b300", "", "b300-sxm", "B300"), ("mi300", "", "mi300x", "MI300X"),
+    ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
+    ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
+)  # fmt: skip
+_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width, shared; the ffn is a dense layer's
+_GATHERED_AGAIN = 14_018_000  # job of nanotron's benchmark from which on memory shows that inputs are gathered again
+_NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
+_PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
+    r"(\d+) ?x ?(\d+) ?Gb", r"(\d+)x? (?:Omni-Path )?(?:links per node \()?(\d+) ?Gb", r"inter (\d+) ?Gb/s per node",
+    r"(\d+) ?Gb(?:ps|/s)?\+? ?(?:\w+ )*(?:per|/) ?node",
+)  # fmt: skip
+
+
+def number(row: Row, name: str, *, zero: bool = False) -> float | None:
+    """A column's number, None where it has none that is finite and above zero, or zero where that means something."""
+    try:
+        value = float(row.get(name) or "")
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf or (zero and value == 0) else None
+
+
+def machine(row: Row) -> tuple[Accelerator, Node] | None:
+    """The accelerator and the node that it is commonly in; None if the catalog has none."""
+    text, size = (row.get("gpu") or "").lower(), row.get("gpu_mem_gb") or ""
+    for word, memory, name, node in _ACCELERATORS:
+        if word in text and (not memory or memory in size or f"{memory}gb" in text):
+            return accelerator(name), nodes()[node]
+    return None
+
+
+def per_node(row: Row, node: Node) -> float:
+    """Accelerators that share a fast switch: as published, but of racks that are one such domain all, whose servers are
+    what publications count."""
+    return float(node.per_node) if node.per_node > 8 else number(row, "gpus_per_node") or node.per_node
+
+
+def network(row: Row) -> str:
+    """What leads out of a node, by what constants are known by.
+
+    Some jobs print the bandwidth of an all-gather over all of their nodes. Of those on EFA it falls from 160 GB/s on
+    two nodes to 6 on 64, or from 225 to 44; between the two is the line that is drawn here.
+    """
+    text = (row.get("interconnect") or "").lower()
+    kind = next((kind for word, kind in _NETWORKS if word in text), "infiniband")
+    printed = re.search(r"measured in run=[\d.]*/([\d.]+)/", row.get("note") or "")
+    nodes = (number(row, "n_gpus") or 1) / (number(row, "gpus_per_node") or 8)
+    if kind == "efa" and printed and nodes > 1 and float(printed[1]) < 312 / nodes**0.65:
+        return "efa-slow"
+    return kind
+
+
+def leaving(row: Row, node: Node, per_node: float) -> float:
+    """Bytes/s of one accelerator's share of what leaves its node: as published, or as such nodes have it."""
+    text = row.get("interconnect") or ""
+    if found := re.search(r"(\d+) ?GB/s per node", text):
+        return float(found[1]) * 1e9 / per_node
+    for pattern in _PER_NODE:
+        if found := re.search(pattern, text):
+            gigabits = 1.0
+            for part in found.groups():
+                gigabits *= float(part)
+            return gigabits / 8 * 1e9 / per_node
+    if found := re.search(r"(\d+) ?Gb/s\+? ?(?:\w+ )*per GPU", text):
+        return float(found[1]) / 8 * 1e9
+    if node.nic is None:
+        return link(node.inside).bandwidth
+    return link(node.nic).bandwidth * (node.nics or node.per_node) / node.per_node
+
+
+def attention(row: Row, default: str) -> str:
+    """The kernel, by `shoal.planning.cost.batched_runs.ATTENTION`."""
+    text = (row.get("attn_kernel") or "").lower()
+    if "torch" in text or "v1" in text:
+        return "unfused" if "torch" in text else "flash-1"
+    if "flash" in text:  # of some version, or that which the software has
+        said = [name for name in ("flash-3", "flash-2") if name[-1] in text]
+        return said[0] if said else default if default.startswith("flash") else "flash-2"
+    return "fused-softmax" if "fused" in text else default
+
+
+def recomputed(row: Row) -> str | None:
+    """One of `shoal.planning.cost.batched_runs.RECOMPUTE`; "" where it is not stated, None where it is something
+    else."""
+    text = (row.get("recompute") or "").lower()
+    if not text:
+        return ""
+    if text.startswith(("none", "0 of")):
+        return "none"
+    if "op-level" in text:  # torchtitan's, of torch.utils.checkpoint's selective policies
+        return "operators"
+    return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
+
+
+def bubble(row: Row) -> tuple[float, float]:
+    """Of zero-bubble schedules: the part of 1F1B's bubble that they have, and micro-batches alive over 1F1B's.
+
+    Qi et al. 2023 (Zero Bubble Pipeline Parallelism), table 1: ZB-H1 a third, ZB-H2 none with twice the activations.
+    """
+    text = (row.get("schedule") or "").lower()
+    return (1 / 3, 1.0) if "zb-1p" in text else (0.0, 2.0) if "zb-2p" in text else (1.0, 1.0)
+
+
+def zero_stage(row: Row) -> int:
+    """Of ZeRO, by its number or by the name of what does it."""
+    stage, text = number(row, "zero_stage", zero=True), row.get("dp_mode") or ""
+    if stage is not None:
+        return int(stage)
+    return 3 if "FSDP" in text else 1 if "opt" in text or "ZeRO" in text else 0
+
+
+def shards(row: Row, stage: int, dp: float) -> float:
+    """Ranks that ZeRO shards over; PyTorch's hybrid sharding does so inside a node, where nothing else is said."""
+    text = row.get("dp_mode") or ""
+    found = re.search(r"shard group=(\d+)", text)
+    group = float(found[1]) if found else (number(row, "gpus_per_node") or 8) if "HSDP" in text else dp
+    return min(dp, group) if stage else 1.0
+
+
+def eight_bits(row: Row) -> bool:
+    """Whether products run in 8 bits or fewer; with a scale for each row torch's were no faster than in 16."""
+    text = (row.get("precision") or "").lower()
+    return "rowwise" not in text and any(word in text for word in ("fp8", "float8", "fp4"))
+
+
+def gated(row: Row) -> bool:
+    """Whether the feed-forward block has two matrices in."""
+    kind = row.get("mlp_type") or ""
+    return "glu" in kind if kind else not re.search("gpt|bert|opt|bloom", row.get("model") or "")
+
+
+def tied(row: Row) -> bool:
+    """Whether the head is the embedding: as the note says, or as models of the kind have it."""
+    if found := re.search(r"tie_emb=(\w+)", row.get("note") or ""):
+        return found[1] == "True"
+    if "tie_emb=" in (row.get("note") or ""):
+        return (number(row, "params_b") or 0) < 5
+    return not gated(row)
+
+
+def fused_norm(row: Row, software: str) -> bool:
+    """Whether a norm is one kernel: everywhere, but for a study that compares."""
+    return software != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or "")
+
+
+def gathers_kept(row: Row, default: bool) -> bool:
+    """Whether gathered inputs stay for backward: nanotron without a pipeline kept them in the first of its jobs."""
+    job = re.search(r" job (\d+)$", row.get("source_loc") or "")
+    return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
+
+
+def experts(row: Row) -> tuple[float, float, float | None]:
+    """Experts of a layer, those that a token meets (the shared ones in both), their width where it is not the ffn."""
+    count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
+    for name, (width, shared) in _EXPERTS.items():
+        if name in (row.get("model") or "") and count > 1:
+            return count + shared, active + shared, width
+    return count, active, None
+
+
+def memory(row: Row) -> tuple[float | None, str]:
+    """Bytes, and of what: allocated, reserved, reserved on the first rank, or of the whole process."""
+    size, text = number(row, "mem_gb"), row.get("mem_kind") or ""
+    if size is None or not text:
+        return None, ""
+    unit = 2**30 if any(word in text for word in ("GiB", "MiB", "reserved", "smi")) else 1e9
+    kind = (
+        "first" if "rank0" in text else "process" if "smi" in text else "allocated" if "alloc" in text else "reserved"
+    )
+    return size * unit, kind
+
+
+def repaired(row: Row) -> bool:
+    """Whether it ran after nanotron's pipelines were mended, as its notes say; all other software's are."""
+    return "after_pp_fix=False" not in (row.get("note") or "")
+
+
+def schedule_works(row: Row) -> bool:
+    """Whether a pipeline runs as it should."""
+    return repaired(row) or (number(row, "pp") or 1) == 1
+
+
+def seconds(row: Row, tokens: float, gpus: float) -> float | None:
+    """Of a step; None where the publication has none, or has one that is no measure of a schedule."""
+    if row.get("quality") == "M" or not schedule_works(row):
+        return None
+    rate = number(row, "tokens_per_s_per_gpu")
+    return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)

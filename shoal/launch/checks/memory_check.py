@@ -1,0 +1,178 @@
+"""Whether a run's tensors and checkpoints have room on this machine, before anything is made.
+
+What is counted is there at the worst time of every step, or of those that estimate the curvature, so a run that is
+refused would not have run. What is not counted (the interpreter, the allocator's holes, gathered layers, the loss, what
+an update has besides, which is known from above alone) may still be too much.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.base.errors import UsageError
+from shoal.base.files import standing
+from shoal.base.units import show_bytes
+from shoal.engine.collectives.shm.region import host_identity
+from shoal.engine.device import host_memory
+from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.program import Action, Op
+from shoal.planning.cost.memory import activations
+from shoal.planning.cost.memory.float8 import EightBits
+from shoal.planning.cost.memory.state import StateBytes, state_bytes
+from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.parameters import StagePart
+from shoal.planning.cost.partition import parts_of
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
+from shoal.spec.number_formats import FORMATS, Formats
+from shoal.training.async_dp.memory import room as room_of
+from shoal.training.step.engine import attention_kernel
+
+BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank, by what they are. Of what ranks of one host have together each has an equal part.
+
+    Attributes:
+        method: of what parallel.sync chooses.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    method: int = 0
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        names = {"method": "parallel.sync"}
+        return ", ".join(f"{names.get(name, name)} {show_bytes(size)}" for name, size in vars(self).items() if size)
+
+
+def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False) -> list[Held]:
+    """What the first rank of every pipeline rank holds at least, at the worst time of a step.
+
+    Args:
+        one_host: whether all ranks are there, and so share what memory they can.
+    """
+    layout, policy = config.parallel, FORMATS[config.train.precision]
+    program = program_of(layout, layout.microbatches(config.train.global_batch))
+    kernel = attention_kernel(config.train.attention, device, policy.compute)
+    shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
+    forward = Pass(
+        shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
+        eight=EightBits.of(policy, config.float8),
+    )
+    every = []
+    for rank in range(layout.pp):
+        parts = parts_of(shape, program, rank)
+        kept = {
+            stage: activations.total(activations.stage(forward, part.layers, first=part.first, last=part.last))
+            for stage, part in zip(program.stages_of(rank), parts, strict=True)
+        }
+        state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
+        alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
+        room = room_of(config, state, policy)
+        weights = room.weights - (_held_once(config, state, policy) if shares else 0)
+        every.append(Held(weights, state.gradients, room.optimizer + state.estimating, alive, room.method))
+    return every
+
+
+def _held_once(config: RunConfig, state: StateBytes, policy: Formats) -> int:
+    """Bytes of a rank's whole parameters that others of its host account for: all shards are of one memory
+    (`shoal.engine.collectives.group.allocate`)."""
+    layout = config.parallel
+    if layout.zero not in (1, 2):
+        return 0
+    shards, edp = layout.shards, layout.expert_shape[2]
+    dense, experts = state.elements - state.experts, state.experts
+    return (dense - dense // shards + experts - experts // edp) * policy.compute.itemsize
+
+
+def most_alive(actions: Sequence[Action], kept: dict[int, int]) -> int:
+    """The most bytes that forwards have left for backwards which have not begun.
+
+    Args:
+        kept: bytes of one micro-batch, by stage.
+    """
+    alive = most = 0
+    for action in actions:
+        if action.op is Op.FORWARD:
+            alive += kept[action.stage]
+            most = max(most, alive)
+        elif action.op in BEGINS_BACKWARD:
+            alive -= kept[action.stage]
+    return most
+
+
+def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ranks: range) -> None:
+    """Refuse a model that this machine's memory cannot hold.
+
+    Args:
+        ranks: those of this machine.
+
+    Raises:
+        UsageError: with what a rank needs by the formulas, and what there is.
+    """
+    layout = config.parallel
+    held = held_by(config, shape, device, one_host=len(ranks) == layout.world_size)
+    here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
+    fullest = max(here, key=lambda rank: rank.total)
+    if layout.offload == "none" and device.type == "cpu":
+        needed, there, where = sum(rank.total for rank in here), host_memory(), "this machine has"
+        what = f"its {len(here)} ranks here need {show_bytes(needed)}, " if len(here) > 1 else ""
+    elif layout.offload == "none":
+        needed, there = fullest.total, torch.cuda.get_device_properties(device).total_memory
+        what, where = "", f"{torch.cuda.get_device_name(device)} has"
+    else:  # what of the rest is on which side is the engine's to know; the optimizer's states are on the host
+        needed, there, where = sum(rank.optimizer for rank in here), host_memory(), "this machine has"
+        what = f"offloaded optimizer's states alone need {show_bytes(needed)}, "
+    if needed > there:
+        raise UsageError(
+            f"model.name = '{config.model.name}' ({shape.parameters():,} parameters) does not fit: the fullest rank "
+            f"needs {show_bytes(fullest.total)} ({fullest}), {what}and {where} {show_bytes(there)}."
+            "\n  Use a smaller model or batch, more devices, or a layout that needs less: parallel.zero, tp, pp, "
+            "recompute. `shoal estimate` tells what each does."
+        )
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of a checkpoint's weights and moments."""
+    policy, whole = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
+    states = state_bytes(shape, Layout(), policy, config.optimizer.name, whole).optimizer
+    return shape.parameters() * policy.storage.itemsize + states
+
+
+def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
+    """Refuse a run whose checkpoints have no room.
+
+    Args:
+        folder: of the checkpoints, which need not be there yet.
+        existing: checkpoints that are there already.
+
+    Raises:
+        UsageError: with what is needed, and what is free.
+    """
+    each = checkpoint_bytes(config, shape)
+    every = config.checkpoint.every
+    saves = 1 + (config.train.steps - 1) // every if every else 1
+    most = min(config.checkpoint.keep + 1, saves) - existing  # one is written before the oldest goes
+    there = standing(folder)
+    size, _, free = shutil.disk_usage(there)
+    if size and most * each > free:  # what is no disk has no size, and says itself what is wrong
+        raise UsageError(
+            f"checkpoints: {most} of {show_bytes(each)} = {show_bytes(most * each)} are kept at once, but {there} has "
+            f"{show_bytes(free)} free.\n  Make room, name a folder on another disk, or set checkpoint.keep lower."
+        )

@@ -1,0 +1,223 @@
+"""One process as a rank: which one it is, and how it joins the others that `launch`, torchrun or SLURM started."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError, redact
+from shoal.base.files import write_whole
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import COLLECTIVE_SECONDS, die_with_parent, init_world, pick_device, usable_cores
+from shoal.launch.rendezvous import meeting_store
+from shoal.launch.watch.watchdog import STACK_SIGNAL
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process's place among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the ranks of this machine
+    local_world_size: int
+    how: Literal["local", "torchrun", "slurm"]
+    """Who started it: `launch`, torchrun (or whatever sets the same variables), or SLURM's srun."""
+
+    master: tuple[str, int] | None = None
+    """Address and port where the ranks meet; None where they meet in a file."""
+
+    def device(self, choice: str) -> torch.device:
+        """`pick_device` for this rank."""
+        return pick_device(choice, self.local_rank, bound=self.how == "slurm")
+
+    def neighbours(self) -> range:
+        """The ranks of this machine (numbered machine by machine) that have a place in the world."""
+        first = self.rank - self.local_rank
+        return range(first, min(first + self.local_world_size, self.world_size))
+
+    def among(self, ranks: int) -> Membership:
+        """The same place among the first so many ranks alone; also in the environment, for what reads it there."""
+        if self.how == "torchrun" and ranks < self.world_size:
+            os.environ["WORLD_SIZE"] = str(ranks)
+        return replace(self, world_size=min(ranks, self.world_size))
+
+
+def joined() -> Membership | None:
+    """Whether this process was started as one rank of a run, and as which; None where it is to start ranks itself.
+
+    Reads the environment alone. One lone SLURM task counts as started plainly.
+
+    Raises:
+        UsageError: the variables of torchrun are there in part, or are not numbers.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _from_torchrun()
+    # An sbatch script itself also has SLURM_PROCID; only what srun starts has the list of the step's nodes.
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    if all(name in os.environ for name in slurm) and _number("SLURM_NTASKS") > 1:
+        return _from_slurm()
+    return None
+
+
+def _from_torchrun() -> Membership:
+    local = "SHOAL_SCRATCH" in os.environ
+    needed = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])
+    if missing := [name for name in needed if name not in os.environ]:
+        raise UsageError(
+            f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} are not."
+            "\n  Set them too, or unset RANK and WORLD_SIZE to start the ranks on this machine."
+        )
+    place = [
+        number for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        for number in (_number(rank, below=_number(size)), _number(size))
+    ]
+    if local:
+        return Membership(*place, how="local")
+    return Membership(*place, how="torchrun", master=(os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)))
+
+
+def _from_slurm() -> Membership:
+    tasks_per_node = _expand_counts(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    # Two steps of one job may run at once; the range is below that of the kernel's own choices.
+    port = 20000 + (_number("SLURM_JOB_ID") * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))) % 10000
+    return Membership(
+        rank=_number("SLURM_PROCID"),
+        world_size=_number("SLURM_NTASKS"),
+        local_rank=_number("SLURM_LOCALID"),
+        local_world_size=tasks_per_node[int(os.environ.get("SLURM_NODEID", "0"))],
+        how="slurm",
+        master=(_first_host(os.environ["SLURM_STEP_NODELIST"]), port),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first name in SLURM's notation: ``gpu[007-009,12],login`` gives ``gpu007``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
+
+
+def _expand_counts(counts: str) -> list[int]:
+    """SLURM's notation of tasks per node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
+
+
+def _number(name: str, *, below: int | None = None) -> int:
+    try:
+        number = int(os.environ[name])
+    except ValueError:
+        raise UsageError(f"the environment variable {name} = {os.environ[name]!r} is not a number.") from None
+    if below is not None and not 0 <= number < below:
+        raise UsageError(f"the environment variable {name} = {number} is not one of 0 to {below - 1}.")
+    return number
+
+
+def scratch_folder() -> Path:
+    """Where a rank that was started locally meets the others and its parent."""
+    return Path(os.environ["SHOAL_SCRATCH"])
+
+
+def read_payload() -> dict[str, Any]:
+    """What the parent gave to `launch`."""
+    return json.loads((scratch_folder() / "payload.json").read_text())
+
+
+def become_rank(
+    device: str = "auto",
+    threads: int = 0,
+    timeout: float = COLLECTIVE_SECONDS,
+    records: Path | None = None,
+    membership: Membership | None = None,
+) -> Membership:
+    """Make this process one rank of the world: call it first, and once.
+
+    An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
+    waiting for background threads: so leave the process group only on success, that peers fail after the cause.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
+        timeout: of every collective, in seconds.
+        records: the folder where it writes its stack when it is asked for it.
+        membership: which rank; None for what `joined` says.
+
+    Raises:
+        UsageError: not started as a rank, or no such device.
+    """
+    membership = membership or joined()
+    if membership is None:
+        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
+    place = scratch_folder() if membership.how == "local" else records
+    sys.excepthook = partial(_record_and_exit, place, membership.rank)
+    faulthandler.enable()
+    if records is not None:
+        stack = open(stack_path(records, membership.rank), "a")  # noqa: SIM115 -- for good
+        faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
+    if membership.how != "slurm":  # which ends the tasks of a step itself
+        die_with_parent(int(os.environ.get("SHOAL_PARENT", os.getppid())))
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if threads or not named:
+        torch.set_num_threads(threads or share_of_cores(membership.local_world_size))
+    elif membership.how == "local" and named.isdigit() and int(named):
+        # A fork read the variable as it was for its nursery.
+        torch.set_num_threads(int(named))
+    picked = membership.device(device)
+    if picked.type == "cpu":
+        tune_process()
+    store = None
+    if membership.how == "local":
+        store = dist.FileStore(str(scratch_folder() / "store"), membership.world_size)
+    elif membership.how == "slurm":
+        store = meeting_store(membership, timeout)
+    init_world(membership.rank, membership.world_size, store, picked, timeout)
+    return membership
+
+
+def _record_and_exit(
+    folder: Path | None, rank: int, kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    """The rank's last act, as ``sys.excepthook``: tell the parent, which shows the earliest record alone."""
+    usage, report = record_end(folder, rank, error)
+    # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
+    print(report, file=sys.__stderr__, flush=True)
+    sys.stdout.flush()
+    os._exit(2 if usage else 1)
+
+
+def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:
+    """Record what ended a rank, for its parent or the next attempt: whether it was bad input, and its report."""
+    usage = isinstance(error, UsageError)
+    report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
+    if folder is not None:
+        ended = {"when": time.monotonic(), "report": report, "usage": usage}
+        write_whole(record_path(folder, rank), json.dumps(ended))  # should a signal end this process meanwhile
+    return usage, report
+
+
+def record_path(scratch: Path, rank: int) -> Path:
+    """Where a rank records what ended it."""
+    return scratch / f"failure-{rank}.json"
+
+
+def stack_path(scratch: Path, rank: int) -> Path:
+    """Where a rank writes its stack when it is asked for it."""
+    return scratch / f"stack-{rank}"
+
+
+def share_of_cores(local_ranks: int) -> int:
+    """CPU threads of each rank of this machine."""
+    return max(1, usable_cores() // local_ranks)

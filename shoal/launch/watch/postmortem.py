@@ -1,0 +1,108 @@
+"""What ended the attempt before, under torch elastic and SLURM: the next one reads what the ranks left behind.
+
+No process of ours outlives the ranks there. But each leaves its last sign of life in the folder of its host
+(`shoal.launch.watch.peer_watch`), and beside it the exception that ended it. The ranks of the next attempt put together
+what their hosts have, and name the one that was the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.launch.rank_env import Membership, record_path
+from shoal.launch.watch.peer_watch import ended_path, folder_of, folders
+from shoal.launch.watch.watchdog import host
+from shoal.training.resilience.heartbeat import Phase, read
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last that is known of one rank of an attempt."""
+
+    attempt: str
+    """Where and among how many its ranks met, by which hosts know that they speak of the same one."""
+
+    world_size: int
+    rank: int
+    host: str
+    ended: float
+    """When it recorded what ended it, or gave its last sign of life [s since the epoch]."""
+
+    where: str
+    step: int | None
+    done: bool
+    report: str
+    """The exception that it raised; "" if it ended without a word."""
+
+    usage: bool
+    """Whether that was bad input."""
+
+    told: bool
+    """Whether a neighbour ended it, and has told so."""
+
+
+def former(member: Membership) -> list[Last]:
+    """What the ranks of this host left behind in the attempt before; to be asked before this attempt has a folder."""
+    made = {}  # of each folder but that of this round, which a faster rank may have made already
+    for folder in folders():
+        with contextlib.suppress(FileNotFoundError):  # another rank of this round removes it
+            if folder != folder_of(member):
+                made[folder] = folder.stat().st_mtime
+    if member.how == "torchrun":  # its number may have been another process's, long ago
+        begun = psutil.Process(os.getppid()).create_time()
+        made = {folder: when for folder, when in made.items() if when >= begun}
+    newest = max(made, key=made.__getitem__, default=None)
+    return examine(newest) if newest else []
+
+
+def examine(folder: Path) -> list[Last]:
+    """The ranks that kept their records in a folder."""
+    port, _, world_size = folder.name.split("-")[-3:]
+    since_epoch = time.time() - time.monotonic()
+    every = []
+    for path in sorted(folder.glob("beat-*")):
+        rank, record = int(path.name.rpartition("-")[2]), read(path)
+        if record is None:
+            continue
+        note = record_path(folder, rank)
+        said: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            said = json.loads(note.read_text())
+        every.append(Last(
+            f"{port} {world_size}", int(world_size), rank, host(), since_epoch + said.get("when", record.alive),
+            record.where, record.steps if record.begun >= 0 else None, record.phase is Phase.DONE,
+            said.get("report", ""), said.get("usage", False), ended_path(folder, rank).exists(),
+        ))
+    return every
+
+
+def cause(every: list[Last]) -> dict[str, Any] | None:
+    """Of what all hosts know, the rank that ended the newest attempt, as values of its event; None where none did, or
+    where that has been told.
+
+    A rank that raised may only have lost a peer. So one that went without a word is surer, and so is one of which no
+    host knows anything; among equals it is the first.
+    """
+    if not every:
+        return None
+    newest = max(every, key=lambda last: last.ended).attempt
+    every = [last for last in every if last.attempt == newest]
+    failed = [last for last in every if not last.done]
+    if not failed or any(last.told for last in failed):
+        return None
+    absent = sorted(set(range(every[0].world_size)) - {last.rank for last in every})
+    silent = [last for last in failed if not last.report]
+    if absent and not silent:
+        return {"rank": absent[0], "how": "left no trace: its host is gone, or has no part in the run now"}
+    first = min(silent or failed, key=lambda last: last.ended)
+    how = "raised an exception" if first.report else "ended without a word: it was killed, or left"
+    return {"rank": first.rank, "host": first.host, "how": how, "where": first.where, "step": first.step,
+            "report": first.report or None}

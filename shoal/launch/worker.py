@@ -1,0 +1,133 @@
+"""One rank of a training run, from joining the world to leaving it: ``python -m shoal.launch.worker``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import UsageError
+from shoal.base.terminal import outlive_readers, print_what_can_be
+from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.throttle import Link
+from shoal.engine.data.batches import Dataset, open_dataset
+from shoal.engine.device import allow_reproducible_products, destroy_world
+from shoal.launch.rank_env import Membership, become_rank, joined, read_payload, scratch_folder
+from shoal.launch.rendezvous import left_open
+from shoal.launch.watch.peer_watch import Neighbours, shared_folder
+from shoal.launch.watch.postmortem import Last, cause, former
+from shoal.spec.config import build
+from shoal.training.async_dp.choose import trainer_of
+from shoal.training.check import check
+from shoal.training.resilience.events import write_event
+from shoal.training.resilience.heartbeat import Beat, Phase, record_path
+from shoal.training.resilience.host_memory_dir import free, home
+from shoal.training.run_folder import new_run
+from shoal.training.stop import PREEMPTED, StopRequests
+from shoal.training.trainer import Trainer
+
+PARTING_SECONDS = 3.0
+
+
+def run(
+    payload: dict[str, Any],
+    built: Callable[[Trainer], None] | None = None,
+    *,
+    member: Membership | None = None,
+    stop: StopRequests | None = None,
+) -> int:
+    """Train as one rank; returns the exit code.
+
+    Args:
+        payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
+            it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
+            begins anew where nothing was saved yet.
+        built: gets the trainer before its first step.
+        member: its place, where that is not what the environment says.
+        stop: where requests to stop are counted already.
+    """
+    print_what_can_be()
+    outlive_readers()
+    member = member or joined()
+    before = former(member) if member.how != "local" and member.local_rank == 0 else []
+    records = scratch_folder() if member.how == "local" else shared_folder(member)
+    beat = Beat(records and record_path(records, member.rank))
+    config = build(payload["config"])
+    if config.failover.reexecute_every:
+        allow_reproducible_products()
+    member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
+    device, link = member.device(config.train.device), Link.of(config.train.link_gbs)
+    mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
+    folder = payload["folder"]
+    if not payload.get("made") and not payload["resume"]:
+        made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
+        folder = broadcast(made, world())
+        if member.local_rank == 0:
+            free(home(Path(folder), config.failover))  # as `shoal.cli.train` does
+    seed = config.train.seed
+    samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
+    _agree_on_data(samples)
+    trainer = trainer_of(config)(
+        config,
+        check(config),
+        mesh,
+        samples,
+        Path(folder),
+        resume=payload["resume"],
+        restarted=payload.get("restarted", False),
+        beat=beat,
+        local_ranks=member.local_world_size,
+        stop=stop,
+    )
+    if payload.get("restarted") and member.how != "local":  # else the supervisor tells
+        every = all_gather([asdict(last) for last in before], world())
+        if member.rank == 0:
+            if lost := cause([Last(**last) for last in chain.from_iterable(every)]):
+                write_event(Path(folder), "failure", **lost)
+                trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
+            write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
+    if open_port := left_open(member):
+        trainer.display.note(open_port)
+    neighbours = None
+    if records is not None and member.how != "local":
+        neighbours = Neighbours(member, records, config.failover, Path(folder))
+    if built is not None:
+        built(trainer)
+    trainer.run()
+    trainer.leave()
+    beat.phase(Phase.DONE)
+    if neighbours is not None:
+        neighbours.leave()
+    destroy_world()
+    trainer.conclude()  # when no rank waits for this one any more
+    if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
+        return 0
+    if member.how == "slurm":  # ends a step with its first task that fails: one tells, when the others are gone
+        time.sleep(PARTING_SECONDS)
+    return PREEMPTED
+
+
+def _agree_on_data(samples: dict[str, Dataset]) -> None:
+    """Every rank must read the same text: machines may hold different files under one name.
+
+    Raises:
+        UsageError: naming the ranks that differ from rank 0.
+    """
+    mine = [samples["train"].fingerprint, samples["validation"].fingerprint]
+    every = all_gather(mine, world())
+    others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+    if others:
+        raise UsageError(
+            f"data: ranks {', '.join(map(str, others[:8]))} read another corpus than rank 0 "
+            f"({every[others[0]][0]}, not {every[0][0]})."
+            "\n  Give all machines the same files (and, for stdlib, the same Python)."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run(read_payload()))

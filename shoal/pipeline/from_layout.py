@@ -1,0 +1,230 @@
+"""From a layout to its program: which schedule it names, whether that fits, and the forwards alone for validation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from shoal.base.errors import UsageError
+from shoal.pipeline.partition import even_layers
+from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build
+from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY, SCHEDULES
+from shoal.pipeline.schedules.asynchronous import pipedream_2bw
+from shoal.pipeline.schedules.placement import closed_form
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import FILE, Layout
+
+VIRTUAL = 2
+"""Stages on each rank where the schedule leaves that open and the layout says nothing."""
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """The schedule that a layout names.
+
+    Raises:
+        UsageError: it names a file that holds none.
+    """
+    if layout.schedule.startswith(FILE):
+        from shoal.pipeline.schedules.file import schedule_from_csv  # which proves what it reads
+
+        return schedule_from_csv(layout.schedule.removeprefix(FILE))
+    schedule = EVERY[layout.schedule]
+    if layout.update_every:
+        order = partial(pipedream_2bw, every=layout.update_every)
+        return closed_form(schedule.name, schedule.source, order, schedule.placement)
+    return schedule
+
+
+def virtual_stages(layout: Layout) -> int:
+    """Stages on each pipeline rank."""
+    return schedule_of(layout).virtual or layout.virtual_stages or VIRTUAL
+
+
+def program_of(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
+    """The program of one step.
+
+    Args:
+        slices: that each sequence is cut into (`slices_of`), 0 where it is not.
+        transfers: as `build` has it.
+    """
+    program = build(
+        schedule_of(layout), layout.pp, microbatches,
+        virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices), transfers=transfers,
+    )
+    return replace(program, layers=layout.stage_layers or ())
+
+
+def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
+    """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
+    if layout.schedule != "terapipe":
+        return ()
+    from shoal.pipeline.sequence_slices import best_slices, even_slices, flops, places  # which need numpy
+
+    if layout.sequence_slices == "auto":
+        least = _least_slice(layout)
+        *cuts, _ = places(sequence_length // least * least, least)
+        return best_slices([*cuts, sequence_length], flops(shape), layout.pp, microbatches)
+    if isinstance(layout.sequence_slices, int):
+        return even_slices(sequence_length, layout.sequence_slices, layout.token_multiple)
+    return layout.sequence_slices
+
+
+def forwards_of(program: Program, microbatches: int) -> Program:
+    """The forwards alone of some micro-batches, on the placement of another program.
+
+    Micro-batches go through in groups of as many as there are ranks, each group through all of a rank's stages
+    (Narayanan et al. 2021, figure 4): the longest that a rank need never wait for itself.
+    """
+    ranks = program.ranks
+    program = Program((), program.stage_rank, microbatches, copies=program.copies)
+    orders = []
+    for rank in range(ranks):
+        forwards = [Action(Op.FORWARD, s, m) for s in program.stages_of(rank) for m in program.microbatches_of(s)]
+        first = {action: program.microbatches_of(action.stage).start for action in forwards}
+        orders.append(sorted(
+            forwards, key=lambda a: ((a.microbatch - first[a]) // ranks, a.stage % program.depth, a.microbatch)
+        ))
+    forward = replace(program, actions=tuple(map(tuple, orders)))
+    return replace(program, actions=tuple(map(tuple, add_transfers(forward))))
+
+
+def check_schedule(
+    layout: Layout,
+    shape: ModelShape,
+    global_batch: int,
+    *,
+    compile: bool = False,
+    sequence_length: int | None = None,
+    clip_norm: float = 0.0,
+) -> None:
+    """Raise if a layout's schedule cannot be.
+
+    Args:
+        compile: whether the layers are compiled.
+        sequence_length: tokens per sequence, where they are known.
+        clip_norm: the largest global gradient norm, 0 for any.
+
+    Raises:
+        UsageError: naming the field, its value, and what can be.
+    """
+    schedule, virtual = schedule_of(layout), virtual_stages(layout)
+    if layout.virtual_stages is not None and layout.virtual_stages != virtual:
+        raise UsageError(
+            f"parallel.virtual_stages = {layout.virtual_stages}, but {layout.schedule} has {virtual} on each rank."
+            f"\n  Leave virtual_stages out, or take one of {', '.join(_open())}."
+        )
+    depth = len(schedule.placement(layout.pp, virtual)) // schedule.copies
+    if depth > shape.layers:
+        raise UsageError(
+            f"parallel.pp = {layout.pp} with {layout.schedule}: {shape.layers} layers cannot fill {depth} stages, each "
+            f"needs at least one.\n  Use pp x virtual_stages <= {shape.layers}, or model.layers >= {depth}."
+        )
+    _check_stage_layers(layout, shape, depth)
+    microbatches = layout.microbatches(global_batch)
+    reason = schedule.refuses(layout.pp, microbatches, virtual)
+    if reason:
+        raise UsageError(
+            f"parallel.schedule = {layout.schedule} with pp {layout.pp} and {microbatches} "
+            f"micro-batch{'es' * (microbatches > 1)}: {reason}{_near(schedule, layout, microbatches, virtual)}"
+        )
+    _check_slices(layout, sequence_length)
+    _check_updates(layout, microbatches, clip_norm)
+    if compile and (layout.schedule == "terapipe" or layout.schedule in ASYNCHRONOUS):
+        raise UsageError(
+            f"train.compile = true with parallel.schedule = {layout.schedule}: compiled layers know neither "
+            "slices of a sequence nor several versions of their weights.\n  Leave train.compile out, or take 1f1b."
+        )
+    if compile and layout.cp > 1:
+        raise UsageError(
+            f"train.compile = true with parallel.cp = {layout.cp}: attention there exchanges keys and values between "
+            "ranks, which a compiled layer cannot hold.\n  Leave train.compile out, or take parallel.cp 1."
+        )
+    if compile and splits_backward(program_of(layout, microbatches)):
+        raise UsageError(
+            f"train.compile = true with parallel.schedule = {layout.schedule}: it makes the gradients of weights apart "
+            "from those of activations, and a compiled layer makes both at once."
+            "\n  Leave train.compile out, or take a schedule with whole backwards, such as 1f1b or interleaved-1f1b."
+        )
+
+
+def _check_stage_layers(layout: Layout, shape: ModelShape, depth: int) -> None:
+    sizes = layout.stage_layers
+    if sizes is not None and (len(sizes) != depth or sum(sizes) != shape.layers):
+        even = ", ".join(str(len(layers)) for layers in even_layers(shape, depth))
+        raise UsageError(
+            f"parallel.stage_layers = {list(sizes)}: {len(sizes)} stages with {sum(sizes)} layers, but pp {layout.pp} "
+            f"with {layout.schedule} has {depth} stages, and the model {shape.layers} layers."
+            f"\n  Without stage_layers they are {even}."
+        )
+
+
+def _check_slices(layout: Layout, sequence_length: int | None) -> None:
+    slices = layout.sequence_slices
+    if slices == "auto":
+        return
+    if layout.schedule != "terapipe":
+        raise UsageError(
+            f"parallel.sequence_slices = {slices}, but {layout.schedule} computes sequences whole."
+            "\n  Set parallel.schedule to terapipe, or leave sequence_slices out."
+        )
+    if sequence_length is None:
+        return
+    multiple, least = layout.token_multiple, _least_slice(layout)
+    share = f", each a multiple of tp {multiple} as sequence parallelism needs" if multiple > 1 else ""
+    if layout.cp > 1:
+        share += f", each at least {least} for cp {layout.cp}"
+    if isinstance(slices, int):
+        if slices > sequence_length // least:
+            raise UsageError(
+                f"parallel.sequence_slices = {slices}: {sequence_length} tokens make at most "
+                f"{sequence_length // least} slices{share}.\n  Use sequence_slices <= {sequence_length // least}."
+            )
+    elif sum(slices) != sequence_length or any(tokens % multiple or tokens < least for tokens in slices):
+        raise UsageError(
+            f"parallel.sequence_slices = {list(slices)}: {' + '.join(map(str, slices))} = {sum(slices)} must be "
+            f"data.sequence_length = {sequence_length}{share}.\n  Give their number instead, or auto."
+        )
+
+
+def _least_slice(layout: Layout) -> int:
+    """Tokens that a slice has at least, so that every rank has a part of it."""
+    return layout.token_multiple * (2 * layout.cp if layout.cp > 1 else 1)
+
+
+def _check_updates(layout: Layout, microbatches: int, clip_norm: float) -> None:
+    if layout.update_every is not None and layout.schedule != "pipedream-2bw":
+        raise UsageError(
+            f"parallel.update_every = {layout.update_every}, but {layout.schedule} has no such choice."
+            "\n  Set parallel.schedule to pipedream-2bw, or leave update_every out."
+        )
+    if layout.update_every is not None and layout.update_every < layout.pp:
+        raise UsageError(
+            f"parallel.update_every = {layout.update_every} is less than pp {layout.pp}: micro-batches of more than "
+            f"two updates would be in flight, but pipedream-2bw keeps two versions.\n  Use update_every >= {layout.pp}."
+        )
+    if layout.schedule in ASYNCHRONOUS and clip_norm and program_of(layout, microbatches).updates > 1:
+        raise UsageError(
+            f"optimizer.clip_norm = {clip_norm:g} with parallel.schedule = {layout.schedule}: the norm is of all "
+            "stages' gradients at once, and here each stage updates when its own are there."
+            "\n  Set optimizer.clip_norm = 0."
+        )
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether any backward is done in halves."""
+    return any(action.op is Op.BACKWARD_INPUT for actions in program.actions for action in actions)
+
+
+def _open() -> list[str]:
+    """The schedules whose number of stages is the user's choice."""
+    return [name for name, schedule in SCHEDULES.items() if schedule.virtual is None]
+
+
+def _near(schedule: Schedule, layout: Layout, microbatches: int, virtual: int) -> str:
+    """The nearest numbers of micro-batches that this schedule takes."""
+    per_pass = layout.dp * layout.micro_batch
+    fits = [m for m in range(1, 4 * layout.pp + microbatches) if not schedule.refuses(layout.pp, m, virtual)]
+    if not fits:
+        return ""
+    near = sorted(fits, key=lambda m: abs(m - microbatches))[:2]
+    return f"\n  Nearest train.global_batch that fits: {' or '.join(str(m * per_pass) for m in sorted(near))}."

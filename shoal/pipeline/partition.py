@@ -1,0 +1,105 @@
+"""Which layers a pipeline stage holds, and how the rest of a model is taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from shoal.engine.parallel.placement import ENDS, Split
+from shoal.pipeline.program import Program
+from shoal.spec.catalog import ModelShape
+
+if TYPE_CHECKING:
+    from shoal.engine.models.transformer import Transformer
+
+
+def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
+    """Consecutive layers for each stage, so that the slowest stage has as little to do as can be.
+
+    The last stage also has the head, and gives up layers for it (as Llama 3's: Dubey et al. 2024, section 3.3.2).
+    Left-over layers go to the later of the other stages, which keep fewer micro-batches alive.
+
+    Args:
+        head: work of the head, in layers.
+
+    >>> stage_layers(7, 4)
+    [range(0, 2), range(2, 4), range(4, 6), range(6, 7)]
+    >>> stage_layers(8, 2, head=2.7)
+    [range(0, 5), range(5, 8)]
+    """
+    others = stages - 1
+    if not others:
+        return [range(layers)]
+
+    def cost(last: int) -> tuple[float, float, int]:
+        """The slowest stage; how far the last one lags by more than one layer; its layers."""
+        slowest_other = -(-(layers - last) // others)
+        return max(slowest_other, last + head), max(0, slowest_other - 1 - last - head), last
+
+    last = min(range(1, layers - others + 1), key=cost)
+    even, more = divmod(layers - last, others)
+    sizes = [even] * (others - more) + [even + 1] * more + [last]
+    starts = [sum(sizes[:i]) for i in range(stages)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def layers_of(shape: ModelShape, program: Program) -> list[range]:
+    """The layers of each part of a model: those that the layout gives, else even ones, with the head counted."""
+    if program.layers:
+        ends = list(accumulate(program.layers))
+        return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
+    return even_layers(shape, program.depth)
+
+
+def even_layers(shape: ModelShape, stages: int) -> list[range]:
+    """The layers of each part of a model, where nobody says otherwise."""
+    return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())
+
+
+def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
+    """Take out of a model, in place, everything that another stage computes.
+
+    Args:
+        layers: of every stage.
+    """
+    keep, stages = layers[stage], len(layers)
+    for name in list(model.layers):
+        if int(name) not in keep:
+            del model.layers[name]
+    if stage > 0:
+        model.embed = None
+    if stage < stages - 1:
+        model.norm = model.head = None
+
+
+def share_tied(splits: dict[str, Split], shape: ModelShape, stage: int, stages: int) -> dict[str, Split]:
+    """Mark a tied embedding that the first and the last stage both hold: one parameter, two partial gradients."""
+    if not shape.tied or stages == 1:
+        return splits
+    local, name = ("embed.token.weight", "head.weight")[stage > 0], "embed.token.weight"
+    if local not in splits:
+        return splits
+    split = splits[local]
+    shared = replace(
+        split, name=name, sum_over=(*split.sum_over, ENDS), copies=2 * split.copies, stages=2 * split.stages,
+        primary=split.primary and stage == 0,
+    )
+    return splits | {local: shared}
+
+
+def share_copies(splits: dict[str, Split], axis: str, copy: int) -> dict[str, Split]:
+    """Mark the parameters of a stage that two copies of the model hold, each with the gradients of its micro-batches.
+
+    Args:
+        axis: of the mesh, the ranks that hold the copies of this stage.
+        copy: which of them is this one.
+    """
+    return {
+        local: replace(
+            split, sum_over=split.sum_over if ENDS in split.sum_over else (*split.sum_over, axis),
+            copies=2 * split.copies, stages=2 * split.stages, primary=split.primary and copy == 0,
+        )
+        for local, split in splits.items()
+    }

@@ -1,0 +1,237 @@
+"""A program as columns of numbers: the form in which millions of actions are played.
+
+One row is one thing that occupies a rank: a computation, or what follows the last backward. Transfers are no rows: they
+follow from the computations, and a row only knows behind which other its result is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shoal.base.errors import UsageError
+from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Program, Schedule, finish, in_slices
+from shoal.pipeline.short import NTH, SOME, TOLD_APART
+
+OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.STEP, Op.GATHER)
+CODE = {op: code for code, op in enumerate(OPS)}
+ALL = {op: CODE.get(op, len(OPS)) for op in Op}  # transfers among them
+FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER = range(len(OPS))
+COMPUTING = WEIGHT  # the codes up to here are computations
+
+Integers = np.ndarray  # [rows], of whole numbers
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Every rank's rows, rank after rank.
+
+    Attributes:
+        program: what the rows belong to; its `actions` may be empty.
+        offset: [ranks + 1] where each rank's rows begin; the last is their number.
+        op: [rows] indices into `OPS`.
+        stage: [rows] -1 for the whole rank.
+        microbatch: [rows] -1 where it concerns none.
+        part: [rows] slices of the sequence, -1 for all of it.
+        version: [rows] of the weights, -1 where there is but one.
+        sent_after: [rows] the row behind which this one's result is sent; itself where the program says nothing.
+    """
+
+    program: Program
+    offset: Integers
+    op: Integers
+    stage: Integers
+    microbatch: Integers
+    part: Integers
+    version: Integers
+    sent_after: Integers
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.offset) - 1
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.op)
+
+    @property
+    def rank(self) -> Integers:
+        """[rows] the pipeline rank of each."""
+        return np.repeat(np.arange(self.ranks, dtype=np.int32), np.diff(self.offset))
+
+    @property
+    def pairs(self) -> Integers:
+        """The rows of forwards that can be computed at once with the row behind them: another stage's whole backward.
+
+        Each of the two hides the other's communication (DeepSeek-AI 2024, section 3.2.1).
+        """
+        follows = (self.op[:-1] == FORWARD) & (self.op[1:] == BACKWARD) & (self.stage[:-1] != self.stage[1:])
+        follows[self.offset[1:-1] - 1] = False
+        return np.flatnonzero(follows)
+
+    @cached_property
+    def told_apart(self) -> Integers:
+        """[4, rows] what came before each, as `before_backwards` tells it apart: micro-batches whose weights' gradients
+        its stage has made, and the other stages of its rank; whether the stage's last pass was a forward, and of how
+        many of the others."""
+        made = (self.op == BACKWARD) | (self.op == WEIGHT)
+        order = np.argsort(self.stage, kind="stable")
+        op, stage = self.op[order], self.stage[order]
+        passes = (op == FORWARD) | (op == BACKWARD) | (op == INPUT)
+        last = np.append(-1, np.maximum.accumulate(np.where(passes, np.arange(self.rows), -1))[:-1])
+        over, after, change = np.empty((3, self.rows), int)
+        over[order] = _counted(made[order], stage)
+        after[order] = (last >= 0) & (op[last] == FORWARD) & (stage[last] == stage)
+        change[order] = passes * ((op == FORWARD) - after[order])
+        of_others, after_others = _counted(made, self.rank) - over, _counted(change, self.rank) - after
+        several = np.bincount(self.program.stage_rank)[self.rank] - 1
+        every = (after_others > 0) & (after_others == several)
+        nth = np.minimum(np.stack([over, of_others]) // self.program.parts, NTH - 1)
+        return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
+
+    def action(self, row: int) -> Action:
+        """One row, as the program has it."""
+        numbers = (self.stage, self.microbatch, self.part, self.version)
+        return Action(OPS[self.op[row]], *(int(column[row]) for column in numbers))
+
+
+def of_program(program: Program) -> Columns:
+    """The columns of a program, with its results sent where it sends them."""
+    return _columns(program, program.actions)
+
+
+def of_schedule(
+    schedule: Schedule, ranks: int, microbatches: int, virtual_stages: int = 1, parts: int = 1, *, gathers: bool = False
+) -> Columns:
+    """The columns of a schedule's program, rank by rank and without its transfers: where `build` would be slow."""
+    virtual = schedule.virtual or virtual_stages
+    placement = schedule.placement(ranks, virtual)
+    program = Program((), placement, microbatches, copies=schedule.copies, parts=parts, gathers=gathers)
+    if schedule.order is None:
+        orders = schedule.orders(ranks, microbatches, virtual)
+    else:
+        orders = (schedule.order(rank, ranks, microbatches, virtual) for rank in range(ranks))
+    return _columns(program, (_whole(in_slices(order, parts), program, rank) for rank, order in enumerate(orders)))
+
+
+def _whole(order: list[Action], program: Program, rank: int) -> list[Action]:
+    """An order with its reductions: before each update in its course, or behind its last backward with the only one."""
+    if not any(action.op is Op.STEP for action in order):
+        return [*order, *finish(program, rank)]
+    around = {Op.STEP: (Op.REDUCE, Op.STEP)}
+    return [action._replace(op=op) for action in order for op in around.get(action.op, (action.op,))]
+
+
+def _columns(program: Program, orders: Iterable[Sequence[Action]]) -> Columns:
+    parts = []
+    offset = [0]
+    for order in orders:
+        parts.append(_rank(order, offset[-1]))
+        offset.append(offset[-1] + len(parts[-1][0]))
+    return Columns(program, np.array(offset), *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
+    """One rank's columns; `base` rows lie before it."""
+    if not order:
+        return (np.empty(0, np.int8), *(np.empty(0, np.int32) for _ in range(5)))
+    ops, *numbers = zip(*order, strict=True)
+    op = np.fromiter(map(ALL.get, ops), np.int8, len(order))
+    own = np.flatnonzero(op < len(OPS))
+    columns = [np.fromiter(number, np.int32, len(order))[own] for number in numbers]
+    sent_after = np.arange(base, base + len(own), dtype=np.int32)
+    if len(own) < len(order):
+        _move_sends(order, sent_after, base)
+    return op[own], *columns, sent_after
+
+
+def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> None:
+    """Write down behind which row each result is sent."""
+    made: dict[tuple, int] = {}
+    passed = -1
+    for action in order:
+        what = action[1:4]
+        if action.op in CODE:
+            passed += 1
+            if action.op in FORWARDS | BACKWARDS:
+                made[action.op in FORWARDS, *what] = passed
+        elif action.op in SENDS:
+            if (row := made.get((action.op is Op.SEND_FORWARD, *what))) is None:
+                raise UsageError(f"{action} sends what its rank has not computed yet: prove the program first")
+            sent_after[row] = base + passed
+
+
+def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[float], passing: float) -> np.ndarray:
+    """[216, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
+    half, and of its second, where a schedule splits it, and at the end of a forward: each where that stage has
+    made the gradients of its weights for no micro-batch before, for one, and for more; each of these where the
+    rank's other stages have; each of these where the pass before it on that stage, the second halves left out, was none
+    or a backward, and where it was a forward; and each of these where that of no other stage of the rank was a forward,
+    that of some, and that of every one. -inf where there is none.
+
+    With it are the messages that are there but for those that the pass itself has taken: one that the pass behind it
+    waits for (`add_transfers`), a gradient if that was sent last, and those between stages of this rank.
+
+    Args:
+        whole: [stages] bytes that a micro-batch's forward leaves.
+        half: [stages] bytes that are there between the halves.
+        passing: bytes between two stages: those of a rank that follow each other have them once.
+    """
+    holder, stages = np.array(columns.program.stage_rank), columns.program.stages
+    follows = np.arange(stages) % columns.program.depth > 0
+    here = follows & np.append(False, holder[1:] == holder[:-1])
+    whole, half = np.array(whole) - passing * here, np.array(half)
+    kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half), (FORWARD, whole))
+    change = np.zeros(columns.rows)
+    for code, bytes_of in kinds:
+        rows = columns.op == code
+        change[rows] = bytes_of[columns.stage[rows]]
+    messages = passing * _messages(columns, here, follows & ~here)
+    change[columns.part >= 0] /= columns.program.parts
+    messages[columns.part >= 0] /= columns.program.parts
+    before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
+    found = np.full((*TOLD_APART, stages), -np.inf)
+    for i, (code, _) in enumerate(kinds):
+        rows = columns.op == code
+        np.maximum.at(found[i], (*columns.told_apart[:, rows], columns.stage[rows]), before[rows])
+    return found.reshape(-1, stages)
+
+
+def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray:
+    """[rows] how many messages a rank has in a pass, but for those that the pass itself has taken.
+
+    Args:
+        here, far: [stages] whether the one before it is on the same rank, and whether it is on another.
+    """
+    stage, forward = columns.stage, columns.op == FORWARD
+    backward = (columns.op == BACKWARD) | (columns.op == INPUT)
+    here_behind, far_behind = (np.append(of[1:], False) for of in (here, far))
+    found = np.zeros(columns.rows)
+    passes = np.flatnonzero(columns.op <= COMPUTING)
+    comes = (forward & far[stage] | backward & far_behind[stage])[passes]
+    same = columns.rank[passes[1:]] == columns.rank[passes[:-1]]
+    found[passes[:-1]] += comes[1:] & same
+    # Of the last that was sent: a forward's is what the stage keeps, or nothing.
+    sent = forward * -far_behind[stage].astype(int) + backward * far[stage]
+    sends = np.maximum.accumulate(np.where(sent != 0, np.arange(columns.rows), -1))
+    sends = np.append(-1, sends[:-1])
+    found += (sends >= columns.offset[columns.rank]) & (sent[sends] > 0)
+    made, taken = backward & here[stage], backward & here_behind[stage]
+    return found + _sums(made.astype(int) - taken, columns) - made
+
+
+def _sums(numbers: np.ndarray, columns: Columns) -> np.ndarray:
+    """[rows] the sum of each rank's numbers up to there."""
+    return np.concatenate([np.cumsum(rank) for rank in np.split(numbers, columns.offset[1:-1])])
+
+
+def _counted(made: np.ndarray, of: Integers) -> Integers:
+    """[rows] how many there were before of the same, where those of the same follow each other."""
+    before = np.cumsum(made) - made
+    begins = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
+    return before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))

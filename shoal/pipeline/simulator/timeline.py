@@ -1,0 +1,225 @@
+"""What a play shows: when everything happened, how long each rank idled, what it kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.pipeline.program import Action
+from shoal.pipeline.simulator.columns import BACKWARD, COMPUTING, FORWARD, INPUT, STEP, WEIGHT, Columns
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What passed between pipeline ranks.
+
+    Attributes:
+        source, target: [messages] pipeline ranks.
+        producer, consumer: [messages] rows of the timeline's columns.
+        start: [kinds, messages] when each enters its link.
+        end: [kinds, messages] when it is there.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    producer: np.ndarray
+    consumer: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+
+class Interval(NamedTuple):
+    """One action in time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A played step.
+
+    Several kinds of replicas are there only if a disturbance makes them differ; kind 0 is the undisturbed one where
+    there is one. Times are in the unit of the durations.
+
+    Attributes:
+        columns: the rows: op, stage, micro-batch, part, version and pipeline rank of each.
+        replicas: [kinds] how many replicas behave like each.
+        start, end: [kinds, rows].
+        pairs: rows of forwards that were computed at once with the row behind them.
+        messages: between the ranks.
+    """
+
+    columns: Columns
+    replicas: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    pairs: np.ndarray
+    messages: Messages
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks of one replica."""
+        return self.columns.ranks
+
+    def of_rank(self, rank: int, kind: int = 0) -> Iterator[Interval]:
+        """What one pipeline rank did, in order."""
+        for row in range(self.columns.offset[rank], self.columns.offset[rank + 1]):
+            yield Interval(self.columns.action(row), float(self.start[kind, row]), float(self.end[kind, row]))
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_time(self) -> float:
+        """From the begin of the step to the end of the last action, anywhere."""
+        return float(self.end.max())
+
+    @cached_property
+    def busy(self) -> np.ndarray:
+        """[kinds, ranks] time in computations; that of a pair once."""
+        computing = self.columns.op <= COMPUTING
+        computing[self.pairs] = False
+        return self._by_rank(np.where(computing, self.end - self.start, 0.0))
+
+    @cached_property
+    def idle(self) -> np.ndarray:
+        """[kinds, ranks] what is left of the span in which anyone computes."""
+        return self.compute_span - self.busy
+
+    @cached_property
+    def compute_span(self) -> float:
+        """From the begin of the step to the end of the last computation, anywhere."""
+        return float(self.end[:, self.columns.op <= COMPUTING].max())
+
+    @cached_property
+    def bubble(self) -> float:
+        """Idle share of the computing span, over all ranks: (p-1)/(m+p-1) for GPipe and 1F1B.
+
+        Huang et al. 2019 (GPipe), section 2.3.
+        """
+        return float(np.average(self.idle.mean(axis=1), weights=self.replicas) / self.compute_span)
+
+    @cached_property
+    def bubble_over_ideal(self) -> float:
+        """Idle time over the time without any: (p-1)/m for GPipe and 1F1B.
+
+        Narayanan et al. 2021 (Megatron-LM), section 2.2: "bubble time fraction (pipeline bubble size)".
+        """
+        busy = np.average(self.busy.mean(axis=1), weights=self.replicas)
+        return float((self.compute_span - busy) / busy)
+
+    @cached_property
+    def bubble_of_slowest_rank(self) -> float:
+        """(cost - work) / cost of the rank with the largest cost: from its first computation to the end of its last.
+
+        Qi et al. 2024 (zero bubble), section 5.3: ranks may begin the next step before others have ended this one.
+        """
+        slowest = np.unravel_index(np.argmax(self.own_span), self.own_span.shape)
+        return float(self.stall[slowest] / self.own_span[slowest])
+
+    @cached_property
+    def own_span(self) -> np.ndarray:
+        """[kinds, ranks] from each rank's first computation to the end of its last."""
+        computing = self.columns.op <= COMPUTING
+        first = self._by_rank(np.where(computing, self.start, np.inf), np.minimum)
+        return self._by_rank(np.where(computing, self.end, -np.inf), np.maximum) - first
+
+    @cached_property
+    def stall(self) -> np.ndarray:
+        """[kinds, ranks] idle time within each rank's own span."""
+        return self.own_span - self.busy
+
+    @cached_property
+    def critical_path(self) -> list[tuple[Interval, int]]:
+        """The chain of actions that the step's end waited for, first to last, each with its pipeline rank.
+
+        Of the kind of replica that ends last. Between two of them lies what the second waited for: a message, or
+        another replica.
+        """
+        return _critical_path(self)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def peak_live(self) -> np.ndarray:
+        """[ranks] the most activations alive at once: micro-batches on one stage, from F to B, or to W where split.
+
+        A slice of the sequence counts as its share.
+        """
+        return self.peak_bytes(1.0)
+
+    def peak_bytes(
+        self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
+    ) -> np.ndarray:
+        """[ranks] the most activation memory at once.
+
+        Args:
+            activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
+            kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
+        """
+        columns = self.columns
+        kept_for_weight = activation if kept_for_weight is None else kept_for_weight
+        by_stage = (np.asarray(given, float) for given in (activation, kept_for_weight))
+        whole, half = (np.broadcast_to(given, columns.program.stages) for given in by_stage)
+        change = np.zeros(columns.rows)
+        for code, bytes_of in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
+            rows = columns.op == code
+            change[rows] = bytes_of[columns.stage[rows]]
+        change[columns.part >= 0] /= columns.program.parts
+        ranks = np.split(change, columns.offset[1:-1])
+        return np.array([np.cumsum(rank).max(initial=0.0) for rank in ranks])
+
+    @cached_property
+    def weight_versions(self) -> np.ndarray:
+        """[ranks] the most versions of one stage's weights that a rank must keep at once; 1 without asynchrony.
+
+        A version is made by a STEP of its stage, and kept until the next is made and the last action with it is done.
+        """
+        return np.array([_versions(self.columns, rank) for rank in range(self.ranks)])
+
+    def _by_rank(self, values: np.ndarray, reduce: np.ufunc = np.add) -> np.ndarray:
+        return reduce.reduceat(values, self.columns.offset[:-1], axis=1)
+
+
+def _versions(columns: Columns, rank: int) -> int:
+    rows = slice(columns.offset[rank], columns.offset[rank + 1])
+    stage, version, steps = columns.stage[rows], columns.version[rows], columns.op[rows] == STEP
+    most = 1
+    for one in sorted(set(stage[version >= 0].tolist())):
+        used = (stage == one) & (version >= 0) & ~steps
+        last = np.full(int(version[used].max()) + 1, -1)
+        np.maximum.at(last, version[used], np.flatnonzero(used))
+        made = np.flatnonzero(steps & ((stage == one) | (stage == -1)))
+        begins = np.concatenate(([0], made + 1))
+        ends = np.concatenate((made + 1, [len(stage)]))
+        kept = min(len(last), len(ends))
+        ends[:kept] = np.maximum(ends[:kept], last[:kept] + 1)
+        change = np.zeros(len(stage) + 2, int)
+        np.add.at(change, begins, 1)
+        np.add.at(change, ends, -1)
+        most = max(most, int(np.cumsum(change).max()))
+    return most
+
+
+def _critical_path(timeline: Timeline) -> list[tuple[Interval, int]]:
+    columns = timeline.columns
+    kind = int(np.argmax(timeline.end.max(axis=1)))
+    start, end = timeline.start[kind], timeline.end[kind]
+    producer = dict(zip(timeline.messages.consumer.tolist(), range(len(timeline.messages.consumer)), strict=True))
+    firsts = set(columns.offset[:-1].tolist())
+    rank, row, path = columns.rank, int(np.argmax(end)), []
+    while True:
+        path.append((Interval(columns.action(row), float(start[row]), float(end[row])), int(rank[row])))
+        if row not in firsts and end[row - 1] >= start[row]:
+            row -= 1
+        elif row in producer:
+            row = int(timeline.messages.producer[producer[row]])
+        elif row in firsts:
+            return path[::-1]
+        else:
+            row -= 1

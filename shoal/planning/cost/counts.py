@@ -1,0 +1,259 @@
+"""What one rank of a run does in a step, in formulas: FLOPs and bytes sent, of which a dry run must count the same.
+
+A stage's passes are closed forms (`shoal.planning.cost.time.work`, `shoal.planning.cost.time.traffic`); how often each
+of them, a reduction and a gather happens is read off the program that the runtime executes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shoal.engine.parallel.context.token_order import Spread, spread
+from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
+from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
+from shoal.planning.cost.memory.optimizer_state import in_order
+from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.parameters import Held, StagePart
+from shoal.planning.cost.partition import stage_parts
+from shoal.planning.cost.time.traffic import (
+    Sent,
+    Share,
+    all_reduced,
+    context_parallel,
+    depths,
+    evenly_taken,
+    expert_parallel,
+    tensor_parallel,
+)
+from shoal.planning.cost.time.work import Seen, seen_alone, step_flops
+from shoal.planning.cost.time.zero3_gathers import gathers_of
+from shoal.spec.number_formats import Formats
+
+if TYPE_CHECKING:
+    from shoal.engine.collectives.mesh import Mesh  # which needs torch
+
+ROUTED = 3  # numbers that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
+FORESEEN = 4  # that a router of depths counts, with its predictor's loss (`shoal.engine.models.mixture_of_depths`)
+NUMBER = 8  # bytes of what the step itself sums: losses, norms, numbers of tokens
+
+
+class RankCounts:
+    """Of the rank that a mesh is seen from.
+
+    Args:
+        run: one micro-batch, with the attention kernel that is used.
+        program: of the layout.
+        slices: that it cuts sequences into.
+        policy: the number formats.
+        by_parts: whether tensor parallelism's collectives and products are made together.
+    """
+
+    def __init__(
+        self, run: Pass, program: Program, mesh: Mesh, policy: Formats, slices: Sequence[int] = (), *,
+        by_parts: bool = False,
+    ):
+        self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
+        self.slices = slices
+        self.spread = spread(run.layout, run.s, slices)
+        some = run.shape.depths  # of whose tokens only these pass through some layers
+        self.chosen = None if some is None else spread(run.layout, some.taken(run.s))
+        self.parts = stage_parts(run.shape, program)
+        self.held = program.stages_of(mesh.index("pp"))
+        self.actions = program.actions[mesh.index("pp")]
+
+    # ---- FLOPs ---------------------------------------------------------------------------------------------------
+
+    def flops(self) -> int:
+        """Of matrix products and attention; experts all get as many tokens."""
+        counts = [len(self.program.microbatches_of(stage)) for stage in self.held]
+        chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
+        return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
+
+    def _seen(self, spread: Spread) -> Seen:
+        """What this rank's attention computes of sequences that are spread so; no document ends inside one, where ranks
+        share them."""
+        if self.run.layout.cp == 1:
+            return seen_alone(self.run, self.slices)
+        from shoal.engine.parallel.context.causal_blocks import pieces  # which needs torch
+
+        place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
+        scores = []
+        for number in range(len(spread.held)):
+            queries = spread.place_chunks(place, range(number, number + 1))
+            found = [
+                piece for other in range(ring)
+                for piece in pieces(queries, spread.place_chunks(other, range(number + 1)))
+            ]
+            sides = [(piece.rows, piece.columns) for piece in found]
+            scores.append(tuple((rows.stop - rows.start, keys.stop - keys.start) for rows, keys in sides))
+        return Seen(tuple(spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
+
+    # ---- bytes sent ----------------------------------------------------------------------------------------------
+
+    def sent(self, *, first: bool = False) -> Sent:
+        """Bytes by axis and kind.
+
+        Args:
+            first: in the run's first step, in which replicas agree on an order of their reductions.
+
+        Raises:
+            ValueError: replicas are not kept together by sums.
+        """
+        layout = self.run.layout
+        if layout.sync != "all-reduce":
+            raise ValueError("there is no formula for what this run sends")
+        sent = Sent()
+        for action in self.actions:
+            if action.op in FORWARDS or action.op in BACKWARDS:
+                sent.update(self._pass(action))
+            elif action.op in SENDS:
+                tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.token_multiple
+                sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_here
+        for stage in self.held:
+            sent.update(self._data_parallel(stage))
+            buckets = len(self._filled(stage).buckets)
+            if first and buckets > 1:
+                axis = "stage" if any(size.expert for size in self._filled(stage).sizes) else "replicas"
+                sent[axis, "all-reduce"] += all_reduced(NUMBER * buckets, self.mesh.size(axis))
+        sent.update(self._once())
+        return Sent({key: size for key, size in sent.items() if size})
+
+    def _share(self, spread: Spread, number: int) -> Share:
+        """The tokens of a slice (-1: the whole) of sequences that are spread so."""
+        cp, place = self.mesh.index("cp"), self.mesh.index("ring")
+        slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
+        until = range(slices.stop)
+        lengths = spread.lengths(cp)
+        by = [(place - step) % spread.ring for step in range(spread.ring)]
+        blocks = tuple(sum(spread.place_lengths(other, until)) for other in by)
+        return Share(
+            sum(lengths[i] for i in slices), sum(lengths[i] for i in until),
+            sum(spread.place_lengths(place, slices)), blocks, blocks[0],
+        )
+
+    def _pass(self, action: Action) -> Sent:
+        part, shape, which = self.parts[action.stage], self.run.shape, 0 if action.op in FORWARDS else 1
+        some = [layer for layer in part.layers if shape.skips(layer)]
+        every = [layer for layer in part.layers if not shape.skips(layer)]
+        kinds = [(self.run, part._replace(layers=every), self._share(self.spread, action.part))]
+        sent = Sent()
+        if some:
+            fewer = replace(self.run, s=self.chosen.tokens)
+            kinds.append((fewer, StagePart(some, False, False), self._share(self.chosen, action.part)))
+            sent.update(self._moved(len(some))[which])
+        for run, layers, share in kinds:
+            sent.update(tensor_parallel(run, layers, share.tokens, by_parts=self.by_parts)[which])
+            sent.update(context_parallel(run, len(layers.layers), share)[which])
+            sent.update(expert_parallel(run, layers, share.tokens)[which])
+        return sent
+
+    def _moved(self, layers: int) -> tuple[Sent, Sent]:
+        """What it takes that as many of each rank's own tokens pass through some layers as a dry run has, and as many
+        of the shorter sequences' as any rank computes."""
+        parts = self.run.layout.token_multiple
+        here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
+        if ranks == 1:
+            return Sent(), Sent()
+        of_token, of_chosen = self._holders(self.spread), self._holders(self.chosen)
+        taken = evenly_taken(self.chosen.tokens, self.spread.tokens)
+        moved = sum((of_token[place] == here) != (rank == here) for place, rank in zip(taken, of_chosen, strict=True))
+        return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
+
+    def _holders(self, spread: Spread) -> list[int]:
+        """By place in a sequence, which of the ranks that share it has the token, as
+        `shoal.engine.parallel.mixture_of_depths` counts them."""
+        parts, holders = self.run.layout.token_multiple, [0] * spread.tokens
+        for cp in range(self.run.layout.cp):
+            places = [token for chunk in spread.chunks(cp) for token in chunk]
+            for i, place in enumerate(places):
+                holders[place] = cp * parts + i * parts // len(places)
+        return holders
+
+    def _data_parallel(self, stage: int) -> Sent:
+        """Gathers and reductions of a stage."""
+        layout, policy, mesh = self.run.layout, self.policy, self.mesh
+        actions = [action for action in self.actions if action.stage == stage]
+        last = sum(action.op is Op.REDUCE for action in actions)
+        passes = sum(action.op in WEIGHTS for action in actions) if layout.zero >= 2 else last
+        filled = self._filled(stage)
+        chunks = self._chunks(filled)
+        gathers = [sum(action.op is Op.GATHER for action in actions)] * len(chunks)
+        if layout.zero == 3:
+            gathers = gathers_of(layout, filled.used, self.actions, stage)
+        sent = Sent()
+        for bucket, chunk, times in zip(filled.buckets, chunks, gathers, strict=True):
+            shard, replicate = ("edp_shard", "edp_replicate") if bucket[0].expert else ("shard", "replicate")
+            others, reduced = mesh.size(shard) - 1, chunk * policy.reduce.itemsize
+            sent[shard, "reduce-scatter"] += passes * others * reduced
+            sent[replicate, "all-reduce"] += last * all_reduced(reduced, mesh.size(replicate))
+            sent[shard, "all-gather"] += times * others * chunk * policy.compute.itemsize
+        for axis, elements in self._partial(filled, chunks).items():
+            sent[axis, "all-reduce"] += last * all_reduced(elements * policy.reduce.itemsize, mesh.size(axis))
+        return sent
+
+    def _chunks(self, filled: Filled) -> list[int]:
+        """Elements of this rank's shard of each bucket of a stage."""
+        shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
+        return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
+
+    def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[Held, int]]:
+        """The parameters of a bucket, and how many elements of each are in this rank's shard of it."""
+        start, index = 0, self.mesh.index("edp_shard" if bucket[0].expert else "shard")
+        for held in in_order(bucket):
+            stop = start + held.allocated
+            yield held, max(0, min(stop, (index + 1) * chunk) - max(start, index * chunk))
+            start = stop
+
+    def _filled(self, stage: int) -> Filled:
+        index = self.mesh.index("tp"), self.mesh.index("ep"), self.mesh.index("etp")
+        return buckets_of(self.run.shape, self.run.layout, self.parts[stage], self.policy.reduce.itemsize, *index)
+
+    def _partial(self, stage: Filled, chunks: Sequence[int]) -> Counter[str]:
+        """Elements of this rank's shards whose gradients are sums that other axes than the replicas' complete."""
+        found: Counter[str] = Counter()
+        for bucket, chunk in zip(stage.buckets, chunks, strict=True):
+            for held, here in self._here(bucket, chunk):
+                if held.partial:
+                    found[held.partial] += here
+                if self.program.copies > 1 and not held.alone:
+                    found[self._copies] += here
+        return found
+
+    @property
+    def _copies(self) -> str:
+        """The axis along which the model's copies of this rank's stages lie."""
+        here, program = self.mesh.index("pp"), self.program
+        other = {program.stage_rank[(mine + program.depth) % program.stages] for mine in self.held}
+        return f"pp:{','.join(map(str, sorted({here} | other)))}"
+
+    def _once(self) -> Sent:
+        """What is summed over ranks once a step, or with each update: shared ends, losses, norms, numbers of tokens."""
+        mesh, updates = self.mesh, self.program.updates
+        sent, steps = Sent(), sum(action.op is Op.STEP for action in self.actions)
+        sent["dp", "all-reduce"] += all_reduced(NUMBER * updates, mesh.size("dp"))
+        sent["world", "all-reduce"] += all_reduced(NUMBER * (3 if updates == 1 else 2 + updates), mesh.size("world"))
+        if self.run.shape.experts:  # what routers counted
+            layers = len(self.run.shape.experts.layers(self.run.shape.layers))
+            counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
+            sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
+        if self.run.shape.depths:  # and those that let some tokens by
+            counted = NUMBER * len(self.run.shape.depths.layers(self.run.shape.layers)) * FORESEEN
+            sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
+        if updates > 1:  # each stage learns whether its own gradients are finite
+            for axis in ("tp", "replicas"):
+                sent[axis, "all-reduce"] += steps * all_reduced(NUMBER, mesh.size(axis))
+        holders = enumerate(self.program.stage_rank)
+        ends = sorted({rank for s, rank in holders if self.program.is_first(s) or self.program.is_last(s)})
+        shared = [stage for stage in self.held if self.parts[stage].shared
+                  and (self.parts[stage].first or self.parts[stage].last)]
+        if shared and mesh.index("pp") in ends:
+            of_stage, axis = self._filled(shared[0]), f"pp:{','.join(map(str, ends))}"
+            elements = sum(
+                here for bucket, chunk in zip(of_stage.buckets, self._chunks(of_stage), strict=True)
+                for held, here in self._here(bucket, chunk) if held.alone
+            )
+            sent[axis, "all-reduce"] += steps * all_reduced(elements * self.policy.reduce.itemsize, mesh.size(axis))
+        return sent

@@ -1,0 +1,374 @@
+"""Bytes that a forward pass leaves for its backward, tensor by tensor.
+
+Shapes: b sequences, s tokens, h hidden, a heads of width d, k key/value heads, f inside the feed-forward block, v
+vocabulary, t tensor-parallel ranks (a grid of x y; in one dimension x is 1 and y is t); with context parallelism s is
+what the fullest rank has of a sequence. Every entry of a list here is one tensor that autograd keeps on one rank;
+tensors that several operations share are there once, weights (which are held anyway) not at all.
+
+The papers' closed forms, for the layers of GPT with 16-bit activations and dropout, are in `korthikanti`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shoal.planning.cost.context import kv_heads
+from shoal.planning.cost.experts import routed_rows
+from shoal.planning.cost.micro_batch import Pass, once
+from shoal.spec.layout import Recompute
+
+_MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.engine.models.attention`)
+
+
+class Saved(NamedTuple):
+    """One tensor.
+
+    Attributes:
+        what: its name.
+        shape: in letters.
+        bytes: of all of it, on one rank.
+    """
+
+    what: str
+    shape: str
+    bytes: int
+
+
+def total(saved: Iterable[Saved]) -> int:
+    """Bytes of all of them."""
+    return sum([tensor.bytes for tensor in saved])
+
+
+@once
+def layer(
+    run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
+) -> list[Saved]:
+    """One layer.
+
+    Args:
+        recompute: instead of the layout's.
+        sparse: whether it has experts.
+        skips: whether only some tokens pass through it.
+        number: its own, where patterns say which layers' products are in 8 bits.
+    """
+    mode = recompute or run.layout.recompute
+    if mode == "full":
+        return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
+    if skips:
+        taken = replace(run, s=run.shape.depths.taken(run.s))
+        inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
+        return [*_router(run, taken), *inside]
+    return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
+
+
+def behind_attention(run: Pass, sparse: bool, number: int = 0) -> list[Saved]:
+    """Of a layer, the second norm and the feed-forward block."""
+    return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
+
+
+def _router(run: Pass, taken: Pass) -> list[Saved]:
+    """What decides which tokens pass through a layer, and what puts them back; k tokens of a sequence do.
+
+    Args:
+        taken: of these, as many here as anywhere.
+    """
+    shape, e, x = run.shape, run.itemsize, run.exact
+    n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, shape.depths.predictor
+    cast = "" if x == e else ", fp32"
+    saved = [
+        Saved(f"router input{cast}", "[b, s, h]", x * n * h),
+        Saved("predictor", "[b, s, p]", 2 * x * n * width),
+        Saved("foreseen, chosen", "[b, s]", 2 * x * n),
+        Saved("loss", "[]", x),
+        Saved("places of chosen tokens", "[b, k]", 8 * m),
+        Saved("weights of chosen tokens", "[b, k]", e * m),
+        Saved("results, weighted", "[b, k, h]", 2 * e * m * h),
+    ]
+    if cast:
+        saved.append(Saved("router and predictor, fp32", "[h], [p]", x * (h + width)))
+    if shape.depths.weight == "sigmoid":
+        saved.append(Saved("sigmoid of scores", "[b, s]", x * n))
+    if shape.family == "llama":
+        saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.head_dim // 2)))
+    if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
+        saved.append(Saved("mask of chosen tokens", "[b, 1, k, k]", taken.tokens * taken.s))
+    return saved
+
+
+def _norm(run: Pass) -> list[Saved]:
+    n, h, e = run.tokens_here, run.hidden_here, run.itemsize
+    if run.layout.tp_x > 1:  # in parts, with sums over ranks between
+        same = run.shape.family == "llama" and e >= 4
+        return [
+            Saved("norm input" if same else "centred, fp32", "[b, s, h/x]", run.exact * n * h),
+            Saved("1/std", "[b, s]", run.exact * n),
+            Saved("normalised", "[b, s, h/x]", e * n * h),
+        ]
+    if run.shape.family == "gpt":
+        stat = e if not run.fused_norm else run.exact
+        return [Saved("norm input", "[b, s, h]", e * n * h), Saved("norm mean, 1/std", "[b, s]", 2 * stat * n)]
+    if run.fused_norm or e >= 4:
+        return [Saved("norm input", "[b, s, h]", e * n * h), Saved("norm 1/rms", "[b, s]", run.exact * n)]
+    return [
+        Saved("norm input, fp32", "[b, s, h]", 4 * n * h),
+        Saved("norm 1/rms", "[b, s]", 4 * n),
+        Saved("normalised, fp32", "[b, s, h]", 4 * n * h),
+    ]
+
+
+def _attention(run: Pass, mode: Recompute, number: int) -> list[Saved]:
+    shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
+    heads, q = shape.heads // t, shape.heads * shape.head_dim // t
+    kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
+    if run.layout.cp > 1 and mode == "none":
+        return _ring(run, q)
+    s = run.s_here
+    parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
+    keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
+    projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
+    saved = [
+        *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_here, projections),
+        Saved("q", "[b, a/t, s, d]", e * n * q),
+        Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
+    ]
+    if mode == "none" and run.kernel == "sdpa":
+        saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * heads))
+        if run.masked:
+            saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
+    elif mode == "none":
+        saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
+    needed = mode == "none" and run.kernel == "sdpa"  # by the kernel's own backward
+    if run.layout.tp_x == 1 or needed:
+        out = [f"layers.{number}.attention.out"]
+        saved += multiplied(run, "attention output", "[b, s, a d/t]", q, out, needed=needed)
+    return [*saved, *_gathered(run, "attention output", "a d", q)]
+
+
+def multiplied(
+    run: Pass, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
+) -> list[Saved]:
+    """What products of one input with several matrices keep of it: itself, or where they are in 8 bits their codes.
+
+    Args:
+        width: numbers of a token.
+        products: the linear layers.
+        needed: by something else as well.
+    """
+    n, saved = run.tokens, []
+    coded = [run.eight is not None and run.eight.takes(name) for name in products]
+    if needed or not all(coded):
+        saved.append(Saved(what, letters, run.itemsize * n * width))
+    if any(coded):
+        saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
+        saved.append(Saved(f"{what}, scales", "", run.exact * run.eight.scales(n, width)))
+    return saved
+
+
+def _gathered(run: Pass, what: str, letters: str, width: int) -> list[Saved]:
+    """On a grid, what a block's last product is of: the parts, each of ``width`` numbers a token, along x."""
+    x = run.layout.tp_x
+    return [Saved(f"{what}, gathered", f"[b, s, {letters}/y]", run.itemsize * run.tokens * width * x)] if x > 1 else []
+
+
+def _ring(run: Pass, q: int) -> list[Saved]:
+    """Attention round a ring, of q numbers a token in its queries: no scores, whatever the kernel."""
+    e, n, d = run.itemsize, run.tokens, run.shape.head_dim
+    saved = [
+        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
+        Saved("q", "[b, a/t, s, d]", e * n * q),
+        Saved("k, v", "[2, b, k/t, s, d]", 2 * e * n * kv_heads(run.shape, run.layout) * d),
+        Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * q // d),
+        Saved("attention output", "[b, s, a d/t]", e * n * q),
+    ]
+    if run.layout.tp_x > 1:
+        return saved + _gathered(run, "attention output", "a d", q)
+    # The other order of heads and tokens is another tensor.
+    return [*saved, Saved("exchanged output", "[b, s, a d/t]", e * n * q)] if run.layout.ulysses > 1 else saved
+
+
+def scores(s: int) -> int:
+    """Scores of one head that attention written out computes: s s, less the blocks that only later tokens see.
+
+    >>> scores(256), scores(1024) / 1024**2
+    (65536, 0.625)
+    """
+    return sum(rows * seen for rows, seen in blocks(s))
+
+
+def blocks(s: int) -> list[tuple[int, int]]:
+    """Of attention written out: the queries of each block, and the keys that these see."""
+    rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
+    return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
+
+
+def _mlp(run: Pass, width: int | None = None, number: int = 0) -> list[Saved]:
+    e, n, f, gpt = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp, run.shape.family == "gpt"
+    *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
+    name = f"layers.{number}.mlp"
+    into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
+    entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_here, into)
+    leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
+    return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
+
+
+def shared(run: Pass) -> list[Saved]:
+    """What the experts that all tokens pass keep; their input may be the router's."""
+    of = run.shape.experts
+    saved = _mlp(run, of.shared * of.ffn) if of.shared else []
+    return saved[1:] if _router_keeps_all(run) else saved
+
+
+def _router_keeps_all(run: Pass) -> bool:
+    """Whether a router's input, if it is no copy in fp32, is memory of all tokens of the rank: of one sequence, a part
+    is a view of the whole, where of several it is a copy."""
+    layout = run.layout
+    return run.exact == run.itemsize and (layout.tp == 1 or (not layout.sequence_parallel and layout.micro_batch == 1))
+
+
+@once
+def experts(run: Pass) -> list[Saved]:
+    """A block with experts, with even routing and nothing dropped. Of the scores those of the gate top-k with softmax,
+    the others keep a few numbers of [b, s, E] more or less."""
+    of, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
+    rows = routed_rows(run.shape, layout, run.s)
+    scores = layout.micro_batch * run.s * of.count  # of whole sequences, on every rank
+    h, f = run.shape.hidden, of.ffn // layout.expert_tensor
+    inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
+    own = run.tokens_here if _router_keeps_all(run) else rows.own
+    saved = [Saved("own tokens", "[b, s, h]", e * own * h)] if x == e else []
+    if x != e:
+        saved.append(Saved("router input, fp32", "[b, s, h]", x * rows.own * h))
+        saved.append(Saved("router weight, fp32", "[E, h]", x * of.count * h))
+    saved += [
+        Saved("logits, scores, weights", "[b, s, E]", 3 * x * scores),
+        Saved("chosen, wanted", "[b, s, E]", 2 * scores),
+        Saved("sums over experts", "[b, s]", 2 * x * layout.micro_batch * run.s),
+        Saved("part of choices", "[b, E]", x * layout.micro_batch * of.count),
+        Saved("token, expert, place", "[m]", 3 * 8 * rows.sent),
+        Saved("weight of rows", "[m]", e * rows.sent),
+        Saved("rows of experts", "[m, h]", e * rows.here * h),
+        *(Saved(f"{what} of experts", "[m, f]", e * rows.here * f) for what in inside),
+        Saved("results of experts", "[m, h]", e * rows.sent * h),
+    ]
+    if layout.ep * layout.expert_tensor > 1:
+        saved.append(Saved("order and back", "[m]", 2 * 8 * rows.here))
+    return saved + shared(run)
+
+
+@once
+def context(run: Pass) -> list[Saved]:
+    """What all layers of a stage share: rotary tables, and the mask where each core is computed again from it."""
+    shape, saved = run.shape, []
+    if shape.family == "llama":
+        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_here * (shape.head_dim // 2)))
+    if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
+        saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
+    return saved
+
+
+@once
+def embedding(run: Pass) -> list[Saved]:
+    """The look-up."""
+    saved = [Saved("ids", "[b, s]", 8 * run.tokens)]
+    if run.layout.tp > 1:
+        saved.append(Saved("ids of other ranks", "[b, s]", run.tokens))
+    if run.shape.family == "gpt":
+        saved.append(Saved("positions", "[s]", 8 * run.s_here))
+    return saved
+
+
+@once
+def head(run: Pass) -> list[Saved]:
+    """The final norm, the output matrix and the loss."""
+    n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
+    return [
+        *_norm(run),
+        Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),
+        Saved("probabilities", "[b, s, v/t]", run.exact * n * rows),
+        Saved("targets, and whether they are here", "[b, s]", 9 * n),
+        Saved("this rank's share", "[b, s]", run.exact * n),
+    ]
+
+
+def stage(run: Pass, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:
+    """All that one micro-batch keeps alive on a stage between its forward and its backward.
+
+    Besides what autograd keeps these are the stage's input and output, where they are other tensors.
+
+    Args:
+        layers: their numbers.
+    """
+    saved = context(run) + (embedding(run) if first else []) + several(run, layers) + (head(run) if last else [])
+    hidden = run.itemsize * run.tokens_here * run.hidden_here
+    if not first and not any(tensor.what in ("norm input", "layer input", "router input") for tensor in saved):
+        saved.append(Saved("stage input", "[b, s, h/x]", hidden))
+    if not last:
+        saved.append(Saved("stage output", "[b, s, h/x]", hidden))
+    return saved
+
+
+def of_layers(run: Pass, layers: Sequence[int]) -> int:
+    """Bytes of `several`."""
+    return sum([
+        count * total(layer(run, sparse=sparse, skips=skips, number=number))
+        for (sparse, skips, number), count in kinds(run, layers).items()
+    ])
+
+
+def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
+    """Some layers, without what all of a stage share: tensors of layers that are alike are one entry.
+
+    Args:
+        layers: their numbers.
+    """
+    return [
+        Saved(what, shape, count * size)
+        for (sparse, skips, number), count in kinds(run, layers).items()
+        for what, shape, size in layer(run, sparse=sparse, skips=skips, number=number)
+    ]
+
+
+@once
+def recomputed(run: Pass, sparse: bool = False) -> int:
+    """Bytes that come back for one layer, the largest with experts or without, while its backward runs."""
+    if run.layout.recompute == "none":
+        return 0
+    alike = run.shape.experts is None and run.shape.depths is None and not run.told_apart
+
+    def kept(kind: tuple[bool, bool, int], mode: Recompute) -> int:
+        return total(layer(run, mode, sparse=kind[0], skips=kind[1], number=kind[2]))
+
+    every = kinds(run, range(1) if alike else range(run.shape.layers))
+    return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every if kind[0] == sparse)
+
+
+def kinds(run: Pass, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
+    """How many of some layers there are of each kind: whether it has experts, whether only some tokens pass through it,
+    and which it is, where that matters."""
+    shape = run.shape
+    if shape.experts is None and shape.depths is None and not run.told_apart:
+        return Counter({(False, False, 0): len(layers)} if layers else ())
+    return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.told_apart else 0) for i in layers)
+
+
+def korthikanti(
+    s: int, b: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, recompute: Recompute = "none"
+) -> float:
+    """Bytes of one GPT layer's activations, 16-bit, with dropout (Korthikanti et al. 2022).
+
+    Equation 1: s b h (34 + 5 a s/h). Equation 2, tensor parallel: s b h (10 + 24/t + 5 a s/(h t)). Equation 4, sequence
+    parallel too: the first over t. Selective recomputation leaves out the second term (section 5; equation 6, with
+    t: 34 s b h/t), full recomputation keeps the input alone: 2 s b h (table 2).
+
+    >>> korthikanti(2048, 1, 12288, 96) / (2048 * 12288)  # GPT-3: 34 + 80
+    114.0
+    """
+    if recompute == "full":
+        return 2.0 * s * b * h
+    core = 5 * a * s / h if recompute == "none" else 0.0
+    if sequence_parallel:
+        return s * b * h * (34 + core) / t
+    return s * b * h * (10 + (24 + core) / t)

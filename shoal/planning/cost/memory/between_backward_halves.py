@@ -1,0 +1,104 @@
+"""Bytes that are alive between the two halves of a backward, where a schedule splits it
+(`shoal.engine.parallel.weight_grad`).
+
+The first half makes the gradients of activations and lets go of what the forward kept, but for both factors of each
+weight's gradient: the input of every product, and the gradient of its result. With these the second half does without
+what came between them, and with recomputation they are more than the forward had kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.planning.cost.experts import routed_rows
+from shoal.planning.cost.memory import activations
+from shoal.planning.cost.memory.activations import Saved
+from shoal.planning.cost.micro_batch import Pass, once
+from shoal.planning.cost.parameters import StagePart
+
+
+def between(run: Pass, part: StagePart) -> int:
+    """Of one micro-batch on a stage."""
+    shape, total = run.shape, 0
+    for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
+        through = replace(run, s=shape.depths.taken(run.s)) if skips else run
+        total += count * activations.total(_layer(through, sparse, number))
+    return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
+
+
+@once
+def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
+    shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_here
+    width = shape.heads * shape.head_dim // y
+    keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
+    projections = [f"attention.{name}" for name in "qkv"]
+    alone = y > shape.kv_heads  # keys and values, whose weights then lie elsewhere than the queries'
+    found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
+    found += _product(run, "attention output", number, ["attention.out"], width, h)
+    return found + _behind(run, sparse, number)
+
+
+def layer(run: Pass, sparse: bool) -> int:
+    """Of one layer."""
+    return activations.total(_layer(run, sparse, 0))
+
+
+def behind_attention(run: Pass, sparse: bool) -> int:
+    """Of one layer's norm and feed-forward block."""
+    return activations.total(_behind(run, sparse, 0))
+
+
+def _behind(run: Pass, sparse: bool, number: int) -> list[Saved]:
+    return _experts(run) if sparse else block(run, run.shape.ffn, number)
+
+
+def block(run: Pass, width: int, number: int = 0) -> list[Saved]:
+    """Of a feed-forward block, and its width."""
+    f, h, gpt = width // run.layout.tp_y, run.hidden_here, run.shape.family == "gpt"
+    into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
+    found = _product(run, "mlp", number, into, h, f * len(into), joined=not gpt)
+    return found + _product(run, "activation", number, ["mlp.down"], f, h)
+
+
+def _product(
+    run: Pass, what: str, number: int, names: list[str], into: int, out: int, *, joined: bool = False
+) -> list[Saved]:
+    """Of products of one input.
+
+    Args:
+        into, out: numbers of a token, in the input and in all results.
+        joined: the results' gradients are put together for one product, while biases still need each of them.
+    """
+    e, n = run.itemsize, run.tokens
+    names = [f"layers.{number}.{name}" for name in names]
+    found = activations.multiplied(run, f"{what} input", "", into, names)
+    coded = sum(run.eight is not None and run.eight.takes(name) for name in names)
+    biased = run.shape.family == "gpt" and (joined or coded)
+    wide = len(names) - coded
+    found.append(Saved(f"gradients of {what}", "", n * out * (e * wide + coded) // len(names)))
+    return found + ([Saved(f"gradients of {what} for biases", "", e * n * out)] if biased else [])
+
+
+def _experts(run: Pass) -> list[Saved]:
+    shape, layout, e = run.shape, run.layout, run.itemsize
+    experts, rows = shape.experts, routed_rows(shape, layout, run.s)
+    h, f, into = shape.hidden, experts.ffn // layout.expert_tensor, 1 if shape.family == "gpt" else 2
+    found = [
+        Saved("rows of experts", "[m, h]", e * rows.here * h),
+        Saved("gradients inside experts", "[m, f]", e * rows.here * f * into),
+        Saved("activations of experts", "[m, f]", e * rows.here * f),
+        Saved("gradients of experts", "[m, h]", e * rows.here * h),
+    ]
+    return found + (block(run, experts.shared * experts.ffn) if experts.shared else [])
+
+
+def _embedding(run: Pass) -> int:
+    ids = activations.total(activations.embedding(run))
+    return ids + run.itemsize * run.tokens * run.shape.hidden
+
+
+@once
+def head(run: Pass) -> int:
+    """The input of the output matrix, and the gradient of the logits."""
+    rows = -(-run.shape.vocab // run.layout.tp)
+    return run.itemsize * run.tokens * (run.shape.hidden + rows)

@@ -1,0 +1,158 @@
+"""The optimizer's states of a rank's shards, to the byte: each rule keeps what `shoal.engine.optim` has it keep."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from shoal.base.boxes import flat_range
+from shoal.engine.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
+from shoal.planning.cost.buckets import Bucket, Filled, Size
+from shoal.planning.cost.parameters import Held
+
+STATES = {  # per element
+    "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
+}  # fmt: skip
+BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
+
+
+class Orthogonal(NamedTuple):
+    """What muon makes orthogonal in an update, of all ranks that hold parts of the same parameters.
+
+    Attributes:
+        elements: of all matrices.
+        matrices: how many there are of each shape.
+    """
+
+    elements: int
+    matrices: tuple[tuple[tuple[int, int], int], ...]
+
+    def busiest(self, ranks: int, *, wide: bool) -> float:
+        """FLOPs of the rank that has most to do, of so many: its share, or a matrix that is more. No less than this,
+        and hardly more where there are many matrices, as the largest are given away first (Graham 1969)."""
+        each = [(orthogonal_flops(shape, wide=wide), count) for shape, count in self.matrices]
+        return max(sum(flops * count for flops, count in each) / ranks, max(each, default=(0,))[0])
+
+
+class Moments:
+    """Counts the bytes of the states, stage by stage.
+
+    Args:
+        optimizer: its name in the config.
+        itemsize: of a number of its states.
+    """
+
+    def __init__(self, optimizer: str, itemsize: int):
+        self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
+        self.factored: set[str] = set()  # counted of those that two stages of a rank may both have
+        self._matrices: list[tuple[int, ...]] = []  # muon: whole shapes of what it makes orthogonal
+
+    def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
+        """Those of one rank's shard of each bucket of a stage.
+
+        Args:
+            chunks: elements of a shard of each kind of bucket.
+            index: which shard it is, of experts' buckets (True) and of the others.
+        """
+        each = [self._share(size, chunk, index[size.expert]) for size, chunk in zip(stage.sizes, chunks, strict=True)]
+        self.bytes += sum(count * share for count, share in zip(stage.counts, each, strict=True) if share is not None)
+        if None in each:
+            for bucket, kind in zip(stage.buckets, stage.kind, strict=True):
+                if each[kind] is None:
+                    self._go_through(bucket, chunks[kind], index[stage.sizes[kind].expert])
+
+    @property
+    def passing(self) -> int:
+        """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
+        of a turn (`shoal.engine.optim.muon_distribution`), and two copies of the largest and three as large as its
+        product with itself."""
+        sides = [(n * m, min(n, m)) for *_, n, m in self._matrices]
+        largest, side = max(sides, default=(0, 0))
+        product = side * (side + APART)
+        every = sum(map(math.prod, self._matrices))
+        turn = min(AT_ONCE, every) + min(max(AT_ONCE, largest), every)
+        return (turn + 2 * largest + 3 * product) * self.itemsize
+
+    @property
+    def orthogonal(self) -> Orthogonal:
+        """muon: the matrices of the stages."""
+        found: Counter[tuple[int, int]] = Counter()
+        for *stack, n, m in self._matrices:
+            found[n, m] += math.prod(stack)
+        return Orthogonal(sum(map(math.prod, self._matrices)), tuple(found.items()))
+
+    @property
+    def estimating(self) -> int:
+        """Bytes that an estimate of the curvature has besides while its backward goes on. sophia-h: the weights and the
+        gradients of the pass before (`shoal.training.step.curvature`), two numbers for each element as its states
+        are."""
+        return self.bytes if self.optimizer == "sophia-h" else 0
+
+    def _share(self, size: Size, chunk: int, index: int) -> int | None:
+        """Bytes of a shard where every element has as many; None where that is not so."""
+        if self.optimizer not in STATES or size.elements != size.allocated:
+            return None
+        here = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
+        return here * STATES[self.optimizer] * self.itemsize
+
+    def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
+        start = 0
+        for held in in_order(bucket):
+            if self.optimizer == "muon" and _hidden(held):
+                self._matrices.append(held.whole)
+            first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
+            elements = max(0, stop - first)
+            if self.optimizer == "adafactor":
+                self.bytes += self._factored(held, elements) * self.itemsize
+            elif self.optimizer == "adam8bit" and math.prod(held.whole) >= SMALLEST:
+                self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
+            else:
+                self.bytes += elements * self._each(held) * self.itemsize
+            start += held.allocated
+
+    def _each(self, held: Held) -> int:
+        if self.optimizer == "muon":
+            return 1 if _hidden(held) else 2
+        return STATES.get(self.optimizer, 2)
+
+    def _factored(self, held: Held, elements: int) -> int:
+        """Adafactor: row and column sums of matrices, whole on every holder; else a number for each element."""
+        if len(held.whole) < 2:
+            return elements
+        known = held.alone and held.name in self.factored  # layers that are alike have one name here
+        self.factored.add(held.name)
+        *experts, n, m = held.whole
+        return 0 if known else math.prod(experts) * (n + m)
+
+
+def least(optimizer: str, itemsize: int) -> int:
+    """Bytes of the states of any element at least, wherever its bucket is cut."""
+    if optimizer == "adam8bit":
+        return 2  # its codes
+    return itemsize * {**STATES, "muon": 1, "adafactor": 0}[optimizer]
+
+
+def _hidden(held: Held) -> bool:
+    """muon: whether it makes a parameter orthogonal, as it has it (`shoal.engine.optim.muon.is_hidden_matrix`)."""
+    return len(held.whole) > 1 and held.name.startswith("layers.")
+
+
+def _scales(held: Held, first: int, stop: int) -> int:
+    """adam8bit: blocks, whole or cut, in some elements of a parameter."""
+    count = 0
+    for _, local in flat_range(held.box.shape, first, stop):
+        box = local.within(held.box)
+        left, right = box.offset[-1], box.offset[-1] + box.shape[-1]
+        inner = min(right, -(-left // BLOCK) * BLOCK), max(left, right // BLOCK * BLOCK)
+        blocks = sum(-(-b // BLOCK) - a // BLOCK for a, b in pairwise(sorted({left, *inner, right})))
+        count += math.prod(box.shape[:-1]) * blocks
+    return count
+
+
+def in_order(bucket: Bucket) -> list[Held]:
+    """As `shoal.engine.parallel.zero.bucket` does."""
+    held = [held for members in bucket for held in members.held]
+    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))

@@ -1,0 +1,137 @@
+"""The memory of many runs at once, in closed form, as training software of some kind keeps it.
+
+Of shoal's own engine `shoal.planning.cost.memory.state` and `shoal.planning.cost.memory.activations` say it to the
+byte; this is for what others publish, and for searches: states by ZeRO's accounting, activations by Korthikanti et al.
+2022 with the terms of the software.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.memory.device import GB, outside
+from shoal.planning.cost.time.kernels import E, Kernels
+from shoal.planning.cost.time.step import share_of, stages_of, weights_on_rank
+from shoal.spec.catalog.calibration import Calibration
+
+OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on a rank at the worst time of a step; arrays with one entry for each run.
+
+    Attributes:
+        allocated: by tensors, on the fullest pipeline rank.
+        reserved: by torch's allocator, with what it leaves unused, on the one that has most.
+        first_reserved: the same of the first pipeline rank.
+        process: reserved, with the context and libraries: what `nvidia-smi` shows.
+        needed: of these, without what the allocator takes back before it says that there is no memory.
+        capacity: of the accelerator, as far as a process can have it.
+    """
+
+    allocated: np.ndarray
+    reserved: np.ndarray
+    first_reserved: np.ndarray
+    process: np.ndarray
+    needed: np.ndarray
+    capacity: np.ndarray
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Whether it runs."""
+        return self.needed <= self.capacity
+
+
+def footprint(runs: Runs, constants: Calibration) -> Footprint:
+    """The memory of every run."""
+    r, c = runs, constants
+    k, stages, alone = Kernels(r, c), stages_of(r), r.pp == 1
+    kept, again = _layer(k)
+    chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
+    alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
+    after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
+    waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
+    logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.of("logit_bytes", "software")
+    held = again + k.constants["gather_buffers"] * _gathered(k)
+    first = _rank(k, stages.first, 1, alive, kept, held + np.where(alone, logits, 0.0))
+    second = _rank(k, stages.most, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
+    last = _rank(k, stages.last, 1, waiting, kept, held + logits)
+    allocated, reserved, needed = np.maximum.reduce([first, second, last])
+    beside = outside(r.memory, c)
+    return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
+
+
+def _gathered(k: Kernels) -> np.ndarray:
+    """Bytes of one whole tensor of [b, s, h] where sequence parallelism splits those between its collectives."""
+    r = k.runs
+    return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
+
+
+def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Bytes of freed tensors in the layers of a stage that collectives are still to read.
+
+    Tensors that go to another stream can be used again only when the device has come to them
+    (`torch.Tensor.record_stream`), and the host goes on allocating meanwhile. It is ahead of the device by all that a
+    stage launches before it first waits for another, which is all but two of the micro-batches in flight, and by what
+    the device takes longer for than the host: after one whole micro-batch by four times as much as after a forward.
+    Launches wait in a queue, which is full at some point.
+    """
+    r = k.runs
+    lead = np.maximum(1 - k.launches / k.forward, 0.0) * np.where(r.microbatches > r.pp, 4.0, 1.0)
+    ahead = np.maximum(alive - 2, 0.0) + np.minimum(alive, 2.0) * np.minimum(lead, 1.0)
+    return np.minimum(layers * ahead, k.constants["queue"]) * r.reduced_apart * _gathered(k)
+
+
+def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
+    r, (q, kv) = k.runs, k.widths
+    between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
+    norms = k.of("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
+    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
+    heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
+    scores = r.b / r.cp * r.heads / r.tp * r.s**2
+    each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
+    softmax = np.where(k.scores_in_memory, scores * each, 0.0)
+    inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
+    whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
+    mode = r.code("recompute")
+    start = E * between * r.hidden
+    # Of queries, keys, values, output, gate, up, down every second one from the first; and what attention's core made.
+    products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
+    kept = np.choose(mode, [whole, whole - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
+    return kept, np.where(mode >= 2, whole, 0.0)
+
+
+def _rank(
+    k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray, beside: np.ndarray
+) -> np.ndarray:
+    """[3, runs] bytes allocated and reserved on a rank of a stage, and needed (`Footprint`).
+
+    Holes between blocks come about where forwards follow backwards: until then all is freed in the order in which it
+    was made. Where memory ends, the allocator waits for all that is unread (pytorch/pytorch#19222).
+
+    Args:
+        ends: of the model's, on the rank.
+        alive: micro-batches.
+        kept: of each, bytes of a layer.
+        beside: bytes that come and go.
+    """
+    r, c = k.runs, k.constants
+    layer, end = weights_on_rank(r)
+    ends = ends * end
+    weights = layers * layer + ends
+    share, sharded = share_of(r, weights, layers), r.zero > 0
+    whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
+    cut = OPTIMIZER + r.shard_copies * sharded
+    states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
+    states += np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
+    working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
+    holes = np.where(r.microbatches > r.pp, k.of("fragmentation", "software"), 0.0) * (working + unread)
+    needed = states + working + holes + update + c["base"] * GB
+    room = r.memory * c["usable"] - outside(r.memory, c)
+    reserved = np.minimum(needed + unread, np.maximum(needed, room))
+    return np.stack([states + np.maximum(working, update), reserved, needed])

@@ -1,0 +1,118 @@
+"""Bytes that stay on a rank from step to step: parameters, gradients and optimizer states, to the byte.
+
+What `shoal.engine.parallel` builds on a rank is counted here without building it: which parameters its stages hold,
+how tensor parallelism splits them, how they fill buckets, and where the equal cuts of ZeRO fall in these. With P
+parameters on N ranks, in bf16 with fp32 Adam, that is (Rajbhandari et al. 2020, figure 1; see `zero_bytes`)
+
+    stage 0: 16 P    stage 1: 4 P + 12 P/N    stage 2: 2 P + 14 P/N    stage 3: 16 P/N
+
+in the paper's accounting. Shoal keeps gradients in fp32, 18 P for stage 0; and with stage 3 no shard in bf16 beside the
+one in fp32, 16 P/N again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.planning.cost.buckets import Filled, buckets_of
+from shoal.planning.cost.memory.optimizer_state import Moments, Orthogonal
+from shoal.planning.cost.memory.transient import Passing, passing
+from shoal.planning.cost.parameters import StagePart
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import Layout
+from shoal.spec.number_formats import Formats
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: whole and master, between steps (`HeldParameters.bytes`).
+        gradients: likewise.
+        optimizer: of its states (`Rule.bytes`).
+        elements: parameters that are here, padding left out.
+        experts: of these, those of experts.
+        updating: bytes besides, of an update while it goes on (`Moments.passing`).
+        estimating: bytes besides, of an estimate of the curvature in its backward (`Moments.estimating`).
+        orthogonal: what an update of muon multiplies and moves.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    elements: int
+    experts: int
+    updating: int
+    estimating: int
+    orthogonal: Orthogonal
+
+
+def state_bytes(
+    shape: ModelShape, layout: Layout, policy: Formats, optimizer: str, parts: Sequence[StagePart],
+    *, tp_index: int = 0, shard_index: int = 0, expert_index: tuple[int, int, int] = (0, 0, 0),
+) -> StateBytes:
+    """What one rank holds.
+
+    Args:
+        optimizer: its name in the config.
+        parts: the stages of the rank.
+        tp_index: its place along tp; the last has the least of a vocabulary that does not divide.
+        shard_index: which shard of the state it has, of `Layout.shards`.
+        expert_index: its places along edp_shard, ep and etp.
+    """
+    index = shard_index if layout.sync == "all-reduce" else 0
+    layout = _kept_together(layout)
+    zero = layout.zero
+    storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
+    parameters = gradients = elements = experts = 0
+    moments = Moments(optimizer, policy.state.itemsize)
+    for part in parts:
+        stage = buckets_of(shape, layout, part, reduce, tp_index, *expert_index[1:])
+        chunks, wholes = _cut(layout, stage)
+        for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
+            if zero < 3:
+                parameters += count * (whole * compute + (0 if storage == compute else chunk * storage))
+            else:
+                parameters += count * chunk * storage
+            gradients += count * (whole if zero < 2 else chunk) * reduce
+            elements += count * size.elements
+            experts += count * size.elements if size.expert else 0
+        moments.add(stage, chunks, {False: index, True: expert_index[0]})
+    return StateBytes(
+        parameters, gradients, moments.bytes, elements, experts, moments.passing, moments.estimating, moments.orthogonal
+    )
+
+
+def passing_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> Passing:
+    """Of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while in a backward of one
+    stage."""
+    layout = _kept_together(layout)
+    stage = buckets_of(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
+    chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in _cut(layout, stage))
+    return passing(shape, layout, part, stage, wholes, chunks, policy.compute.itemsize, policy.reduce.itemsize)
+
+
+def _kept_together(layout: Layout) -> Layout:
+    """As its state is held: relaxed, every replica is for itself, and whole."""
+    return layout if layout.sync == "all-reduce" else layout.model_copy(update={"zero": 0})
+
+
+def _cut(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
+    """Elements of a rank's shard of each kind of bucket, and of all of them, padding included."""
+    shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
+    chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
+    return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
+
+
+def zero_bytes(
+    parameters: float, ranks: int, stage: int, *, weights: int = 2, gradients: int = 2, rest: int = 12
+) -> float:
+    """Bytes per rank of ZeRO, in the paper's accounting (Rajbhandari et al. 2020, section 5; K = ``rest`` = 12).
+
+    >>> [zero_bytes(7.5e9, 64, stage) / 1e9 for stage in (0, 1, 2, 3)]
+    [120.0, 31.40625, 16.640625, 1.875]
+    """
+    shared = [rest, gradients, weights][:stage]
+    kept = [rest, gradients, weights][stage:]
+    return parameters * (sum(kept) + sum(shared) / ranks)

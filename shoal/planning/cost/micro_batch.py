@@ -1,0 +1,90 @@
+"""A micro-batch's pass through one rank, as formulas of what it keeps and computes take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Concatenate, Literal, ParamSpec, TypeVar
+
+from shoal.planning.cost.context import tokens_here
+from shoal.planning.cost.memory.float8 import EightBits
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import Layout
+
+Kernel = Literal["sdpa", "explicit"]
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What decides the activations of one micro-batch on one rank.
+
+    Attributes:
+        shape: the model.
+        layout: its tp, tp_x, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
+        s: tokens of a whole sequence.
+        itemsize: bytes of the compute dtype.
+        kernel: of attention.
+        masked: whether attention stays inside documents.
+        fused_norm: RMSNorm as one operation, which torch has on CUDA, and on the CPU from fp32 on; else it keeps two
+            copies in fp32.
+        eight: which of the layers' products are made in 8 bits, if any, and how.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    s: int
+    itemsize: int = 2
+    kernel: Kernel = "sdpa"
+    masked: bool = False
+    fused_norm: bool = True
+    eight: EightBits | None = None
+
+    @cached_property
+    def counted(self) -> dict[tuple, object]:
+        """What was counted of it (`once`)."""
+        return {}
+
+    @cached_property
+    def tokens(self) -> int:
+        """b s."""
+        return self.layout.micro_batch * self.s_here
+
+    @cached_property
+    def s_here(self) -> int:
+        """s, or the fullest context-parallel rank's part of it."""
+        return tokens_here(self.layout, self.s)
+
+    @cached_property
+    def tokens_here(self) -> int:
+        """b s, or b s/y between the tensor-parallel regions where the sequence is split."""
+        return self.tokens // self.layout.token_multiple
+
+    @cached_property
+    def hidden_here(self) -> int:
+        """h, or h/x of a grid's rank."""
+        return self.shape.hidden // self.layout.tp_x
+
+    @cached_property
+    def told_apart(self) -> bool:
+        """Whether patterns say which layers' products are in 8 bits."""
+        return self.eight is not None and bool(self.eight.keep)
+
+    @property
+    def exact(self) -> int:
+        """Bytes of what is computed in fp32 at least."""
+        return max(4, self.itemsize)
+
+
+def once(count: Callable[Concatenate[Pass, P], T]) -> Callable[Concatenate[Pass, P], T]:
+    """A count of a pass that is made once for the same arguments: a search asks for it thousands of times."""
+
+    @wraps(count)
+    def of(run: Pass, *args: P.args, **named: P.kwargs) -> T:
+        key = (count, *args, *named.items())
+        if key not in run.counted:
+            run.counted[key] = count(run, *args, **named)
+        return run.counted[key]  # type: ignore[return-value]
+
+    return of

@@ -1,0 +1,156 @@
+"""The parameters of a pipeline stage on one tensor-parallel rank: which are there, and which part of each.
+
+What `shoal.engine.parallel` builds is written down here without building it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shoal.base.boxes import Box
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import Layout
+
+
+class StagePart(NamedTuple):
+    """What a pipeline stage keeps of the model.
+
+    Attributes:
+        layers: their numbers.
+        first, last: whether it has the embedding, or the final norm and the head.
+        shared: whether a tied embedding is shared with another stage.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+    shared: bool = False
+
+
+class Held(NamedTuple):
+    """One parameter on one rank.
+
+    Attributes:
+        name: in the model.
+        whole: its shape.
+        box: the part that is here.
+        allocated: elements, padding included.
+        partial: the mesh axis over which its gradient is a partial sum, if any.
+        copies: how many tensor-parallel ranks hold this very part.
+        alone: it has a bucket by itself.
+        expert: it lies over ranks as experts do.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    allocated: int
+    partial: str = ""
+    copies: int = 1
+    alone: bool = False
+    expert: bool = False
+
+
+Unit = list[Held]
+"""What is gathered at once: the embedding, a layer, the final norm and the head."""
+SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
+
+
+def units_of(
+    shape: ModelShape, layout: Layout, part: StagePart, tp_index: int = 0, ep_index: int = 0, etp_index: int = 0
+) -> list[Unit]:
+    """The parameters of a stage on one tensor-parallel rank, in forward order."""
+    h, bias = shape.hidden, shape.family == "gpt"
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    tp, group = layout.tp, min(layout.tp, shape.kv_heads)
+    y, x = layout.tp_y, layout.tp_x
+    y_index, x_index = divmod(tp_index, x)  # of a grid; in one dimension (tp_index, 0)
+    summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
+
+    def whole(name: str, *size: int) -> Held:  # but for the hidden dim, its last, of which a grid's rank has a part
+        *others, last = size
+        box = Box((*(0 for _ in others), x_index * (last // x)), (*others, last // x))
+        return Held(name, size, box, box.numel, summed, y)
+
+    def rows(name: str, *size: int, parts: int = tp, alone: bool = False) -> Held:
+        copies, each = tp // parts, -(-size[0] // parts)
+        start = min(tp_index // copies * each, size[0])
+        box = Box((start, *(0 for _ in size[1:])), (min(each, size[0] - start), *size[1:]))
+        partial = f"tp/{copies}" if copies > 1 else ""
+        return Held(name, size, box, each * math.prod(size[1:]), partial, copies, alone)
+
+    def columns(name: str, out: int, width: int) -> Held:
+        box = Box((x_index * (out // x), y_index * (width // y)), (out // x, width // y))
+        return Held(name, (out, width), box, box.numel)
+
+    def norm(name: str) -> Iterator[Held]:
+        yield whole(f"{name}.weight", h)
+        if bias:
+            yield whole(f"{name}.bias", h)
+
+    def block_of(name: str, size: int, parts: int) -> Held:  # on a grid
+        copies, each = y // min(y, parts), size // min(y, parts)
+        box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
+        return Held(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
+
+    def into(name: str, size: int, parts: int = tp) -> Iterator[Held]:  # column-parallel
+        weight = f"{name}.weight"
+        yield rows(weight, size, h, parts=parts) if x == 1 else block_of(weight, size, parts)
+        if bias:
+            yield rows(f"{name}.bias", size, parts=parts)
+
+    def out_of(name: str, size: int) -> Iterator[Held]:  # row-parallel
+        yield columns(f"{name}.weight", h, size)
+        if bias:
+            yield whole(f"{name}.bias", h)
+
+    def layer(i: int) -> Iterator[Held]:
+        if shape.skips(i):
+            width = shape.depths.predictor
+            yield whole(f"layers.{i}.depth.router", h)
+            yield whole(f"layers.{i}.depth.predictor_up", width, h)
+            yield whole(f"layers.{i}.depth.predictor_down", width)
+        yield from norm(f"layers.{i}.attention_norm")
+        yield from into(f"layers.{i}.attention.q", q)
+        yield from into(f"layers.{i}.attention.k", kv, group)
+        yield from into(f"layers.{i}.attention.v", kv, group)
+        yield from out_of(f"layers.{i}.attention.out", q)
+        yield from norm(f"layers.{i}.mlp_norm")
+        if not shape.sparse(i):
+            yield from block(f"layers.{i}.mlp", shape.ffn)
+            return
+        experts, name = shape.experts, f"layers.{i}.mlp"
+        for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
+            size = (experts.count, h)
+            partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
+            yield Held(f"{name}.router.{part}", size, Box.whole(size), math.prod(size), partial, tp)
+        count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
+        for part in ("up", "down") if bias else ("gate", "up", "down"):
+            down = part == "down"
+            size = (experts.count, h, experts.ffn) if down else (experts.count, experts.ffn, h)
+            offset = (ep_index * count, 0, etp_index * width) if down else (ep_index * count, etp_index * width, 0)
+            box = Box(offset, (count, h, width) if down else (count, width, h))
+            yield Held(f"{name}.experts.{part}", size, box, box.numel, expert=True)
+        if experts.shared:
+            yield from block(f"{name}.shared", experts.shared * experts.ffn)
+
+    def block(name: str, width: int) -> Iterator[Held]:
+        for part in ("up",) if bias else ("gate", "up"):
+            yield from into(f"{name}.{part}", width)
+        yield from out_of(f"{name}.down", width)
+
+    units = []
+    if part.first:
+        embed = [rows("embed.token.weight", shape.vocab, h, alone=part.shared)]
+        units.append(embed + ([whole("embed.position.weight", shape.max_sequence, h)] if bias else []))
+    units += [list(layer(i)) for i in part.layers]
+    if part.last:
+        last = list(norm("norm"))
+        if not shape.tied:
+            last.append(rows("head.weight", shape.vocab, h))
+        elif part.shared:
+            last.append(rows("embed.token.weight", shape.vocab, h, alone=True))
+        units.append(last)
+    return units

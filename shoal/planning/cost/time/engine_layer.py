@@ -1,0 +1,134 @@
+"""The calibrated times of one layer as shoal's own engine runs it, and of the cluster as it is attained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
+from shoal.planning.cost.time.kernels import E, Kernels
+from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration_of
+from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.catalog.software import software_table
+
+
+class Layer(NamedTuple):
+    """Seconds of one layer of one micro-batch on one rank.
+
+    Attributes:
+        products, attention, elements: of its forward.
+        attention_backward: of the core of its attention.
+        exchange: of one sum over tensor-parallel ranks; a forward has two.
+        exposed: of such sums in its backward, what products do not hide.
+        launches, launches_backward: the host's, to launch a forward and a backward.
+        head: of the output matrix' forward, on the last stage.
+        loss: of the loss, forward and backward.
+    """
+
+    products: float
+    attention: float
+    elements: float
+    attention_backward: float
+    exchange: float
+    exposed: float
+    launches: float
+    launches_backward: float
+    head: float
+    loss: float
+
+
+def network_of(cluster: Cluster) -> str:
+    """What leads out of a node, by what constants are known by: InfiniBand, Ethernet that carries RoCE, or EFA."""
+    name = cluster.nic.name if cluster.nic else ""
+    return "roce" if "ethernet" in name else "efa" if "efa" in name else "infiniband"
+
+
+def attained(cluster: Cluster) -> Cluster:
+    """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
+    c = calibration_of(cluster).values
+    generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
+    inside, nic = cluster.inside, cluster.nic
+    if inside:
+        latency = c["latency_inside"][generation] if not cluster.torus else inside.latency
+        inside = inside.model_copy(
+            update={"bandwidth": inside.bandwidth * c["inside"][generation], "latency": latency}
+        )
+    if nic:
+        part, latency = c["outside"][network], c["latency_outside"][network]
+        nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
+    return replace(cluster, inside=inside, nic=nic, thin=c["thin"][network])
+
+
+def memory_rate(cluster: Cluster) -> float:
+    """Bytes/s that kernels attain."""
+    attains = calibration_of(cluster).values["hbm"]
+    return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
+
+
+def product_rate(cluster: Cluster, kind: str) -> float:
+    """FLOP/s that a large product attains in 16 or 32 bits.
+
+    Args:
+        kind: of the products, as accelerators name their peaks.
+    """
+    machine = cluster.accelerator
+    part = calibration_of(cluster).values["product"][GENERATIONS.index(machine.generation)]
+    return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
+
+
+def layer_of(
+    shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
+    sequence_parallel: bool, recompute: str, later: float,
+    eight_bits: bool = False, kernel: str = "sdpa", masked: bool = False,
+) -> Layer:  # fmt: skip
+    """The times of a layer.
+
+    Args:
+        kind: of the products, as accelerators name their peaks.
+        itemsize: bytes of a number while it is computed with.
+        later: by which attention takes longer on the last place of an uneven ring.
+        eight_bits: the layer's products are of 8-bit copies; attention and the head are not.
+        kernel: of attention; around a ring it is never written out.
+        masked: attention stays inside documents.
+    """
+    machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
+    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
+    runs = Runs.one({
+        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
+        "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
+        "recompute": RECOMPUTE.index(recompute), "overlap_tensor": 1,
+        "attention": ATTENTION.index("unfused" if written else "flash-2"),
+        "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
+        "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
+        "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
+        "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
+        "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
+        "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
+        "software": list(software_table()).index("shoal"),
+    })  # fmt: skip
+    c = calibration_of(cluster).values
+    k = Kernels(runs, c)
+    if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
+        later = 2 * later
+    attention, attention_backward = k.attention[0] * later, k.attention[1] * later
+    hidden = min(2 * k.exchange * c["hide_tensor"], k.products)
+    exposed = 2 * k.exchange - hidden
+    launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[recompute]
+    launches_backward = k.launches * (c["launch_backward"] + launches_again)
+    head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
+    loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
+    return Layer(
+        k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches,
+        launches_backward, head, loss,
+    )  # fmt: skip
+
+
+def spread(cluster: Cluster, kind: str = "time") -> float:
+    """Half of the 80 % interval of an estimate, of its logarithm."""
+    c = calibration_of(cluster).values
+    scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
+    width = c[f"spread_{kind}"][list(software_table()).index("shoal")]
+    return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width

@@ -1,0 +1,244 @@
+"""What one layer takes on one rank: products, attention, operations element by element, collectives, launches.
+
+Closed forms over one run or many at once (`Runs`), with the constants of a calibration, as numbers or as arrays like
+them (`shoal.planning.cost.either`). Nothing here knows of pipelines or of data parallelism.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.either import ceil, choose, clip, log2, maximum, minimum, where
+
+if TYPE_CHECKING:
+    from shoal.planning.cost.either import Value
+    from shoal.spec.catalog.calibration import Constants
+
+E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
+FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
+
+
+def soft_max(a: Value, b: Value, sharp: float) -> Value:
+    """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
+    larger = maximum(maximum(a, b), 1e-12)
+    return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
+
+
+class Group(NamedTuple):
+    """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
+
+    Attributes:
+        ranks: their number.
+        here: of them in each node.
+        nodes: that they are spread over.
+        bandwidth: bytes/s of the slowest link of their rings, of one rank's share of it.
+        latency: s of one pass round.
+        passes: round, whose latency an all-gather or a reduce-scatter has; an all-reduce has two.
+    """
+
+    ranks: Value
+    here: Value
+    nodes: Value
+    bandwidth: Value
+    latency: Value
+    passes: Value = 1.0
+
+    def gather(self, size: Value, count: Value = 1.0) -> Value:
+        """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
+        time = count * self.passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return where(self.ranks > 1, time, 0.0)
+
+    def reduce(self, size: Value, count: Value = 1.0) -> Value:
+        """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
+        return 2 * self._replace(passes=1.0).gather(size, count)
+
+
+class Kernels:
+    """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
+
+    def __init__(self, runs: Runs, constants: Constants):
+        self.runs, self.constants = runs, constants
+
+    def of(self, name: str, by: str) -> Value:
+        """A constant's value for each run."""
+        return self.constants[name][self.runs.code(by)]
+
+    # ---- rates ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hbm(self) -> Value:
+        """Bytes/s that are attained from memory."""
+        return self.runs.hbm * self.of("hbm", "generation")
+
+    @cached_property
+    def rate(self) -> Value:
+        """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
+        return self.runs.peak * minimum(self.of("product", "generation"), self.runs.attainable)
+
+    @cached_property
+    def layer_rate(self) -> Value:
+        """The same of a layer's products, in 8 bits where these are."""
+        r = self.runs
+        return where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
+
+    def group(self, ranks: Value, stride: Value) -> Group:
+        """See `Group`."""
+        r, c = self.runs, self.constants
+        here = clip(r.per_node // maximum(stride, 1), 1, ranks)
+        nodes = ceil(ranks / here)
+        inside = r.inside * self.of("inside", "generation")
+        thinner = (nodes / 2) ** -self.of("thin", "network")
+        out = here * r.nic * self.of("outside", "network") * thinner
+        out = minimum(out, where(here > 1, inside, float("inf")))
+        near = where(r.through_memory > 0, ceil(log2(here)), here - 1)
+        steps = near * self.of("latency_inside", "generation") + (nodes - 1) * self.of("latency_outside", "network")
+        meeting = c["collective_launch"] + c["wait"] * log2(maximum(ranks, 1))
+        return Group(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
+
+    # ---- one layer -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def widths(self) -> tuple[Value, Value]:
+        """Of the queries and of the keys (values alike) on one rank."""
+        r = self.runs
+        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / minimum(r.tp, r.kv_heads)
+
+    def product(self, m: Value, k: Value, n: Value, rate: Value) -> Value:
+        """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
+        shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
+        return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
+
+    @cached_property
+    def products(self) -> Value:
+        """Of a layer's forward; backward has two for each."""
+        r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
+        up = (1 + r.gated) * r.ffn / r.tp_y
+        attention = self.product(n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate) + self.product(
+            n, q * r.tp_x, hidden, self.layer_rate
+        )
+        block = self.product(n, hidden, up, self.layer_rate) + self.product(
+            n, r.ffn / r.tp_y, hidden, self.layer_rate
+        )
+        return attention + r.active * block
+
+    @cached_property
+    def scores_in_memory(self) -> Value:
+        """Whether the kernel writes scores: none of the flash ones."""
+        return self.runs.attention < FLASH
+
+    @cached_property
+    def plain_softmax(self) -> Value:
+        """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
+        r = self.runs
+        return (r.attention == 0) | ((r.attention == 1) & (r.b * r.heads / r.tp % 4 != 0))
+
+    @cached_property
+    def attention(self) -> tuple[Value, Value]:
+        """The core of a layer's attention, forward and backward."""
+        r, c, (q, _) = self.runs, self.constants, self.widths
+        flops = 4 * r.tokens * r.s * q * where(self.scores_in_memory, 1.0, 0.5)
+        part = where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
+        part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
+        core = flops / (r.peak * where(self.scores_in_memory, self.of("batched_product", "generation"), part))
+        matrices = r.b * r.heads / r.tp
+        core = core * where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
+        core = core * where(self.scores_in_memory & (matrices == 16), c["batch_of_16"], 1.0)
+        scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
+        passes = where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
+        moved = where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
+        return core + moved, where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
+
+    @cached_property
+    def tokens_between(self) -> Value:
+        """Between the tensor-parallel regions of a layer."""
+        r = self.runs
+        return where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
+
+    @cached_property
+    def elements(self) -> Value:
+        """Operations element by element of a layer's forward: bytes over what memory attains."""
+        r, c, (q, kv) = self.runs, self.constants, self.widths
+        norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
+        wide = self.of("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
+        inner = self.tokens_between * r.hidden / r.tp_x * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
+        return E * inner / self.hbm
+
+    @cached_property
+    def exchange(self) -> Value:
+        """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
+        with half of what a layer's forward scatters and gathers along x."""
+        r, (q, kv) = self.runs, self.widths
+        group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
+        along_y = where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
+        inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
+        return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
+
+    @cached_property
+    def routed(self) -> Value:
+        """A token's rows on their way to the ranks of its experts, or back; each rank has as many for each other.
+
+        What leaves a node does so over each accelerator's own share of the adapters.
+        """
+        r, group = self.runs, self.group(self.runs.ep, 1)
+        rows = E * r.tokens / r.tp * r.active * r.hidden
+        near = rows * (group.here - 1) / group.ranks / (r.inside * self.of("inside", "generation"))
+        far = rows * (group.ranks - group.here) / group.ranks / (r.nic * self.of("outside", "network"))
+        return where(group.ranks > 1, group.latency + maximum(near, far), 0.0)
+
+    @cached_property
+    def launches(self) -> Value:
+        """What the host needs to launch a layer's forward: a floor under all of it."""
+        r, c = self.runs, self.constants
+        apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
+        more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
+        waiting = 4 * self.group(r.tp, 1).latency * apart  # two sums, each a reduce-scatter and an all-gather
+        return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
+
+    @cached_property
+    def forward(self) -> Value:
+        """The accelerator's time of a layer's forward."""
+        return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
+
+    @cached_property
+    def again(self) -> Value:
+        """Of what a layer's backward computes again, by `RECOMPUTE`.
+
+        "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and what
+        is no product, no attention and no reduce-scatter; so of each exchange the gather.
+        """
+        operators = self.products / 2 + self.elements + self.exchange
+        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
+
+    @cached_property
+    def backward(self) -> Value:
+        """Of a layer's backward, with what it computes again."""
+        r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
+        sums = self.exchange * where(again, 3, 2)  # the inputs of both blocks are gathered once more
+        hidden = minimum(sums * self.constants["hide_tensor"], self.products)
+        exposed = sums - where(r.overlap_tensor > 0, hidden, 0.0)
+        computing = 2 * self.products + self.attention[1] + 2 * self.elements
+        return computing + exposed + 2 * self.routed + self.again
+
+    @cached_property
+    def launches_of_both(self) -> Value:
+        """The same of a forward and a backward, with what is computed again."""
+        again = self.runs.code("recompute") >= 2
+        return self.launches * (1 + self.constants["launch_backward"] + again)
+
+    @cached_property
+    def layer(self) -> tuple[Value, Value]:
+        """Seconds of a layer's forward and backward, the host's launches counted."""
+        sharp = self.constants["sharp"]
+        forward = soft_max(self.forward, self.launches, sharp)
+        return forward, soft_max(self.forward + self.backward, self.launches_of_both, sharp) - forward
+
+    # ---- the ends ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def head(self) -> Value:
+        """Forward and backward of the output matrix and the loss."""
+        r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
+        loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm
+        return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange

@@ -1,0 +1,378 @@
+"""A pipeline stage of a run, priced: what a micro-batch takes on it; `shoal.planning.cost.memory.stage` has what it
+holds.
+
+Physics with few constants, which were fitted to published measurements (`shoal.planning.cost.time.engine_layer`,
+docs/validate.md): a layer takes the time of its products by their shape, of its bytes, and of the host that launches
+it; a collective its closed form on what a cluster's links attain. What the engine overlaps is taken off: gradients
+that are reduced while backward goes on, parameters that are gathered a unit ahead, the sum over tensor-parallel ranks
+of an input's gradient while that of the weight is made. Sophia's estimates are passes like the step's own, a part of
+one in each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from math import log2
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.engine.optim.orthogonal import AT_ONCE
+from shoal.planning.cost.context import layer_bytes
+from shoal.planning.cost.experts import routed_rows
+from shoal.planning.cost.memory.stage import Kinds, StageMemory
+from shoal.planning.cost.memory.state import StateBytes
+from shoal.planning.cost.parameters import StagePart
+from shoal.planning.cost.time.communication import Ring, extent_of, ring_of
+from shoal.planning.cost.time.engine_layer import Layer, attained, layer_of, memory_rate
+from shoal.planning.run import KINDS, Run
+from shoal.spec.catalog.calibration import GENERATIONS
+from shoal.spec.layout import axes_of
+from shoal.spec.number_formats import FP32
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.pipeline.simulator.times import Links
+
+ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
+ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
+
+
+class StageTimes(NamedTuple):
+    """Seconds of one micro-batch on one stage.
+
+    Attributes:
+        matrices, attention, elements: of its forward.
+        adding: of adding gradients to their sums over micro-batches.
+        tensor: of its forward's tensor-parallel collectives.
+        recompute: of what backward computes again, collectives included.
+        tensor_backward: of backward's collectives, those that wait.
+        context: of its forward's ring and exchange of heads, what attention's products do not hide.
+        context_backward: of backward's.
+        experts: of the exchanges of rows, of experts or of tokens that pass through a layer, in each direction.
+        gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
+        launches, launches_backward: the host's in a forward and a backward, where the host is what computes.
+        launched: the host's for both, where it launches ahead of an accelerator; the gathers' beside it.
+    """
+
+    matrices: float
+    attention: float
+    elements: float
+    adding: float
+    tensor: float
+    recompute: float
+    tensor_backward: float
+    context: float
+    context_backward: float
+    experts: float
+    gather_forward: float
+    gather_backward: float
+    launches: float
+    launches_backward: float
+    launched: float
+
+    @property
+    def passes(self) -> tuple[float, float, float]:
+        """A forward and both halves of a backward."""
+        return self.forward, self.backward_input, self.backward_weight
+
+    @property
+    def forward(self) -> float:
+        """All of a forward."""
+        computing = self.matrices + self.attention + self.elements + self.launches
+        return computing + self.tensor + self.context + self.experts + self.gather_forward
+
+    @property
+    def backward_weight(self) -> float:
+        """The half that makes the gradients of the weights: one product for each of the forward's."""
+        return self.matrices + self.adding
+
+    @property
+    def backward_input(self) -> float:
+        """The other half."""
+        computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
+        waiting = self.tensor_backward + self.context_backward + self.experts + self.gather_backward
+        return computing + self.recompute + waiting
+
+
+class Stages(StageMemory):
+    """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
+
+    Args:
+        run, known: as `StageMemory` has them; layers that were priced and groups of ranks are known, too.
+    """
+
+    def __init__(self, run: Run, known: dict | None = None):
+        super().__init__(run, known)
+        self.priced: dict[tuple, StageTimes] = {}
+        self.finished: dict[tuple, tuple[float, float, float]] = {}
+        if "machine" not in self.known:
+            self.known["machine"] = (
+                run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster),
+                attained(run.cluster), 1 + self.constants["stragglers"] * log2(run.cluster.nodes),
+            )  # fmt: skip
+        self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
+
+    def group(self, axis: str) -> Ring:
+        """The ranks along an axis, on the cluster as it is attained."""
+        layout = self.run.layout
+        key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
+        if key not in self.known:
+            self.known[key] = self._ring(*extent_of(layout, axis))
+        return self.known[key]
+
+    def _ring(self, ranks: int, stride: int) -> Ring:
+        """So many ranks, so far apart."""
+        key = ("ring", ranks, stride)
+        if key not in self.known:
+            self.known[key] = ring_of(self.cluster, ranks, stride)
+        return self.known[key]
+
+    def stage_of(self, part: StagePart) -> StageTimes:
+        """Of one stage, priced once for those that are alike."""
+        key = (self.kinds(part), part.first, part.last)
+        if self.run.layout.zero < 2:  # others of the same passes take as long
+            key = ("stage", self.passing, self.run.layout.cp_order, *key)
+            if key not in self.known:
+                self.known[key] = self._stage(*key[3:], part)
+            return self.known[key]
+        if key not in self.priced:
+            self.priced[key] = self._stage(*key, part)
+        return self.priced[key]
+
+    @property
+    def linear(self) -> np.ndarray:
+        """[4, 5] seconds of a forward, of both halves of a backward and of launching them: of a layer, of one with
+        experts, of being the first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make
+        up all stages."""
+        key = ("linear", self.passing, self.run.layout.cp_order)
+        if key not in self.known:
+            import numpy as np  # which an estimate of one layout does without
+
+            layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
+            counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
+            found = [self._stage(*of) for of in counts]
+            any_stage, *others = np.array([(*s.passes, s.launched) for s in found])
+            first, last, dense, *sparse = (other - any_stage for other in others)
+            self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
+        return self.known[key]
+
+    def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
+        """The times of one layer of one micro-batch.
+
+        Args:
+            sparse: with experts, as a dense one that is as wide as what a token meets: as if a rank's experts were one
+                product, which they nearly are where each has many rows.
+            skips: of the tokens that pass through such a layer, with what decides which they are: its passes over the
+                hidden state, as many as `ROUTING` says.
+        """
+        run, layout = self.run, self.run.layout
+        shape = run.shape
+        s = shape.depths.taken(run.sequence_length) if skips else run.sequence_length
+        if sparse:
+            experts = shape.experts
+            shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
+        later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
+        split = (
+            layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel, layout.recompute, later,
+        )  # fmt: skip
+        key = ("layer", sparse, skips, run.cluster.name, run.precision, s, *split)
+        if key not in self.known:
+            kind, itemsize = KINDS[run.policy.compute.name], run.policy.compute.itemsize
+            found = layer_of(
+                shape, run.cluster, kind, itemsize, s, *split, eight_bits=run.eight_bits, kernel=run.attention,
+                masked=run.document_mask,
+            )
+            if skips:
+                moved = ROUTING * self.forward.tokens_here * shape.hidden * itemsize
+                found = found._replace(elements=found.elements + moved / self.hbm)
+            self.known[key] = found
+        return self.known[key]
+
+    def _exchange(self) -> float:
+        """Seconds of one direction of a layer with experts that its rows travel, of which every expert gets as many."""
+        run, layout = self.run, self.run.layout
+        rows = routed_rows(run.shape, layout, run.sequence_length)
+        row = run.shape.hidden * run.policy.compute.itemsize
+        sent = 2 * self.group("ep").all_to_all(rows.away * row) if layout.ep > 1 else 0.0
+        if layout.expert_tensor > 1:
+            sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter, which sends as much
+        return sent
+
+    def _travel(self) -> float:
+        """Seconds of one direction of a layer that some tokens pass through: to where they are computed, and back."""
+        run, layout = self.run, self.run.layout
+        axis = "sequence" if layout.sequence_parallel else "cp"
+        group = self.group(axis)
+        if group.ranks == 1:
+            return 0.0
+        taken = replace(self.forward, s=run.shape.depths.taken(run.sequence_length))
+        rows = taken.tokens_here * (group.ranks - 1) / group.ranks
+        return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
+
+    def _spread(self, part: StagePart) -> list[tuple[int, int, Ring, Ring]]:
+        """Parameters of a stage, in how many messages they travel, the ranks that they are sharded over, and those that
+        replicate the shards: experts have their own."""
+        state, (buckets, of_experts) = self.state_of([part]), self.messages_of(part, self.run.layout.zero)
+        found = [(state.elements - state.experts, buckets, self.group("shard"), self.group("replicate"))]
+        if state.experts:
+            found.append((state.experts, of_experts, self.group("edp_shard"), self.group("edp_replicate")))
+        return found
+
+    def sharding(self, part: StagePart) -> tuple[float, float]:
+        """Seconds in which a micro-batch gathers a stage's parameters (ZeRO-3), a message for each unit as it comes to
+        it, and in which it reduces their gradients (ZeRO-2 and 3)."""
+        policy, gather, reduce = self.run.policy, 0.0, 0.0
+        for elements, messages, shard, _ in self._spread(part) if self.run.layout.zero >= 2 else ():
+            if shard.ranks > 1:
+                reduce += shard.reduce_scatter(elements * policy.reduce.itemsize, messages)
+                gather += shard.all_gather(elements * policy.compute.itemsize, messages)
+        return gather if self.run.layout.zero == 3 else 0.0, reduce
+
+    def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
+        """Of a stage of some layers; without what ZeRO adds, if no part is given."""
+        layout = self.run.layout
+        layers, whole, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
+        parts = []  # of a mean layer
+        for (sparse, skips), count in kinds if layers else (((False, False), 1),):
+            share, one = count / (layers or 1), self.layer(sparse=sparse, skips=skips)
+            parts.append([share * seconds for seconds in one])
+            rows += share * ((self._exchange() if sparse else 0.0) + (self._travel() if skips else 0.0))
+            waits = self._context(one.attention, skips=skips)
+            context, context_backward = context + share * waits[0], context_backward + share * waits[1]
+        layer = Layer(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
+        head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
+        ends = (first + last) * layer.exchange / 2
+        one = layer.products + layer.attention + layer.elements
+        again = {
+            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context + rows,
+        }[layout.recompute]
+        compute = layers * one + head + loss / 3
+        gather, reduce = self.sharding(part) if part else (0.0, 0.0)
+        gather_again = gather if layout.reshard_after_forward else 0.0
+        overlapped = reduce if layout.overlap else 0.0
+        contention = self.constants["contention"]  # what travels behind computation slows it down
+        backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
+        gathers = max(0.0, gather - compute) + contention * gather, backward + reduce - overlapped
+        host = layers * layer.launches + self.constants["micro_batch"], layers * layer.launches_backward
+        ahead = self.run.cluster.at_once is None  # else its cores are what computes
+        found = StageTimes(
+            matrices=layers * layer.products + head,
+            attention=layers * layer.attention,
+            elements=layers * layer.elements + loss / 3,
+            adding=self._adding(kinds, first, last),
+            tensor=layers * 2 * layer.exchange + ends,
+            recompute=layers * again,
+            tensor_backward=layers * layer.exposed + ends,
+            context=layers * context,
+            context_backward=layers * context_backward,
+            experts=layers * rows,
+            gather_forward=gathers[0],
+            gather_backward=gathers[1],
+            launches=0.0 if ahead else host[0],
+            launches_backward=0.0 if ahead else host[1],
+            launched=sum(host) + sum(gathers) if ahead else 0.0,
+        )
+        slower = self.slower * self.run.passes
+        return StageTimes(*[slower * seconds for seconds in found])
+
+    def _adding(self, kinds: Kinds, first: bool, last: bool) -> float:
+        """Seconds in which each gradient of a stage is read, and its sum over micro-batches is read and written. Of a
+        tied embedding there is one."""
+        shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
+        weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
+        for (sparse, _), count in kinds:
+            key = ("weights", sparse, self.passing)
+            if key not in self.known:
+                # `linear` asks for a dense layer, too, where the model has none, and nobody takes its answer.
+                layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
+                self.known[key] = sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
+            weights += count * self.known[key]
+        moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
+        return self.constants["accumulate"] * moved / self.hbm
+
+    def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
+
+        A block travels while the one before is computed with; the gradients of the last one travel alone.
+        """
+        run, layout = self.run, self.run.layout
+        if layout.cp == 1:
+            return 0.0, 0.0
+        s = run.shape.depths.taken(run.sequence_length) if skips else run.sequence_length
+        sent = layer_bytes(run.shape, layout, s, run.policy.compute.itemsize)
+        heads = self._ring(layout.ulysses, layout.tp)
+        exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
+        if layout.ring == 1:
+            return exchange, exchange
+        ring = self._ring(layout.ring, layout.tp * layout.ulysses)
+        each, steps = core / layout.ring, layout.ring - 1
+        forward = max(0.0, ring.send(sent.block) - each)
+        backward = max(0.0, ring.send(sent.block + sent.gradient) - ATTENTION_BACKWARD * each)
+        return exchange + steps * forward, exchange + steps * backward + ring.send(sent.gradient)
+
+    def finish_of(self, part: StagePart) -> tuple[float, float, float]:
+        """Seconds after a stage's last backward: what is left of its reduction, its update, its gather; once for those
+        that are alike."""
+        key = (self.kinds(part), part.first, part.last, part.shared)
+        if key not in self.finished:
+            self.finished[key] = self._finish(part)
+        return self.finished[key]
+
+    def _finish(self, part: StagePart) -> tuple[float, float, float]:
+        run, layout, state = self.run, self.run.layout, self.state_of([part])
+        policy, together = run.policy, layout.sync == "all-reduce"
+        reduction = updated = gather = 0.0
+        for elements, messages, shard, replicate in self._spread(part):
+            size, shards = elements * policy.reduce.itemsize, shard.ranks if together else 1
+            updated += elements / shards
+            if shards > 1 and layout.zero == 1:
+                reduction += shard.reduce_scatter(size, messages)
+            if together and replicate.ranks > 1:
+                reduction += replicate.all_reduce(size / shards, messages)
+            if shards > 1 and layout.zero in (1, 2):
+                gather += shard.all_gather(elements * policy.compute.itemsize, messages)
+        reduction *= run.passes
+        if reduction:
+            # Overlapped with the last micro-batch's backward, but for the last bucket of it.
+            size = state.elements * policy.reduce.itemsize
+            bucket = min(1.0, layout.bucket_bytes / max(1, size)) if layout.overlap else 1.0
+            stage = self.stage_of(part)
+            backward = stage.backward_input + stage.backward_weight
+            reduction = max(reduction * bucket, reduction - self.constants["hide_data"] * backward)
+        touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
+        update = self.constants["update_slow"] * touched / self.hbm + self._orthogonal(state)
+        return reduction, update, gather
+
+    def _orthogonal(self, state: StateBytes) -> float:
+        """Seconds of muon's products on the busiest of a matrix' holders, and of the exchange with them."""
+        run, machine, found = self.run, self.run.cluster.accelerator, state.orthogonal
+        if not found.elements:
+            return 0.0
+        holders = self.group("stage" if run.shape.experts else "holders")
+        wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
+        part = self.constants["product"][GENERATIONS.index(machine.generation)]
+        rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
+        pieces = -(-found.elements // AT_ONCE)
+        size = found.elements * run.policy.storage.itemsize / pieces
+        exchange = pieces * (holders.reduce_scatter(size) + holders.all_gather(size)) if holders.ranks > 1 else 0.0
+        return found.busiest(holders.ranks, wide=wide) / rate + exchange
+
+    @cached_property
+    def hops(self) -> tuple[float, float]:
+        """Seconds for which a message to the next pipeline rank occupies its link, and until it is there after that."""
+        run, pipeline = self.run, self.group("pp")
+        moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
+        return moved / pipeline.hop, max(pipeline.latency, pipeline.outer_latency) + self.constants["hop"]
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
+        return sum(self.hops)
+
+    @cached_property
+    def link(self) -> Links:
+        """From a pipeline rank to the next."""
+        from shoal.pipeline.simulator.times import Links
+
+        return Links(*self.hops)

@@ -1,0 +1,120 @@
+"""FLOPs that one rank does in a step: the matrix products of its stages, as the engine makes them.
+
+The whole model's, by one definition, are in `shoal.planning.cost.flops`; a rank's differ by what it pads (a vocabulary
+that tp does not divide), what several ranks do alike (key/value heads, where tp exceeds their number), and what it
+computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from shoal.planning.cost.experts import routed_rows
+from shoal.planning.cost.memory.activations import blocks
+from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.parameters import StagePart
+
+
+class Seen(NamedTuple):
+    """The tokens of each sequence that a rank computes, and the scores that its attention does.
+
+    Attributes:
+        tokens: of one sequence, in each slice.
+        scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
+        shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
+        around: attention goes round a ring: what is computed again is all of it, and written out it is three products
+            in backward besides the two that a kernel's backward computes again.
+    """
+
+    tokens: tuple[int, ...]
+    scores: tuple[tuple[tuple[int, int], ...], ...]
+    shared: int = 1
+    around: bool = False
+
+
+def seen_alone(run: Pass, slices: Sequence[int] = ()) -> Seen:
+    """Where no other rank has a part of the sequences.
+
+    Scores are counted in full, but for blocks that only later tokens see, where attention is written out.
+
+    Args:
+        slices: tokens of each, where sequences come in slices that see those before them.
+    """
+    parts = tuple(slices) or (run.s,)
+    starts = accumulate(parts, initial=0)
+    blocks_of = blocks if run.kernel == "explicit" else lambda part: [(part, part)]
+    both = zip(starts, parts, strict=False)
+    return Seen(parts, tuple(tuple((rows, start + keys) for rows, keys in blocks_of(part)) for start, part in both))
+
+
+def stage_flops(run: Pass, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
+    """A stage's forward and backward of one micro-batch on one rank.
+
+    A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
+    out, before its last product.
+
+    Args:
+        chosen: as ``seen``, of the tokens that pass through layers which take some.
+    """
+    shape = run.shape
+    n = run.layout.micro_batch * sum(seen.tokens)
+    total = 3 * 2 * n * shape.hidden * -(-shape.vocab // run.layout.tp) * part.last
+    passes = 3 if run.layout.recompute == "full" else 2
+    for layer in part.layers:
+        if not shape.skips(layer):
+            total += _layer(run, seen, shape.sparse(layer))
+            continue
+        fewer = replace(run, s=shape.depths.taken(run.s))
+        # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
+        up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.depths.predictor
+        total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up
+    return total
+
+
+def _layer(run: Pass, seen: Seen, sparse: bool) -> int:
+    """A layer's forward and backward, with what is computed again."""
+    shape, t, y = run.shape, run.layout.tp, run.layout.tp_y
+    b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
+    q = shape.heads * shape.head_dim // t
+    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # of tp_x ranks together
+    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
+    product = 2 * b * q // seen.shared  # of a score, with a key or with a value, in all heads
+    core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
+    written = run.kernel == "explicit"
+    core_again, core_backward = core, 5 * core // 2 if seen.around and written else 2 * core
+    if written and not seen.around:
+        core_again -= product * sum(rows * keys for rows, keys in (rectangles[-1] for rectangles in seen.scores))
+    mlp = _experts(run) if sparse else _mlp(run, n, shape.ffn)
+    again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
+    return 3 * (projections + mlp) + core + core_backward + again
+
+
+def _mlp(run: Pass, tokens: int, width: int) -> int:
+    matrices = 3 if run.shape.family == "llama" else 2
+    return 2 * tokens * run.shape.hidden * matrices * (width // run.layout.tp)
+
+
+def _experts(run: Pass) -> int:
+    """Router, experts, and those that all tokens pass; where every expert gets as many rows and nothing is dropped."""
+    shape, experts, rows = run.shape, run.shape.experts, routed_rows(run.shape, run.layout, run.s)
+    matrices = 3 if shape.family == "llama" else 2
+    scored = 2 if experts.gate == "noisy-top-k" else 1
+    router = 2 * rows.own * shape.hidden * experts.count * scored
+    inside = 2 * rows.here * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
+    return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)
+
+
+def step_flops(
+    run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
+) -> int:
+    """A rank's in a step.
+
+    Args:
+        parts: its stages.
+        microbatches: that pass through each of them.
+        seen, chosen: of one micro-batch, on this rank.
+    """
+    return sum(count * stage_flops(run, part, seen, chosen) for part, count in zip(parts, microbatches, strict=True))

@@ -1,0 +1,222 @@
+"""What a search chooses from: every layout of a cluster that a run could take, level by level.
+
+`layouts` is all of them, one by one; the search goes through the same levels and leaves out what cannot be among the
+best. Left to the user: the asynchronous schedules and relaxed synchronisation, which compute something else; zb-auto,
+terapipe and schedules from files; offloading; grids of tensor-parallel ranks (tp_x); the order of the ring's tokens
+(cp_order); what is overlapped (tp_overlap, overlap); bucket_mb and prefetch, by which times hardly differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from math import ceil
+from typing import Any
+
+from shoal.base.errors import UsageError, divisors
+from shoal.pipeline.partition import even_layers
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.planning.estimable import check_trained
+from shoal.planning.run import Run
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import Layout
+
+SEARCHED = (
+    "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
+    "dualpipe", "dualpipev",
+)  # fmt: skip
+Fields = dict[str, Any]  # some of a layout's
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Space:
+    """Which choices there are.
+
+    Attributes:
+        schedules: of pipelines; a single stage accumulates gradients, by the first of them.
+        most_virtual: stages on each rank, where a schedule leaves that open.
+        least_tokens: of a sequence that a context-parallel rank has at least; more ranks than that are not tried.
+        uneven: whether stages may have other layers than the even ones, as `splits` says.
+        fixed: fields of the layout that are given.
+    """
+
+    schedules: tuple[str, ...] = SEARCHED
+    most_virtual: int = 8
+    least_tokens: int = 4096
+    uneven: bool = True
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def allows(self, name: str, value: Any, default: Any = None) -> bool:
+        """Whether a field may have a value.
+
+        Args:
+            default: what none at all means.
+        """
+        if name not in self.fixed:
+            return True
+        given = self.fixed[name]
+        return (default if given is None else given) == (default if value is None else value)
+
+    def among(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """Values of a field that are tried, with the one that is given."""
+        given = self.fixed.get(name)
+        return list(values) if given is None or given in values else [*values, given]
+
+
+def layouts(run: Run, space: Space) -> Iterator[Layout]:
+    """Every layout of the space that the run's model, batch and cluster allow."""
+    for degrees in meshes(run, space):
+        for work in works(run, degrees, space):
+            microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
+            for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
+                for split in splits(run.shape, degrees["pp"], depth_of(degrees["pp"], pipe), space):
+                    for shards in shardings(degrees, space):
+                        yield layout_of(space, degrees, work, pipe, split, shards)
+
+
+def layout_of(space: Space, *levels: Fields) -> Layout:
+    """The layout of a choice on each level; fields of no level are as they are given, or by default."""
+    values = {name: value for name, value in space.fixed.items() if name in OTHERS}
+    for level in levels:
+        values |= level
+    return PLAIN.model_copy(update=values)  # several times faster than to construct one, unchecked as well
+
+
+LEVELS = (
+    "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "sequence_parallel", "recompute", "micro_batch", "schedule",
+    "virtual_stages", "stage_layers", "zero", "zero_shard", "reshard_after_forward",
+)  # fmt: skip
+OTHERS = tuple(name for name in Layout.model_fields if name not in LEVELS)
+
+
+# ---- the levels ------------------------------------------------------------------------------------------------------
+
+
+def meshes(run: Run, space: Space) -> Iterator[Fields]:
+    """Degrees that fill the cluster."""
+    ranks = run.cluster.size
+    most_cp = max(1, run.sequence_length // space.least_tokens, space.fixed.get("cp", 1))
+    for tp, pp, cp in product(divisors(ranks), divisors(ranks), [n for n in divisors(ranks) if n <= most_cp]):
+        if ranks % (tp * pp * cp) or pp > run.shape.layers or run.global_batch % (ranks // (tp * pp * cp)):
+            continue
+        for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp, space)):
+            degrees = {
+                "dp": ranks // (tp * pp * cp), "tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "etp": etp, "pp": pp
+            }
+            allowed = all(space.allows(name, value, tp if name == "etp" else None) for name, value in degrees.items())
+            if allowed and shardings(degrees, space) and fits(run, Layout(**degrees)):
+                yield degrees
+
+
+def _experts(shape: ModelShape, tp: int, space: Space) -> list[tuple[int, int | None]]:
+    """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices (None), or
+    one."""
+    if shape.experts is None:
+        return [(1, None)]
+    split = [etp for etp in space.among("etp", (None, 1)) if etp != tp]
+    return list(product(divisors(shape.experts.count), split))
+
+
+def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
+    """What one micro-batch is, and what of it is computed again."""
+    split = (False, True) if degrees["tp"] > 1 else (False,)
+    split = [value for value in split if fits(run, Layout(**degrees, sequence_parallel=value))]
+    for micro_batch in divisors(run.global_batch // degrees["dp"]):
+        for sequence_parallel, recompute in product(split, ("none", "selective", "full")):
+            work = {
+                "micro_batch": micro_batch, "sequence_parallel": sequence_parallel, "recompute": recompute
+            }
+            if all(space.allows(*item) for item in work.items()):
+                yield work
+
+
+def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator[Fields]:
+    """Schedules, and stages on each rank where these leave that open (one is another schedule's).
+
+    Args:
+        microbatches: of each replica.
+        layers: of the model, which is no less than its stages.
+    """
+    names = [name for name in space.schedules if space.allows("schedule", name)]
+    for name in names[:1] if pp == 1 else names:
+        schedule = SCHEDULES[name]
+        free = schedule.virtual is None
+        for virtual in space.among("virtual_stages", range(2, space.most_virtual + 1)) if free else (None,):
+            pipe = {"schedule": name, "virtual_stages": virtual}
+            if depth_of(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
+                continue
+            if not schedule.refuses(pp, microbatches, virtual or schedule.virtual):
+                yield pipe
+
+
+def splits(shape: ModelShape, pp: int, depth: int, space: Space) -> tuple[Fields, ...]:
+    """Layers of each stage: even; and shared out as if the last stage did the work of some layers besides, alone or
+    with the first: from none to what the matrix of the head, and of the embedding, is in layers, rounded up.
+
+    In time the head weighs that much, or less where layers have more to do than their products (what is computed again,
+    attention, what travels); and in memory, where the first stage also keeps most micro-batches alive, both do.
+
+    Where a rank has several stages, these have few layers each, and are left even.
+    """
+    if given := space.fixed.get("stage_layers"):
+        return ({"stage_layers": given},) if (len(given), sum(given)) == (depth, shape.layers) else ()
+    if "stage_layers" in space.fixed or not space.uneven or depth != pp or pp == 1:
+        return ({"stage_layers": None},)
+    even = tuple(len(part) for part in even_layers(shape, depth))
+    return _splits(even, ceil(shape.vocab * shape.hidden / shape.mean_layer_matrices()))
+
+
+@cache
+def _splits(even: tuple[int, ...], most: int) -> tuple[Fields, ...]:
+    besides = [(first, last) for last in range(most + 1) for first in sorted({0, last})]
+    found = dict.fromkeys(_balanced(sum(even), len(even), *both) for both in besides)
+    return tuple({"stage_layers": sizes} for sizes in (None, *(sizes for sizes in found if sizes != even)))
+
+
+def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Layers of each stage, where the first and the last do other work besides, as much as so many layers'.
+
+    Each does as much as any other, or a layer more: the later ones, which keep fewer micro-batches alive.
+
+    >>> _balanced(32, 4, 0, 3)
+    (8, 9, 9, 6)
+    >>> _balanced(32, 4, 3, 3)
+    (6, 9, 10, 7)
+    """
+    begin = min(max(1, (layers + first + last) // stages - first), layers - stages + 1)
+    rest = layers - begin
+    end = max(1, -(-(rest + last) // (stages - 1)) - last)
+    each, more = divmod(rest - end, stages - 2) if stages > 2 else (0, 0)
+    return (begin, *[each] * (stages - 2 - more), *[each + 1] * more, end)
+
+
+def shardings(degrees: Fields, space: Space) -> tuple[Fields, ...]:
+    """What replicas, and the context-parallel ranks of each, share out: ZeRO's stages, over all of them or fewer."""
+    dp = degrees["dp"]
+    # What says over how many, or how often, says that there is something to share.
+    shared = space.fixed.get("zero_shard") or not space.fixed.get("reshard_after_forward", True)
+    found: list[Fields] = [] if shared else [{"zero": 0}]
+    for zero, shard in product((1, 2, 3), [n for n in divisors(dp) if n * degrees["cp"] > 1]):
+        for reshard in (True, False) if zero == 3 else (True,):
+            found.append({
+                "zero": zero, "zero_shard": None if shard == dp else shard, "reshard_after_forward": reshard
+            })
+    return tuple(f for f in found if all(space.allows(*item, dp) for item in f.items()))
+
+
+def depth_of(pp: int, pipe: Fields) -> int:
+    """Stages that a micro-batch passes through."""
+    schedule = SCHEDULES[pipe["schedule"]]
+    return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.copies
+
+
+def fits(run: Run, layout: Layout) -> bool:
+    """Whether `shoal train` takes a layout."""
+    try:
+        check_trained(run, layout)
+    except UsageError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""What `shoal plan` says of layouts that were found: a table, why each is not the first, and a run to be trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby, zip_longest
+from shutil import get_terminal_size
+from textwrap import wrap
+
+import tomli_w
+
+from shoal.base.errors import UsageError
+from shoal.base.units import show_bytes, show_seconds
+from shoal.planning.cost.memory.stage import StageMemory
+from shoal.planning.estimable import model_section
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import Run
+from shoal.planning.search.search import Found, Plan
+from shoal.planning.search.space import LEVELS
+from shoal.spec.layout import Layout
+
+NARROWEST = 12  # letters of a column that is made narrower
+
+
+def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
+    """All that is printed of a search for a model, with the estimates of what it found."""
+    run = plan.run
+    head = [
+        f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
+        f"{run.cluster.describe()}; {run.global_batch:,} sequences of {run.sequence_length:,} tokens a step",
+        "",
+    ]
+    if not plan.best:
+        room = show_bytes(StageMemory(run).capacity)
+        return [*head, f"No layout that was searched fits in {room}.",
+                "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
+    every = zip(plan.best, estimates, reasons(plan, estimates), strict=True)
+    rows = [
+        [str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
+         words(found.layout), reason]
+        for number, (found, estimate, reason) in enumerate(every, 1)
+    ]  # fmt: skip
+    low, high = map(show_seconds, estimates[0].interval)
+    least, most = map(show_bytes, estimates[0].memory_interval)
+    return [
+        *head, *table(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
+        f"The first takes between {low} and {high} in four of five cases, and between {least} and {most}.", "",
+        f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
+        f"{len(plan.programs)} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
+        "", *_for_train(model, run, plan.best[0].layout),
+    ]
+
+
+def _for_train(model: str, run: Run, layout: Layout) -> list[str]:
+    """A run's TOML under its title, or why there is none."""
+    try:
+        return ["The best, for `shoal train`:", "", *run_toml(model, run, layout).splitlines()]
+    except UsageError as error:
+        return [str(error)]
+
+
+def words(layout: Layout) -> str:
+    """A layout in a table: what the search chose."""
+    more = [f"micro-batch {layout.micro_batch}"]
+    if layout.recompute != "none":
+        more.append(f"recompute {layout.recompute}")
+    if layout.stage_layers:
+        runs = [(len(list(alike)), layers) for layers, alike in groupby(layout.stage_layers)]
+        each = (f"{count} x {layers}" if count > 1 else f"{layers}" for count, layers in runs)
+        more.append(f"stages of {' + '.join(each)} layers")
+    if layout.zero == 3 and not layout.reshard_after_forward:
+        more.append("parameters kept gathered")
+    return ", ".join([layout.describe(), *more])
+
+
+def estimate_of(plan: Plan, found: Found) -> Estimate:
+    """The whole estimate of a layout that a search found, by the program as it was played."""
+    layout = found.layout
+    run = replace(plan.run, layout=layout)
+    replay = plan.replays[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages]
+    program = replace(replay.columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
+    return Estimate(run, replace(replay.columns, program=program), plan.known, replay)
+
+
+def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
+    """Why each of the list is not the first: what takes longer, and what less."""
+    best = estimates[0].breakdown
+    found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
+    for rival, estimate in zip(plan.best[1:], estimates[1:], strict=True):
+        other = estimate.breakdown
+        more = {name: other[name] - best[name] for name in best}
+        enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
+        ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
+        change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
+        bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
+        change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
+        found.append(f"+{100 * (rival.seconds / plan.best[0].seconds - 1):.1f} %: {change}")
+    return found
+
+
+def run_toml(model: str, run: Run, layout: Layout) -> str:
+    """A run's TOML: all that the plan decided, and the model's own vocabulary.
+
+    Raises:
+        UsageError: the model is a user's own, and no config makes it.
+    """
+    defaults = Layout()
+    chosen = {name: getattr(layout, name) for name in LEVELS}
+    parallel = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
+    }
+    return tomli_w.dumps({
+        "model": model_section(model, run.shape, run.sequence_length),
+        "parallel": parallel,
+        "data": {"sequence_length": run.sequence_length},
+        "train": {"global_batch": run.global_batch, "precision": run.precision},
+        "optimizer": {"name": run.optimizer},
+    })
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """Columns, as wide as they need; in a narrower terminal the widest have several lines in a row."""
+    every = [head, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
+    if sys.stdout.isatty():
+        room = get_terminal_size().columns - 2 * len(widths) + 1
+        while sum(widths) > room and max(widths) > NARROWEST:
+            widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in every:
+        cells = [[c] if len(c) <= width else wrap(c, width) for c, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(c.ljust(w) for c, w in zip(parts, widths, strict=True)).rstrip())
+    return lines

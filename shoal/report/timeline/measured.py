@@ -1,0 +1,206 @@
+"""A recorded step as a timeline, and the times that it gives to a simulation of the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from shoal.pipeline.program import Op
+from shoal.pipeline.simulator.columns import CODE, COMPUTING, OPS, REDUCE, STEP, Columns, of_program
+from shoal.pipeline.simulator.engine import simulate
+from shoal.pipeline.simulator.timeline import Messages, Timeline
+from shoal.pipeline.simulator.times import Links, Times
+from shoal.training.records.profile import Profile, RankProfile
+
+FIELDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.REDUCE: "reduce",
+    Op.STEP: "step",
+    Op.GATHER: "gather",
+}
+WAITED = 20e-6  # s; a shorter wait says nothing about the message
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile on the simulator's columns.
+
+    An action lasts from the moment at which what it waits for is there to the begin of what its rank does next: posting
+    its messages is a part of it. What follows the last backward may hold waiting for other ranks.
+
+    Attributes:
+        profile: what was recorded.
+        columns: of its program.
+        asked: [steps, replicas, tp, rows] when each action was ready but for its message, from the step's begin [s].
+        start, end: [steps, replicas, tp, rows] when it began and ended.
+    """
+
+    profile: Profile
+    columns: Columns
+    asked: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    @staticmethod
+    def of(profile: Profile) -> Measured:
+        """Arrange a profile; each step begins at 0, with its first computation."""
+        columns = of_program(profile.program)
+        steps = len(profile.ranks[0].steps)
+        dp, tp = (1 + max(getattr(rank, axis) for rank in profile.ranks) for axis in ("dp", "tp"))
+        asked, start, end = (np.empty((steps, dp, tp, columns.rows)) for _ in range(3))
+        for rank in profile.ranks:
+            rows = slice(columns.offset[rank.pp], columns.offset[rank.pp + 1])
+            for step in range(steps):
+                where = (step, rank.dp, rank.tp, rows)
+                asked[where], start[where], end[where] = _rank(rank, step)
+        zero = start.min(axis=(1, 2, 3), keepdims=True)
+        return Measured(profile, columns, np.maximum(asked - zero, 0.0), start - zero, end - zero)
+
+    @cached_property
+    def step_times(self) -> np.ndarray:
+        """[steps] from the begin of the first action anywhere to the end of the last [s]."""
+        return self.end.max(axis=(1, 2, 3))
+
+    @property
+    def step_time(self) -> float:
+        """Their mean [s]."""
+        return float(self.step_times.mean())
+
+    @property
+    def typical(self) -> int:
+        """The recorded step whose time is nearest to the mean."""
+        return int(np.argmin(np.abs(self.step_times - self.step_time)))
+
+    # ---- as timelines ------------------------------------------------------------------------------------------
+
+    def timeline(self, step: int) -> Timeline:
+        """One recorded step; each replica is a kind of its own, shown by its first tensor-parallel rank."""
+        plan = simulate(self.columns)
+        start, end = self.start[step, :, 0], self.end[step, :, 0]
+        messages = replace(plan.messages, start=end[:, plan.messages.producer], end=start[:, plan.messages.consumer])
+        kinds = np.ones(len(start), int)
+        return Timeline(self.columns, kinds, start, end, pairs=np.empty(0, int), messages=messages)
+
+    def simulated(self) -> Timeline:
+        """The same program, played with the mean times."""
+        return self._played(self.times())
+
+    @cached_property
+    def replayed(self) -> float:
+        """How far a step played with its own times ends from where it did: the median over the steps, as a part.
+
+        What is left is what the simulation itself leaves out; with mean times, how they vary comes on top.
+        """
+        own = [self._played(self.times_of(step)).step_time for step in range(len(self.step_times))]
+        return float(np.median(np.array(own) / self.step_times - 1))
+
+    def _played(self, times: Times) -> Timeline:
+        return simulate(self.columns, times, self.links(), dp=self.start.shape[1], tp=self.start.shape[2])
+
+    def times(self) -> Times:
+        """For each op and stage, the mean over steps, micro-batches and ranks.
+
+        Where ranks meet, the last to come waits for none: of a reduction and a gather the shortest over the replicas
+        counts, and the optimizer (which sums the gradient's norm over all ranks) lasts from the last begin to the last
+        end.
+        """
+        length = self._lengths.mean(axis=0)
+        for code in range(len(OPS)):
+            for stage in range(-1, self.columns.program.stages):
+                rows = (self.columns.op == code) & (self.columns.stage == stage)
+                if np.any(rows):
+                    length[rows] = length[rows].mean()
+        return self._times(length)
+
+    def times_of(self, step: int) -> Times:
+        """Each action's own time in one recorded step; over replicas and tensor-parallel ranks as in `times`."""
+        return self._times(self._lengths[step])
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """[steps, rows] of each action, over the ranks that do it [s]."""
+        length, op = self.end - self.start, self.columns.op
+        found = np.where(op <= COMPUTING, length.mean(axis=(1, 2)), length.min(axis=(1, 2)))
+        rows = (op == STEP) & (self.columns.stage < 0)
+        if np.any(rows):
+            all_ranks = (1, 2, 3)
+            own = self.end[..., rows].max(axis=all_ranks) - self.start[..., rows].max(axis=all_ranks)
+            found[:, rows] = own[:, None]
+        return found
+
+    def _times(self, length: np.ndarray) -> Times:
+        """As the simulator looks them up: by op, stage, micro-batch and part; the mean of actions equal in these."""
+        columns = self.columns
+        place = np.stack([columns.stage + 1, columns.microbatch + 1, columns.part + 1]).astype(int)
+        shape = (len(OPS), *(place.max(axis=1) + 1))
+        total, count = np.zeros(shape), np.zeros(shape)
+        np.add.at(total, (columns.op, *place), np.where(columns.part >= 0, length * columns.program.parts, length))
+        np.add.at(count, (columns.op, *place), 1.0)
+        table = total / np.maximum(count, 1.0)
+
+        def of(code: int) -> Callable[..., np.ndarray]:
+            return lambda rank, stage, microbatch, part: table[code, stage + 1, microbatch + 1, part + 1]
+
+        return Times(**{FIELDS[op]: of(code) for op, code in CODE.items()})
+
+    def links(self) -> Links:
+        """For each pair of pipeline ranks, the median time of those messages that were waited for.
+
+        A message that was there before it was needed could have come at any time; where all were, none counts.
+        """
+        messages = self._messages
+        ranks = self.columns.ranks
+        latency = np.zeros((ranks, ranks))
+        gone = self.end[..., self.columns.sent_after[messages.producer]]
+        flight = self.start[..., messages.consumer] - gone
+        waited = self.start[..., messages.consumer] - self.asked[..., messages.consumer] > WAITED
+        # The receiver must have been ready before the message left: else its lateness is what is measured.
+        seen = waited & (self.asked[..., messages.consumer] <= gone)
+        for source, target in set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)):
+            own = (messages.source == source) & (messages.target == target)
+            if np.any(seen[..., own]):
+                latency[source, target] = max(0.0, float(np.median(flight[..., own][seen[..., own]])))
+        return Links(latency=latency)
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return simulate(self.columns).messages
+
+    # ---- tables ------------------------------------------------------------------------------------------------
+
+    def by_op(self) -> Iterator[tuple[Op, int, int, float, float, float]]:
+        """For each op and stage: how many were recorded, their median length, mean and longest [s]."""
+        length = self.end - self.start
+        for op in OPS:
+            for stage in range(-1, self.columns.program.stages):
+                rows = (self.columns.op == CODE[op]) & (self.columns.stage == stage)
+                if np.any(rows):
+                    found = length[..., rows]
+                    yield op, stage, found.size, float(np.median(found)), float(found.mean()), float(found.max())
+
+    def by_rank(self) -> Iterator[tuple[RankProfile, float, float]]:
+        """For each rank: the mean time of a step in computations, and waiting for their messages [s]."""
+        for rank in self.profile.ranks:
+            rows = np.arange(self.columns.offset[rank.pp], self.columns.offset[rank.pp + 1])
+            rows = rows[self.columns.op[rows] < REDUCE]
+            where = (slice(None), rank.dp, rank.tp, rows)
+            busy = (self.end[where] - self.start[where]).sum(axis=1)
+            waiting = (self.start[where] - self.asked[where]).sum(axis=1)
+            yield rank, float(busy.mean()), float(waiting.mean())
+
+
+def _rank(rank: RankProfile, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of one rank and step: when each row was asked for, began, and ended.
+
+    What lies between two rows, sends of the first and receives for later ones, belongs to the first.
+    """
+    begin, arrived, end = (np.array(times[step]) for times in (rank.begin, rank.arrived, rank.end))
+    rows = np.array([i for i, action in enumerate(rank.actions) if action.op in CODE])
+    ends = np.append(begin[rows[1:]], end[rows[-1]])
+    return begin[rows], arrived[rows], ends

@@ -1,0 +1,188 @@
+"""Timelines in a terminal: a row for each rank, a cell for each moment; in colour, or in letters without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from shoal.report.timeline.chart import Chart, legend, scale, table, ticks
+from shoal.report.timeline.palette import BLACK, Paint, colour, ink, mix
+
+IDLE = -1
+MOST_ROWS = 32  # ranks shown at once; of more, the first and the last
+
+
+def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) -> None:
+    """Print timelines above each other on one time axis, and a table that compares them.
+
+    Args:
+        console: whose width they fit. Without colour (a pipe, ``NO_COLOR``) actions are letters: those of the program's
+            actions, small for every second stage of a rank.
+        charts: whose times are all in the same unit.
+        rows: most ranks shown of each.
+    """
+    width = console.width
+    end = max(chart.timeline.step_time for chart in charts)
+    for chart in charts:
+        row = chart.summary()
+        said = f"{chart.name}: {row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
+        if row["weight versions"] != "1":
+            said += f", {row['weight versions']} versions of the weights"
+        _print(console, said, style="bold")
+        for line in timeline(chart, width, end, rows=rows, coloured=_coloured(console)):
+            console.print(line, no_wrap=True, overflow="crop", crop=True)
+        _print(console, "")
+    _print_legend(console, charts)
+    if len(charts) > 1:
+        console.print(comparison(charts, width))
+
+
+def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, coloured: bool = True) -> list[Text]:
+    """The rows of one timeline, and its time axis below them.
+
+    Args:
+        width: columns that no line is longer than.
+        end: of the axis; it begins at 0.
+        rows: most ranks shown.
+        coloured: actions are colours and not letters.
+    """
+    label = len(f"rank {chart.timeline.ranks - 1}") + 1
+    idle = 1 - chart.timeline.busy[chart.kind] / chart.timeline.compute_span if chart.timeline.compute_span else None
+    notes = [f" {100 * share:3.0f}% idle" for share in idle] if idle is not None and width >= 72 else None
+    cells = max(1, width - label - (len(notes[0]) if notes else 0))
+    lines = []
+    for rank in _shown(chart.timeline.ranks, rows):
+        if rank is None:
+            hidden = chart.timeline.ranks - rows + 1
+            lines.append(Text(f"{'':{label}}... {hidden} more ranks ..."[:width], style="dim"))
+            continue
+        line = Text(f"rank {rank}".ljust(label), style="dim" if coloured else "")
+        line.append_text(_cells(chart, rank, cells, end, coloured=coloured))
+        if notes:
+            line.append(notes[rank], style="dim")
+        line.truncate(width)
+        lines.append(line)
+    return [*lines, _axis(label, cells, end, seconds=chart.seconds, width=width)]
+
+
+def _shown(ranks: int, rows: int) -> list[int | None]:
+    """The ranks that are drawn, None for those between that are not."""
+    if ranks <= rows:
+        return list(range(ranks))
+    first = rows // 2
+    return [*range(first), None, *range(ranks - (rows - 1 - first), ranks)]
+
+
+def _cells(chart: Chart, rank: int, cells: int, end: float, *, coloured: bool) -> Text:
+    columns, line = chart.timeline.columns, Text()
+    digits = len(str(columns.microbatch.max(initial=0)))  # of the longest number: all fit, or none is written
+    row_of = fill(chart, rank, cells, end)
+    begin = 0
+    for cell in range(1, cells + 1):
+        if cell < cells and row_of[cell] == row_of[begin]:
+            continue
+        row, length = int(row_of[begin]), cell - begin
+        begin = cell
+        if row == IDLE:
+            line.append((" " if coloured else ".") * length, Style(bgcolor="grey15") if coloured else "")
+            continue
+        microbatch = str(columns.microbatch[row]) if columns.microbatch[row] >= 0 else ""
+        paint = chart.paints[chart.paint[row]]
+        if coloured:
+            text = microbatch if digits <= length else ""
+            line.append(text.center(length), _style(paint, other=columns.microbatch[row] % 2 == 1))
+        else:
+            letter = _letter(paint)
+            text = letter + microbatch if digits + 2 <= length else letter
+            line.append(text.ljust(length, "-"))
+    return line
+
+
+def fill(chart: Chart, rank: int, cells: int, end: float) -> np.ndarray:
+    """The row of the timeline's columns that fills most of each cell, or `IDLE`. [cells]
+
+    A cell is 1/cells of the time to ``end``.
+    """
+    begin, last = chart.timeline.columns.offset[rank], chart.timeline.columns.offset[rank + 1]
+    busy = np.zeros(cells)
+    most, row_of = np.zeros(cells), np.full(cells, IDLE)
+    for row in range(begin, last):
+        left, right = (float(t[row]) / end * cells if end else 0.0 for t in (chart.start, chart.end))
+        inside = np.arange(int(left), min(cells, int(np.ceil(right))))
+        share = np.minimum(right, inside + 1) - np.maximum(left, inside)
+        more = share > most[inside] + 1e-9
+        most[inside[more]], row_of[inside[more]] = share[more], row
+        busy[inside] += share
+    row_of[busy < 0.5] = IDLE
+    return row_of
+
+
+def _letter(paint: Paint) -> str:
+    """An action without colour: small on a later stage of its rank, and in a second copy of the model."""
+    return str(paint.op).lower() if paint.shade or paint.copy else str(paint.op)
+
+
+def _style(paint: Paint, *, other: bool) -> Style:
+    ground = colour(paint)
+    if other:  # neighbouring micro-batches differ a little
+        ground = mix(ground, BLACK, 0.07)
+    return Style(color=ink(ground), bgcolor=ground)
+
+
+def _axis(label: int, cells: int, end: float, *, seconds: bool, width: int) -> Text:
+    factor, unit = scale(end) if seconds else (1.0, "T")
+    line = [" "] * (label + cells)
+    line[: len(unit)] = unit
+    for mark in ticks(0.0, end * factor, max(2, cells // 12)):
+        text = f"{mark:.6g}"
+        at = label + min(round(mark / (end * factor) * cells) if end else 0, cells - len(text))
+        if at >= label and all(c == " " for c in line[max(0, at - 1) : at + len(text) + 1]):
+            line[at : at + len(text)] = text
+    return Text("".join(line).rstrip()[:width], style="dim")
+
+
+def _print_legend(console: Console, charts: Sequence[Chart]) -> None:
+    coloured = _coloured(console)
+    entries = []
+    for paint, name in legend(charts):
+        if coloured:
+            entries.append(Text.assemble(("  ", Style(bgcolor=colour(paint))), f" {name}"))
+        else:
+            entries.append(Text(f"{_letter(paint)} {name}"))
+    entries.append(Text.assemble(("  ", Style(bgcolor="grey15")), " idle") if coloured else Text(". idle"))
+    line = Text()
+    for entry in entries:
+        if line and len(line) + 3 + len(entry) > console.width:
+            console.print(line, no_wrap=True, overflow="crop", crop=True)
+            line = Text()
+        line = Text.assemble(line, "   ", entry) if line else entry
+    console.print(line, no_wrap=True, overflow="crop", crop=True)
+    if any(paint.shade for chart in charts for paint in chart.paints):
+        _print(console, f"{'lighter' if coloured else 'small letters'}: a later stage of the rank")
+
+
+def comparison(charts: Sequence[Chart], width: int) -> Table:
+    """A table with a row for each timeline, or a column where the rows would be wider than the terminal."""
+    headings, rows = table(charts)
+    wide = sum(3 + max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True))
+    if wide > width:
+        headings, *rows = [list(column) for column in zip(headings, *rows, strict=True)]
+    view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, heading in enumerate(headings):
+        view.add_column(Text(heading), justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        view.add_row(*map(Text, row))
+    return view
+
+
+def _coloured(console: Console) -> bool:
+    return console.is_terminal and not console.no_color and console.color_system is not None
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), overflow="fold")

@@ -1,0 +1,22 @@
+"""Facts as data: model shapes and accelerators, each with its source, read from TOML."""
+
+from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerator_names, match
+from shoal.spec.catalog.experts import Experts
+from shoal.spec.catalog.links import link
+from shoal.spec.catalog.mixture_of_depths import Depths
+from shoal.spec.catalog.models import ModelShape, Published, model_names, model_shape, published
+
+__all__ = [
+    "Accelerator",
+    "Depths",
+    "Experts",
+    "ModelShape",
+    "Published",
+    "accelerator",
+    "accelerator_names",
+    "link",
+    "match",
+    "model_names",
+    "model_shape",
+    "published",
+]

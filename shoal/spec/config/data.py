@@ -1,0 +1,49 @@
+"""The data of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat
+
+from shoal.base.section import Section
+
+
+class DataConfig(Section):
+    """Where text comes from and how it becomes batches."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "stdlib"
+    """stdlib: the text of Python's own standard library. text, jsonl, parquet: files named by paths.
+    hub: a Hugging Face dataset. synthetic: random tokens with uneven masks (for verification)."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs (text, jsonl, parquet)."""
+
+    field: str = "text"
+    """The field that holds the text (jsonl, parquet, hub)."""
+
+    dataset: str = ""
+    """The data set's name on the hub (hub)."""
+
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
+
+    sequence_length: int = Field(256, gt=0, le=2**30)
+    """s, tokens per sequence."""
+
+    document_mask: bool = False
+    """Keep attention and loss inside each document of a packed sequence."""
+
+    validation_fraction: float = Field(0.02, gt=0, lt=0.5)
+    """Part of the documents held out for validation."""
+
+    sampler: Literal["even", "overlap", "pool"] = "even"
+    """Which samples a replica takes: even, its part of every global batch; overlap, its own part of each epoch, which
+    reaches into its neighbour's; pool, the next ones of a common queue. All but even need a relaxed parallel.sync."""
+
+    overlap: NonNegativeFloat = 0.25
+    """overlap: how far a part reaches into the next, as a share of its length."""
+
+    cache: Path = Path("~/.cache/shoal")
+    """Where tokenised shards are kept, keyed by content."""

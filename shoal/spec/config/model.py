@@ -1,0 +1,152 @@
+"""The model of a run: a shape of the catalog, any part of which can be overridden."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, create_model
+
+from shoal.base.errors import UsageError
+from shoal.base.section import Section
+from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
+
+_EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token to, unless it is given
+
+
+def _all_optional(name: str, of: type[BaseModel], about: str) -> type[Section]:
+    """A section with the fields of a part of `ModelShape`, each of which may be left out."""
+    fields = {
+        field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, None)
+        for field, info in of.model_fields.items()
+    }
+    section = create_model(name, __base__=Section, __doc__=about, **fields)
+    section.made_from = of
+    return section
+
+
+ExpertsConfig = _all_optional(
+    "ExpertsConfig", Experts, "Override any part of `Experts`; count makes a dense model one with experts."
+)
+DepthsConfig = _all_optional(
+    "DepthsConfig", Depths, "Override any part of `Depths`; capacity makes some layers of a model take some tokens."
+)
+
+
+Size = Annotated[int, Field(gt=0, le=2**24)]
+
+
+class ModelConfig(Section):
+    """A shape from the catalog, any part of which can be overridden."""
+
+    name: str = "tiny"
+    """A model of the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
+
+    layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
+    """Override: number of transformer layers."""
+
+    hidden: Size | None = None
+    """Override: width of the residual stream."""
+
+    heads: Size | None = None
+    """Override: query heads."""
+
+    kv_heads: Size | None = None
+    """Override: key and value heads (default: as many as heads, where those are overridden)."""
+
+    head_dim: Size | None = None
+    """Override: width of one head (default: hidden / heads)."""
+
+    ffn: Size | None = None
+    """Override: width inside the feed-forward block."""
+
+    vocab: Size | None = None
+    """Override: token ids (default: the tokenizer's)."""
+
+    tied: bool | None = None
+    """Override: share the embedding with the output head."""
+
+    experts: ExpertsConfig = ExpertsConfig()
+    """Override: the experts in place of feed-forward blocks; docs/experts.md."""
+
+    depths: DepthsConfig = DepthsConfig()
+    """Override: layers that only some tokens pass through; docs/depths.md."""
+
+    def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
+        """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
+
+        A gpt model gets a learned position for every token of the sequence, so a longer one than the catalog's adds
+        parameters; it never gets fewer positions, so that a shorter sequence does not change the model.
+
+        Raises:
+            UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
+        """
+        base = model_shape(self.name)
+        changed = {k: v for k, v in self.model_dump(exclude={"name", "experts", "depths"}).items() if v is not None}
+        changed.setdefault("vocab", vocab)
+        if "heads" in changed and "kv_heads" not in changed:
+            changed["kv_heads"] = changed["heads"]
+        hidden, heads = changed.get("hidden", base.hidden), changed.get("heads", base.heads)
+        if "head_dim" not in changed and ("hidden" in changed or "heads" in changed):
+            if hidden % heads:
+                raise UsageError(f"model.hidden = {hidden} is not a multiple of model.heads = {heads}.\n"
+                                 f"  Change one of them, or set model.head_dim.")
+            changed["head_dim"] = hidden // heads
+        if base.family == "gpt":
+            changed["max_sequence"] = max(base.max_sequence, sequence_length)
+        shape = base.model_copy(update=changed)
+        shape = shape.model_copy(update={"experts": self._experts(shape), "depths": self._depths(shape)})
+        if shape.heads % shape.kv_heads:
+            raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
+                             "each key/value head serves heads / kv_heads query heads.")
+        if shape.head_dim % 2 and shape.family == "llama":
+            raise UsageError(f"model.head_dim = {shape.head_dim} is odd: rotary positions turn pairs of numbers.")
+        if shape.vocab < vocab:
+            raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
+                             "  Leave model.vocab out, or make it larger.")
+        return shape
+
+    def _experts(self, shape: ModelShape) -> Experts | None:
+        given = self.experts.model_dump(exclude_none=True)
+        if shape.experts is None and not given:
+            return None
+        if shape.experts is None and "count" not in given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"model.experts.{name} = {value}, but model {self.name} has no experts.\n"
+                             "  Set model.experts.count, the experts of a layer.")
+        values = {"ffn": shape.ffn} if shape.experts is None else shape.experts.model_dump()
+        gate = given.get("gate", values.get("gate"))
+        if "gate" in given and gate in _EXPERTS_PER_TOKEN:
+            values["per_token"] = _EXPERTS_PER_TOKEN[gate]
+        experts = Experts(**values | given)
+        if not experts.layers(shape.layers):
+            raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} "
+                             f"and every = {experts.every}.\n  Make them smaller.")
+        if experts.per_token > experts.count:
+            raise UsageError(f"model.experts.per_token = {experts.per_token} is more than model.experts.count = "
+                             f"{experts.count}.\n  Nearest that works: {experts.count}.")
+        if experts.per_token != (need := _EXPERTS_PER_TOKEN.get(gate, experts.per_token)):
+            raise UsageError(f"model.experts.per_token = {experts.per_token}, but the gate {gate} takes {need}.\n"
+                             f"  Leave it out, or choose the gate top-k.")
+        for name in ("score", "normalise", "scale", "bias_update"):
+            value = getattr(experts, name)
+            if gate not in (None, "top-k") and value != Experts.model_fields[name].default:
+                raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"
+                                 f"  Leave it out, or choose the gate top-k.")
+        if gate == "expert-choice" and experts.balance_loss:
+            raise UsageError(f"model.experts.balance_loss = {experts.balance_loss}: experts that choose get equally "
+                             "many tokens.\n  Set it to 0.")
+        return experts
+
+    def _depths(self, shape: ModelShape) -> Depths | None:
+        given = self.depths.model_dump(exclude_none=True)
+        if shape.depths is None and not given:
+            return None
+        if shape.depths is None and "capacity" not in given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"model.depths.{name} = {value}, but all layers of model {self.name} take all tokens.\n"
+                             "  Set model.depths.capacity, the part of the tokens that pass through a layer.")
+        depths = Depths(**(shape.depths.model_dump() if shape.depths else {}) | given)
+        if not depths.layers(shape.layers):
+            raise UsageError(f"model.depths: of {shape.layers} layers none takes some tokens with first = "
+                             f"{depths.first} and every = {depths.every}.\n  Make them smaller.")
+        return depths

@@ -1,0 +1,62 @@
+"""The whole config of a run, and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from shoal.base.files import read_toml
+from shoal.base.section import Section, plain, validate
+from shoal.spec.config.data import DataConfig
+from shoal.spec.config.failover import FailoverConfig
+from shoal.spec.config.model import ModelConfig
+from shoal.spec.config.optimizer import OptimizerConfig
+from shoal.spec.config.precision import Float8Config, LossScaleConfig
+from shoal.spec.config.relaxed import RelaxedConfig
+from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
+from shoal.spec.layout import Layout
+
+RUN_FILE = "run.toml"
+"""The name under which a run folder keeps its config."""
+
+
+class RunConfig(Section):
+    """Everything that decides a run."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: Layout = Layout()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    float8: Float8Config = Float8Config()
+    relaxed: RelaxedConfig = RelaxedConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    failover: FailoverConfig = FailoverConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def load(path: str | Path) -> RunConfig:
+    """Read a run's TOML.
+
+    Raises:
+        UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
+    """
+    return build(read_toml(path), where=str(path))
+
+
+def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """A `RunConfig` from plain nested values, with errors in the words of the file."""
+    return validate(RunConfig, values, where=where)
+
+
+def save(config: RunConfig, path: Path, *, new: bool = False) -> None:
+    """Write a config as TOML that `load` reads back to the same.
+
+    Args:
+        new: the file must not be there (FileExistsError).
+    """
+    with open(path, "x" if new else "w") as file:
+        file.write(tomli_w.dumps(plain(config)))

@@ -1,0 +1,14 @@
+"""How one training step is split over ranks: the `Layout`, its arithmetic and its rules."""
+
+from shoal.spec.layout.layout import (
+    AXES,
+    EXPERT_AXES,
+    FILE,
+    ContextOrder,
+    Layout,
+    Recompute,
+    Schedule,
+    axes_of,
+)
+
+__all__ = ["AXES", "EXPERT_AXES", "FILE", "ContextOrder", "Layout", "Recompute", "Schedule", "axes_of"]

@@ -1,0 +1,300 @@
+"""The `Layout`: how many ways each axis is split, and the sizes that follow.
+
+A layout is plain data. The runtime executes it, the verifier compares it, and every error about it is raised before any
+process starts (`shoal.spec.layout.rules`). Axes, outer to inner: ``pp, dp_replicate, dp_shard, cp, tp``; neighbours in
+rank are neighbours in ``tp``, the axis that talks most.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from shoal.base.errors import did_you_mean
+from shoal.spec.catalog import ModelShape
+from shoal.spec.layout.rules import MOST_RANKS, check
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
+
+Schedule = Literal[  # as `shoal.pipeline.schedules` has them
+    "naive", "gpipe", "looped-bfs", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
+    "v-min", "zb-auto", "dualpipe", "dualpipev", "terapipe", "pipedream", "pipedream-2bw",
+]
+FILE = "file:"  # before the path of a schedule that is read from a file
+Recompute = Literal["none", "selective", "full"]
+ContextOrder = Literal["zig-zag", "striped", "contiguous"]
+Sync = Literal[
+    "all-reduce", "powersgd", "topk", "onebit", "int8", "local-sgd", "diloco", "sgp", "wagma", "ps-bsp", "ps-ssp",
+    "ps-async", "hogwild",
+]
+Degree = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+
+
+def _known_schedule(name: str) -> str:
+    known = get_args(Schedule)
+    if name not in known and not (name.startswith(FILE) and name != FILE):
+        raise PydanticCustomError("schedule", f"there is no such schedule; {did_you_mean(name, [*known, FILE])}")
+    return name
+
+
+class Layout(BaseModel):
+    """How many ways each axis of a training step is split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+    dp: Degree = 1
+    """Data-parallel replicas: each works on its own part of the global batch."""
+
+    sync: Sync = "all-reduce"
+    """What keeps the replicas together: all-reduce is exact; docs/relaxed.md has a table of the others, which compute
+    something else in less time. Their numbers are in the section relaxed."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
+    2 also gradients, 3 also parameters (FSDP)."""
+
+    zero_shard: Degree | None = None
+    """Ranks over which ZeRO shards; the rest of dp replicates the shards (hybrid sharding). Default: all of dp."""
+
+    tp: Degree = 1
+    """Tensor-parallel ranks: matrices are split inside each layer (Shoeybi et al. 2019)."""
+
+    tp_x: Degree = 1
+    """So many of the tensor-parallel ranks split the hidden state between all layers, and the input of every matrix
+    there: matrices are split both ways, over a grid of tp_x x tp/tp_x ranks (Pope et al. 2022, section 3.2.2). Sends
+    less than one dimension from some 8 ranks on."""
+
+    sequence_parallel: bool = False
+    """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
+
+    tp_overlap: bool | Literal["auto"] = "auto"
+    """Make the products where a tensor-parallel region is entered and left part by part, while the collective of the
+    other parts is on its way (docs/parallel.md): around the ring with sequence_parallel, else in two runs of tokens.
+    auto does with sequence_parallel where transfers go on in the background, which those of CPU ranks do not, unless
+    layers are compiled or multiply in 8 bits."""
+
+    cp: Degree = 1
+    """Context-parallel ranks: each has a part of every sequence, and keys and values go round all of them (Liu et al.
+    2023, "Ring Attention")."""
+
+    ulysses: Degree = 1
+    """So many of the context-parallel ranks exchange tokens for heads around attention instead (Jacobs et al. 2023,
+    "DeepSpeed Ulysses"); the ring then has cp / ulysses places. 1 is a ring alone, cp is the exchange alone."""
+
+    cp_order: ContextOrder = "zig-zag"
+    """Which tokens a place of the ring has: zig-zag, a chunk from the front and one from the back, so that causal
+    attention is equal work for all; striped, every n-th token (Brandon et al. 2023); contiguous, one run."""
+
+    ep: Degree = 1
+    """Expert-parallel ranks: each holds some of the experts, and tokens are sent to them (Lepikhin et al. 2020). They
+    are taken from the dp x cp x tp ranks of a pipeline stage, neighbours first."""
+
+    etp: Degree | None = None
+    """Ranks that split each expert's matrices, as tp does the others'; ep x etp divides dp x cp x tp. Default: tp."""
+
+    pp: Degree = 1
+    """Pipeline ranks: consecutive layers on different ranks."""
+
+    virtual_stages: Degree | None = None
+    """Stages on each pipeline rank, for the schedules that leave it open (default there: 2)."""
+
+    schedule: Annotated[Schedule | str, AfterValidator(_known_schedule)] = "1f1b"
+    """The order of forwards and backwards in the pipeline (docs/pipeline.md has a table), or file:PATH, a schedule in
+    the CSV format of torch.distributed.pipelining."""
+
+    stage_layers: tuple[PositiveInt, ...] | None = None
+    """Layers of each pipeline stage, from the model's first stage to its last (default: as even as can be, with the
+    head's work counted as the last stage's)."""
+
+    sequence_slices: PositiveInt | Literal["auto"] | tuple[PositiveInt, ...] = "auto"
+    """terapipe: the slices that a sequence is cut into (Li et al. 2021): how many, or the tokens of each; auto chooses
+    by FLOPs."""
+
+    update_every: PositiveInt | None = None
+    """pipedream-2bw: micro-batches between two updates of the weights, at least pp (default: pp)."""
+
+    micro_batch: PositiveInt = 1
+    """Sequences in one forward pass of one replica. The rest of the global batch is accumulated."""
+
+    recompute: Recompute = "none"
+    """Activations recomputed in backward: none, selective (the attention core), full (whole layers)."""
+
+    bucket_mb: PositiveFloat | Literal["auto"] = 25.0
+    """Gradients are reduced over the data-parallel ranks in buckets of at least this many MiB (ZeRO-3: per layer); auto
+    measures some sizes before the first step."""
+
+    overlap: bool = True
+    """Reduce a bucket while backward makes the next. Without it all are reduced after backward (ZeRO-2 and 3, which
+    have no room for that: each at once, while backward waits), to see what the overlap gains."""
+
+    prefetch: NonNegativeInt = 1
+    """ZeRO-3: layers whose parameters are gathered ahead of their use; 0 gathers on demand."""
+
+    reshard_after_forward: bool = True
+    """ZeRO-3: free a layer's parameters after its forward and gather them again for its backward. Without it they stay
+    whole in between: a third less communication, for the memory of all of the stage's parameters."""
+
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives in host memory. optimizer: the weights that are updated, their gradients and the optimizer's states,
+    and the update runs on the CPU (Ren et al. 2021, "ZeRO-Offload"). parameters: with ZeRO-3 also the parameters, of
+    which the device has only what is gathered (Rajbhandari et al. 2021, "ZeRO-Infinity")."""
+
+    # ---- sizes -------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: pp x dp x cp x tp."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def dp_shard(self) -> int:
+        """Replicas that hold different shards of their state (1 for DDP)."""
+        return 1 if self.zero == 0 else (self.zero_shard or self.dp)
+
+    @property
+    def dp_replicate(self) -> int:
+        """Replicas that hold the same shard."""
+        return self.dp // self.dp_shard
+
+    @property
+    def tp_y(self) -> int:
+        """Tensor-parallel ranks that split what is inside a layer: all, or the other axis of their grid."""
+        return self.tp // self.tp_x
+
+    def overlaps_products(self, background: bool) -> bool:
+        """Whether tensor parallelism's collectives and products are made part by part (see `tp_overlap`).
+
+        Args:
+            background: whether transfers go on while a rank computes.
+        """
+        if self.tp == 1 or self.tp_x > 1:
+            return False
+        return self.sequence_parallel and background if self.tp_overlap == "auto" else self.tp_overlap
+
+    @property
+    def shards(self) -> int:
+        """Parts that ZeRO cuts the state into: context-parallel ranks, which all have the same, share it too."""
+        return 1 if self.zero == 0 else self.dp_shard * self.cp
+
+    @property
+    def ring(self) -> int:
+        """Places of the ring that keys and values go round."""
+        return self.cp // self.ulysses
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a rank are a multiple of: the ranks that split them again, of tensor parallelism."""
+        return self.tp_y if self.sequence_parallel else 1
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that split one expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The size of each of `EXPERT_AXES`, outer to inner.
+
+        Ranks that hold the same experts shard their state as far as ZeRO's groups reach.
+        """
+        inside = self.ep * self.expert_tensor
+        ranks = math.prod(self.shape[1:])
+        together = math.prod(self.shape[2:]) if self.zero else 1
+        shard = math.gcd(ranks // inside, max(1, together // inside))
+        return (self.pp, ranks // inside // shard, shard, self.ep, self.expert_tensor)
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The least bytes of a bucket of gradients; 25 MiB where that is yet to be measured."""
+        return (type(self).model_fields["bucket_mb"].default if self.bucket_mb == "auto" else self.bucket_mb) * 2**20
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each of `AXES`, outer to inner."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    def microbatches(self, global_batch: int) -> int:
+        """Micro-batches that each replica runs in one step (gradient accumulation steps, or pipeline micro-batches)."""
+        return global_batch // (self.dp * self.micro_batch)
+
+    def equation(self) -> str:
+        """The whole product, for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
+        cp = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{cp} x tp {self.tp} = {self.world_size} ranks"
+
+    def describe(self) -> str:
+        """One line for banners and tables: only what differs from a plain single device.
+
+        >>> Layout(dp=2, zero=1, tp=2).describe()
+        'dp 2 (ZeRO-1) x tp 2'
+        """
+        parts = []
+        if self.dp > 1:
+            shard = f", shard {self.dp_shard}" if self.zero and self.dp_shard != self.dp else ""
+            how = f"ZeRO-{self.zero}{shard}" if self.zero else "DDP" if self.sync == "all-reduce" else self.sync
+            parts.append(f"dp {self.dp} ({how})")
+        if self.cp > 1:
+            ring = f"ring {self.ring}, {self.cp_order}" if self.ring > 1 else ""
+            how = ", ".join(filter(None, (ring, f"ulysses {self.ulysses}" if self.ulysses > 1 else "")))
+            sharded = f", ZeRO-{self.zero}" if self.zero and self.dp == 1 else ""
+            parts.append(f"cp {self.cp} ({how}{sharded})")
+        if self.tp > 1:
+            grid = f" (grid {self.tp_x} x {self.tp_y})" if self.tp_x > 1 else ""
+            parts.append(f"tp {self.tp}{grid}" + (" + sequence parallel" if self.sequence_parallel else ""))
+        if self.ep > 1 or self.etp is not None:
+            parts.append(f"ep {self.ep}" + (f" (etp {self.etp})" if self.etp is not None else ""))
+        if self.pp > 1:
+            stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages else ""
+            parts.append(f"pp {self.pp} ({self.schedule}{stages})")
+        return " x ".join(parts) or "one device"
+
+    def check(
+        self, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
+    ) -> Layout:
+        """Return the layout if it can run this model and batch, else raise.
+
+        Args:
+            shape: the model that is split.
+            global_batch: sequences per optimizer step over all replicas.
+            sequence_length: tokens per sequence.
+            ranks: the number of processes there are, where that is already decided (torchrun, SLURM, ``--ranks``).
+
+        Raises:
+            UsageError: naming the field, its value, the equation that fails and the nearest values that work.
+        """
+        check(self, shape, global_batch=global_batch, sequence_length=sequence_length, ranks=ranks)
+        return self
+
+
+def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
+    """The axes that communicate as one under a name; one of `AXES` is its own.
+
+    - "dp": other samples.
+    - "replicas": other tokens, for the same parameters.
+    - "shard": the shards of the same parameters. Context-parallel ranks have the same parameters, so ZeRO shards over
+      them too; without it they replicate.
+    - "replicate": the same shard.
+    - "holders": all parts of the same parameters.
+    - "edp": other tokens, for the same experts; their shards are "edp_shard".
+    - "sequence": other tokens of the same sequences, where sequence parallelism splits them too.
+    - "stage": all of one pipeline stage.
+    - "world": everybody.
+    """
+    shard = ("dp_shard", "cp") if layout.zero else ()
+    merged = {
+        "dp": ("dp_replicate", "dp_shard"),
+        "replicas": ("dp_replicate", "dp_shard", "cp"),
+        "shard": shard,
+        "replicate": ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp"),
+        "holders": (*shard, "tp"),
+        "edp": ("edp_replicate", "edp_shard"),
+        "sequence": ("cp", "tp"),
+        "stage": AXES[1:],
+        "world": AXES,
+    }
+    return merged.get(name, (name,))

@@ -1,0 +1,316 @@
+"""What must hold of a layout, a model and a batch together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from shoal.base.errors import UsageError, divisors, nearest_divisors
+from shoal.spec.catalog import ModelShape
+
+if TYPE_CHECKING:
+    from shoal.spec.layout.layout import Layout
+
+MOST_RANKS = 2**20  # more than any machine has: what is larger is a slip, and would take forever to check
+MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
+
+
+def check(
+    layout: Layout, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
+) -> None:
+    """Refuse a layout that cannot run this model and batch: see `Layout.check`."""
+    if shape.latent is not None:
+        raise UsageError(
+            "model: multi-head latent attention is counted, but neither trained nor estimated."
+            "\n  Choose another model."
+        )
+    if layout.world_size > MOST_RANKS:
+        raise UsageError(f"parallel: {layout.equation()}, but there can be at most {MOST_RANKS:,}.")
+    _check_data_parallel(layout, global_batch)
+    _check_tensor_parallel(layout, shape, sequence_length)
+    _check_context_parallel(layout, shape, sequence_length)
+    _check_experts(layout, shape)
+    _check_depths(layout, shape, sequence_length)
+    if layout.pp > shape.layers:
+        raise UsageError(
+            f"parallel.pp = {layout.pp}: {shape.layers} layers cannot fill {layout.pp} stages, each needs at least one."
+            f"\n  Use pp <= {shape.layers}."
+        )
+    if ranks is not None and ranks != layout.world_size:
+        fits = _fitting(layout, ranks, shape, global_batch=global_batch, sequence_length=sequence_length)
+        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else (
+            f"No layout of {ranks} keeps all rules with this model, batch and length. Start")
+        raise UsageError(
+            f"parallel: {layout.equation()}, but {ranks} were given.\n  {what_fits} {layout.world_size} ranks."
+        )
+
+
+def _check_data_parallel(layout: Layout, global_batch: int) -> None:
+    if layout.zero_shard is not None:
+        if layout.zero == 0:
+            raise UsageError(
+                f"parallel.zero_shard = {layout.zero_shard}, but parallel.zero = 0 shards nothing."
+                "\n  Set parallel.zero to 1, 2 or 3, or leave zero_shard out."
+            )
+        if layout.dp % layout.zero_shard:
+            near = " or ".join(map(str, nearest_divisors(layout.zero_shard, of=layout.dp)))
+            raise UsageError(
+                f"parallel.zero_shard = {layout.zero_shard} does not divide dp {layout.dp}: "
+                f"dp = dp_replicate x zero_shard.\n  Nearest that do: {near}."
+            )
+    if layout.offload != "none" and layout.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.offload = {layout.offload} with parallel.sync = {layout.sync}, which works on weights and "
+            "gradients on the device.\n  Leave one of them out."
+        )
+    if layout.offload == "parameters" and layout.zero < 3:
+        raise UsageError(
+            f"parallel.offload = parameters, but parallel.zero = {layout.zero} keeps parameters whole on the device."
+            "\n  Set parallel.zero = 3, or parallel.offload = optimizer."
+        )
+    if layout.zero < 3:
+        for field, value in (("prefetch", layout.prefetch), ("reshard_after_forward", layout.reshard_after_forward)):
+            if value != type(layout).model_fields[field].default:
+                raise UsageError(
+                    f"parallel.{field} = {str(value).lower()}, but parallel.zero = {layout.zero} keeps parameters "
+                    f"whole.\n  Set parallel.zero = 3, or leave {field} out."
+                )
+    per_pass = layout.dp * layout.micro_batch
+    if global_batch % per_pass:
+        raise UsageError(
+            f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
+            f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
+            f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
+            + (f" Or micro_batch: {fitting}." if (fitting := _micro_batches(layout, global_batch)) else "")
+        )
+    if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
+        raise UsageError(
+            f"train.global_batch = {global_batch} is dp {layout.dp} x micro_batch {layout.micro_batch} x "
+            f"{microbatches:,} micro-batches, but a step can have at most {MOST_MICROBATCHES:,}."
+            "\n  Use a larger micro_batch or dp."
+        )
+
+
+def _micro_batches(layout: Layout, global_batch: int) -> str:
+    """The sizes of a micro-batch that are nearest to the layout's."""
+    each, left = divmod(global_batch, layout.dp)
+    return "" if left or not each else " or ".join(map(str, sorted(nearest_divisors(layout.micro_batch, of=each))))
+
+
+def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    if layout.tp == 1:
+        if layout.tp_x > 1:
+            raise UsageError(
+                f"parallel.tp_x = {layout.tp_x} needs parallel.tp > 1: it makes a grid of the tensor-parallel ranks."
+                "\n  Set parallel.tp to a multiple of it, or leave tp_x out."
+            )
+        if layout.sequence_parallel:
+            raise UsageError(
+                "parallel.sequence_parallel = true needs parallel.tp > 1: it splits the sequence over the "
+                "tensor-parallel ranks.\n  Set parallel.tp to 2 or more, or leave sequence_parallel out."
+            )
+        if layout.tp_overlap is True:
+            raise UsageError(
+                "parallel.tp_overlap = true needs parallel.tp > 1: it hides tensor parallelism's collectives."
+                "\n  Set parallel.tp to 2 or more, or leave tp_overlap out."
+            )
+        return
+    for what, size in _split_sizes(shape).items():
+        if size % layout.tp:
+            raise UsageError(
+                f"parallel.tp = {layout.tp} does not divide model.{what} = {size}: each rank takes {what} / tp of "
+                f"them.\n  Nearest tp that fits the model: {_nearest_tp(layout, shape)}."
+            )
+    if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
+        raise UsageError(
+            f"parallel.tp = {layout.tp} fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads "
+            f"(each rank takes some) or be a multiple of it (each head is replicated)."
+            f"\n  Nearest tp that fits the model: {_nearest_tp(layout, shape)}."
+        )
+    _check_grid(layout, shape)
+    parts = layout.token_multiple
+    if sequence_length % parts:
+        near = max(sequence_length, 2 * layout.cp * parts if layout.cp > 1 else 0)
+        name = "tp" if layout.tp_x == 1 else "tp / tp_x ="
+        raise UsageError(
+            f"data.sequence_length = {sequence_length} is not a multiple of {name} {parts}, as sequence parallelism "
+            f"needs: each rank takes sequence_length / {parts} tokens."
+            f"\n  Nearest lengths that are: {_nearest_multiples(near, parts)}."
+        )
+
+
+def _check_grid(layout: Layout, shape: ModelShape) -> None:
+    """Of tensor parallelism in two dimensions."""
+    x, y = layout.tp_x, layout.tp_y
+    if x == 1:
+        return
+    field = f"parallel.tp_x = {x}"
+    fits = [
+        n for n in divisors(layout.tp)[:-1]
+        if shape.hidden % n == 0 and (shape.kv_heads % (layout.tp // n) == 0 or (layout.tp // n) % shape.kv_heads == 0)
+    ]
+    if x not in fits:
+        if layout.tp % x or x == layout.tp:
+            why = f"does not make a grid of tp {layout.tp}: it must divide it, and be less"
+        elif shape.hidden % x:
+            why = f"does not divide model.hidden = {shape.hidden}, of which each rank takes hidden / tp_x"
+        else:
+            why = (
+                f"leaves tp / tp_x = {y}, which fits model.kv_heads = {shape.kv_heads} neither way: it must divide "
+                "them or be a multiple of them"
+            )
+        raise UsageError(f"{field} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
+    for refused, what, mend in (
+        (shape.experts is not None, "with experts, whose ranks take their tokens from one dimension", "experts"),
+        (shape.depths is not None, "with model.depths, whose routers score a whole hidden state", "depths"),
+        (layout.tp_overlap is True, "with tp_overlap = true, which makes the products of one dimension", "tp_overlap"),
+    ):
+        if refused:
+            raise UsageError(f"{field} {what}.\n  Leave tp_x or {mend} out.")
+
+
+def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    heads, kv = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
+    fits = [n for n in divisors(layout.cp) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    if layout.ulysses not in fits:
+        if layout.cp % layout.ulysses:
+            why = f"does not divide cp {layout.cp}: cp = ring x ulysses."
+        else:
+            of_tp = f" of a tensor-parallel rank (tp {layout.tp})" if layout.tp > 1 else ""
+            why = (
+                f"does not fit the {heads} heads and {kv} key/value heads{of_tp}: it must divide the heads, and "
+                "divide the key/value heads or be a multiple of them."
+            )
+        raise UsageError(
+            f"parallel.ulysses = {layout.ulysses} {why}\n  Fits cp {layout.cp}: {', '.join(map(str, fits))}."
+        )
+    if layout.cp_order != "zig-zag" and layout.ring == 1:
+        raise UsageError(
+            f"parallel.cp_order = {layout.cp_order}, but there is no ring: cp {layout.cp} = ring 1 x ulysses "
+            f"{layout.ulysses}.\n  Leave cp_order out, or set parallel.cp to a multiple of ulysses."
+        )
+    least = 2 * layout.cp * layout.token_multiple
+    if layout.cp > 1 and sequence_length < least:
+        each = " x tp" if layout.sequence_parallel else ""
+        raise UsageError(
+            f"data.sequence_length = {sequence_length} is too short for cp {layout.cp}: it needs 2 x cp{each} = "
+            f"{least} tokens.\n  Use a longer sequence, or parallel.cp <= "
+            f"{max(1, sequence_length // (2 * layout.token_multiple))}."
+        )
+
+
+def _check_experts(layout: Layout, shape: ModelShape) -> None:
+    experts = shape.experts
+    if experts is None:
+        if layout.ep > 1 or layout.etp is not None:
+            name, value = ("ep", layout.ep) if layout.ep > 1 else ("etp", layout.etp)
+            raise UsageError(
+                f"parallel.{name} = {value}, but the model has no experts.\n  Leave it out, or set "
+                "model.experts.count."
+            )
+        return
+    ranks, inside = math.prod(layout.shape[1:]), layout.ep * layout.expert_tensor
+    if ranks % inside:
+        near = " or ".join(map(str, nearest_divisors(layout.ep, of=max(1, ranks // layout.expert_tensor))))
+        raise UsageError(
+            f"parallel: ep {layout.ep} x etp {layout.expert_tensor} = {inside} does not divide dp {layout.dp} x cp "
+            f"{layout.cp} x tp {layout.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
+            f"\n  Nearest ep that fits: {near}."
+        )
+    for name, degree, what, size in (
+        ("ep", layout.ep, "count", experts.count), ("etp", layout.expert_tensor, "ffn", experts.ffn)
+    ):
+        if size % degree:
+            near = " or ".join(map(str, nearest_divisors(degree, of=size)))
+            raise UsageError(
+                f"parallel.{name} = {degree} does not divide model.experts.{what} = {size}: each rank takes as "
+                f"much.\n  Nearest {name} that fits: {near}."
+            )
+    if layout.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
+        raise UsageError(
+            f"parallel.schedule = {layout.schedule} with experts: " + (
+                "gates decide for whole sequences, of which it has slices." if layout.schedule == "terapipe"
+                else "their losses and loads are of whole steps, in which it makes several updates."
+            ) + "\n  Choose another schedule."
+        )
+    if layout.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.sync = {layout.sync} with experts: their loads are those of the whole batch, and its "
+            "replicas go their own ways.\n  Leave sync out."
+        )
+
+
+def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    if shape.depths is None:
+        return
+    taken, field = shape.depths.taken(sequence_length), f"model.depths.capacity = {shape.depths.capacity}"
+    if taken % layout.token_multiple:
+        raise UsageError(
+            f"{field} takes {taken} of {sequence_length} tokens, which is not a multiple of tp {layout.tp}, as "
+            "sequence parallelism needs: each rank computes taken / tp of them.\n  Nearest that are: "
+            f"{_nearest_multiples(taken, layout.tp)}; set model.depths.capacity to one of them / {sequence_length}."
+        )
+    least = 2 * layout.cp * layout.token_multiple
+    if layout.cp > 1 and taken < least:
+        raise UsageError(
+            f"{field} takes {taken} of {sequence_length} tokens, too few for cp {layout.cp}: it needs {least}, two "
+            "chunks for each rank.\n  Use a larger capacity, or a smaller parallel.cp."
+        )
+    if layout.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
+        raise UsageError(
+            f"parallel.schedule = {layout.schedule} with model.depths: " + (
+                "routers decide for whole sequences, of which it has slices." if layout.schedule == "terapipe"
+                else "their loss is of whole steps, in which it makes several updates."
+            ) + "\n  Choose another schedule."
+        )
+    if layout.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.sync = {layout.sync} with model.depths: the loss of their predictors is a mean over the whole "
+            "batch, and its replicas go their own ways.\n  Leave sync out."
+        )
+
+
+def _nearest_tp(layout: Layout, shape: ModelShape) -> str:
+    fits = [
+        tp
+        for tp in divisors(shape.heads)
+        if not any(size % tp for size in _split_sizes(shape).values())
+        and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+    ]
+    return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - layout.tp))[:2]))
+
+
+def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
+    """Degrees that make this many ranks and break no rule, nearest first: all that change one, else two others."""
+    found = []
+    contexts = divisors(ranks) if layout.cp > 1 else (1,)
+    for pp, tp, cp in itertools.product(divisors(ranks), divisors(ranks), contexts):
+        if ranks % (pp * tp * cp):
+            continue
+        degrees = {"pp": pp, "dp": ranks // (pp * tp * cp), "cp": cp, "tp": tp}
+        try:
+            check(layout.model_copy(update=degrees), shape, **sizes)
+        except UsageError:
+            continue
+        changed = {name: degree for name, degree in degrees.items() if degree != getattr(layout, name)}
+        distance = sum(abs(math.log2(degree / getattr(layout, name))) for name, degree in changed.items())
+        text = " with ".join(f"{name} {degree}" for name, degree in changed.items())
+        found.append((len(changed), distance, text))
+    single = [text for changes, _, text in sorted(found) if changes == 1]
+    return single or [text for _, _, text in sorted(found)[:2]]
+
+
+def _split_sizes(shape: ModelShape) -> dict[str, int]:
+    """What tensor parallelism splits evenly, by its name in the config."""
+    sizes = {"heads": shape.heads}
+    if not all(shape.sparse(layer) for layer in range(shape.layers)):
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None and shape.experts.shared:
+        sizes["experts.shared x ffn"] = shape.experts.shared * shape.experts.ffn
+    return sizes
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"

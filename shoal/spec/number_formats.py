@@ -1,0 +1,119 @@
+"""Which number format holds what: the facts, which need no torch. `shoal.engine.precision.policy` has them as its
+dtypes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Format(NamedTuple):
+    """A number format.
+
+    Attributes:
+        name: torch's.
+        itemsize: bytes.
+        digits: bits of the fraction that are kept (without the leading one).
+        smallest: exponent of 2 of the smallest normal number.
+        largest: number.
+    """
+
+    name: str
+    itemsize: int
+    digits: int
+    smallest: int
+    largest: float
+
+    @property
+    def tiniest(self) -> int:
+        """Exponent of 2 of the smallest number above 0, a subnormal one."""
+        return self.smallest - self.digits
+
+
+FP64 = Format("float64", 8, 52, -1022, (2 - 2.0**-52) * 2.0**1023)
+FP32 = Format("float32", 4, 23, -126, (2 - 2.0**-23) * 2.0**127)
+BF16 = Format("bfloat16", 2, 7, -126, (2 - 2.0**-7) * 2.0**127)
+FP16 = Format("float16", 2, 10, -14, 65504.0)
+# Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1; e4m3 has no infinity (torch's "fn")
+E4M3 = Format("float8_e4m3fn", 1, 3, -6, 448.0)
+E5M2 = Format("float8_e5m2", 1, 2, -14, 57344.0)
+
+MX_BLOCK = 32  # numbers that share a scale (OCP MX, section 5.2)
+
+Products = Literal["compute", "float8", "mxfp8"]
+
+
+class Formats(NamedTuple):
+    """The number formats of one precision.
+
+    Attributes:
+        storage: the weights that the optimizer updates.
+        compute: weights and activations in forward and backward.
+        reduce: gradients, summed over micro-batches and ranks.
+        state: the optimizer's moments.
+        products: what the matrix products of the layers take: "compute", or 8-bit copies of that.
+        scaled: the loss is multiplied by a dynamic scale before backward.
+        what: in words.
+    """
+
+    storage: Format
+    compute: Format
+    reduce: Format
+    state: Format
+    products: Products = "compute"
+    scaled: bool = False
+    what: str = ""
+
+    @property
+    def master(self) -> bool:
+        """Whether the weights that are updated are others than those that compute."""
+        return self.storage != self.compute
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights that are updated have few digits: updates are then rounded stochastically."""
+        return self.storage.itemsize < FP32.itemsize
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update rounds what it writes, weights or states, to fewer digits than it is computed with."""
+        return self.narrow or self.state.itemsize < FP32.itemsize
+
+    @property
+    def widened(self) -> bool:
+        """Whether an update is computed in a wider format than what it reads and writes is all kept in."""
+        return self.narrow or not self.storage == self.reduce == self.state
+
+    def in_float64(self) -> Formats:
+        """The same rules on float64: what remains is what no layout may change, to 1e-9."""
+        return self._replace(storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {self.what}; in float64")
+
+
+FORMATS = {
+    "fp32": Formats(FP32, FP32, FP32, FP32, what="everything in float32"),
+    # Micikevicius et al. 2018, section 3.1, with bfloat16, which needs no loss scaling (Kalamkar et al. 2019)
+    "bf16": Formats(FP32, BF16, FP32, FP32, what="float32 master weights"),
+    "bf16-sums": Formats(FP32, BF16, BF16, FP32, what="float32 master weights; gradients summed in bfloat16"),
+    # DeepSeek-AI 2024, "DeepSeek-V3", section 3.3.3
+    "bf16-moments": Formats(FP32, BF16, FP32, BF16, what="float32 master weights; moments rounded stochastically"),
+    # Gupta et al. 2015, section 2.1; Zamirai et al. 2020, "Revisiting BFloat16 Training", algorithm 2
+    "bf16-weights": Formats(BF16, BF16, FP32, FP32, what="no master weights: stochastic rounding"),
+    "bf16-all": Formats(BF16, BF16, BF16, BF16, what="nothing wider than bfloat16: stochastic rounding"),
+    # Micikevicius et al. 2018, sections 3.1 and 3.2
+    "fp16": Formats(FP32, FP16, FP32, FP32, scaled=True, what="float32 master weights, dynamic loss scale"),
+    "fp16-unscaled": Formats(FP32, FP16, FP32, FP32, what="float32 master weights; small gradients are lost"),
+    # Micikevicius et al. 2022; section float8 of a run says how
+    "fp8": Formats(FP32, BF16, FP32, FP32, products="float8", what="bf16 with the layers' products in e4m3 and e5m2"),
+    # Open Compute Project 2023, "Microscaling Formats (MX) Specification", version 1.0
+    "mxfp8": Formats(FP32, BF16, FP32, FP32, products="mxfp8", what="bf16 with the layers' products in MXFP8"),
+    "fp64": Formats(FP64, FP64, FP64, FP64, what="everything in float64, for verification"),
+}
+FORMATS |= {  # of those that do more than to round to some dtype
+    f"fp64-{name}": formats.in_float64() for name, formats in FORMATS.items()
+    if formats.scaled or formats.products != "compute"
+}  # fmt: skip
+"""By name, as ``train.precision`` takes them."""
+
+
+def verified_as(name: str) -> str:
+    """The precision in which a layout for this one is compared to 1e-9."""
+    return name if name.startswith("fp64") else f"fp64-{name}" if f"fp64-{name}" in FORMATS else "fp64"

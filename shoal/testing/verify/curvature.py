@@ -1,0 +1,79 @@
+"""Sophia's estimates on one device: a plain model, whole parameters, one sample after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.base.boxes import Box
+from shoal.engine.data.batches import Batch
+from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.labels import draw, key_of_step
+from shoal.engine.models.loss import IGNORE
+from shoal.engine.models.transformer import Transformer
+from shoal.engine.optim.sophia import Sophia
+from shoal.spec.config import RunConfig
+from shoal.training.step.curvature import SHIFT
+
+
+class PlainCurvature:
+    """The estimates that the rule of a whole model needs.
+
+    Args:
+        rule: its shards are the model's parameters, in order.
+    """
+
+    def __init__(self, model: Transformer, config: RunConfig, rule: Sophia):
+        self.model, self.config, self.rule = model, config, rule
+
+    def learn(self, batches: Sequence[Batch], step: int) -> None:
+        """Give the rule the estimate of a step, of which the batches are the samples one by one."""
+        make = self._drawn_labels if self.config.optimizer.name == "sophia-g" else self._differences
+        self.rule.learn([estimate.flatten() for estimate in make(batches, step)])
+
+    def _drawn_labels(self, batches: Sequence[Batch], step: int) -> list[Tensor]:
+        tokens, length = _count(batches), self.config.data.sequence_length
+        key, first = key_of_step(self.config.train.seed, step), step * self.config.train.global_batch
+
+        def loss(i: int, batch: Batch) -> Tensor:
+            logits = self.model(batch.tokens, None, batch.documents)
+            labels = draw(logits, key, (first + i) * length + torch.arange(length)[None])
+            labels[batch.targets == IGNORE] = IGNORE
+            return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
+
+        return [tokens * gradient**2 for gradient in self._gradients(batches, loss)]
+
+    def _differences(self, batches: Sequence[Batch], step: int) -> list[Tensor]:
+        parameters = dict(self.model.named_parameters())
+        kept = [p.detach().clone() for p in parameters.values()]
+        directions = [torch.empty_like(values) for values in kept]
+        for name, direction in zip(parameters, directions, strict=True):
+            shape = tuple(direction.shape)
+            fill(
+                direction, name=f"hutchinson.{step}.{name}", whole=shape, box=Box.whole(shape),
+                initial=Initial(0.0, 1.0), seed=self.config.train.seed,
+            )
+        size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()
+        found = []
+        for sign in (1, -1, 0):
+            with torch.no_grad():
+                for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
+                    p.copy_(values + sign * size * direction)
+            if sign:
+                loss = lambda i, batch: self.model(batch.tokens, batch.targets, batch.documents)  # noqa: E731
+                found.append(self._gradients(batches, loss))
+        return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
+
+    def _gradients(self, batches: Sequence[Batch], loss: Callable[[int, Batch], Tensor]) -> list[Tensor]:
+        """Of the sum over the samples, over the number of tokens that count."""
+        self.model.zero_grad(set_to_none=False)  # the update holds on to them
+        for i, batch in enumerate(batches):
+            (loss(i, batch) / _count(batches)).backward()
+        return [p.grad.clone() for p in self.model.parameters()]
+
+
+def _count(batches: Sequence[Batch]) -> int:
+    return max(1, sum(batch.unmasked() for batch in batches))

@@ -1,0 +1,185 @@
+"""Draws runs that are valid by construction: any layout of up to 8 ranks, with a small model of awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.spec.compatibility.training_rules import PRECISIONS
+from shoal.spec.config import RunConfig, build
+
+Choose = Callable[[Sequence[Any]], Any]
+
+NO_ROUTERS = ("terapipe", "pipedream", "pipedream-2bw")
+
+
+def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
+    """A run that `Layout.check` accepts.
+
+    Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
+    key/value heads than tp, widths that no shard divides.
+
+    Args:
+        choose: picks one of some options, the plainest first: ``random.Random(seed).choice``, or a draw of hypothesis.
+        max_ranks: the most ranks of the layout.
+        routers: whether some layers may have experts, and some may take some tokens alone.
+    """
+    pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
+    tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
+    cp = choose([n for n in (1, 1, 2, 4, 3) if pp * tp * n <= max_ranks])  # leave room for dp
+    dp = choose([n for n in (1, 2, 4, 3, 4, 8) if pp * tp * cp * n <= max_ranks])
+    accumulation = choose((2, 1, 3, 5, 4, 8))
+    schedule, virtual = choose([
+        (name, stages)
+        for name in ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
+        for stages in ((1, 2, 3) if SCHEDULES[name].virtual is None else (None,))
+        if not SCHEDULES[name].refuses(pp, accumulation, stages or SCHEDULES[name].virtual)
+    ])
+    depth = pp * (virtual or SCHEDULES[schedule].virtual) // SCHEDULES[schedule].copies
+    zero = choose((0, 1, 2, 3))
+    tp_x = choose((1, 2)) if tp == 4 else 1
+    sequence_parallel = tp > 1 and choose((False, True))
+    parts = tp // tp_x if sequence_parallel else 1  # that tensor-parallel ranks cut their tokens into
+    parallel = {
+        "dp": dp,
+        "zero": zero,
+        "tp": tp,
+        "sequence_parallel": sequence_parallel,
+        "cp": cp,
+        "pp": pp,
+        "schedule": schedule,
+        "micro_batch": choose((1, 2, 3)),
+        "recompute": choose(("none", "selective", "full")),
+        "bucket_mb": choose((25.0, 0.004)),
+    }
+    if tp_x > 1:
+        parallel["tp_x"] = tp_x
+    if virtual:
+        parallel["virtual_stages"] = virtual
+    slices = choose((2, 1, 3) if not sequence_parallel else (2, 1)) if schedule == "terapipe" else 1
+    if schedule == "terapipe":
+        parallel["sequence_slices"] = slices
+    if zero:
+        parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
+    ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
+    may = routers and schedule not in NO_ROUTERS and tp_x == 1
+    sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
+    heads = tp * ulysses * choose((1, 2))
+    model = {
+        "name": choose(("tiny", "tiny-gpt")),
+        "layers": max(depth + choose((0, 1, 2)), sparse.get("first", 0) + sparse.get("every", 1)),
+        "hidden": choose((8, 13, 22) if tp_x == 1 else (8, 14, 22)),
+        "heads": heads,
+        "kv_heads": choose([
+            n for n in range(heads, 0, -1)
+            if heads % n == 0 and (n % tp == 0 or tp % n == 0)  # and so too of tp / 2
+            and (max(1, n // tp) % ulysses == 0 or ulysses % max(1, n // tp) == 0)
+        ]),
+        "head_dim": choose((4, 6)),
+        "ffn": tp * choose((3, 8)),
+        "vocab": choose((257, 260, 262)),
+        "tied": choose((False, True)),
+        "experts": sparse,
+    }
+    if cp > 1:
+        parallel["ulysses"] = ulysses
+        if ulysses < cp:
+            parallel["cp_order"] = choose(("zig-zag", "striped", "contiguous"))
+        length = slices * 2 * cp * parts  # what every rank needs, and some more
+        length += choose((0, 1, 5)) * parts
+    else:
+        length = parts * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
+    data = {"source": "synthetic", "sequence_length": length, "document_mask": choose((False, True))}
+    train = {
+        "global_batch": dp * parallel["micro_batch"] * accumulation,
+        "precision": "fp64",
+        "attention": choose(("sdpa", "explicit")),
+        "seed": choose(range(100)),
+    }
+    parallel["overlap"] = choose((True, False))
+    if tp > 1 and tp_x == 1:
+        parallel["tp_overlap"] = choose((True, False))
+    parallel["offload"] = choose(("none", "optimizer", "parameters") if zero == 3 else ("none", "optimizer"))
+    if zero == 3:
+        parallel["prefetch"] = choose((1, 0, 2))
+        parallel["reshard_after_forward"] = choose((True, False))
+    if depth > 1:  # all that are left over on the first stage, or on the last
+        more = model["layers"] - depth
+        uneven = [(1 + more, *[1] * (depth - 1)), (*[1] * (depth - 1), 1 + more)]
+        parallel["stage_layers"] = choose((None, *uneven))
+    if may:
+        model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
+    return build({"model": model, "parallel": parallel, "data": data, "train": train})
+
+
+def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
+    """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
+    run = draw_run(choose, max_ranks, routers=optimizer not in PRECISIONS)
+    settings = {"name": optimizer, "learning_rate": 1e-2}
+    if optimizer in PRECISIONS:  # Sophia: estimates that most steps make use of, since a small scale clips nearly all
+        settings |= {"hessian_every": 2, "hessian_scale": 100.0}
+    wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
+    model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
+    settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
+    settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
+    settings["rates"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
+    run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
+    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})
+
+
+def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Experts of a model, or none, with the degrees that they are split in, which go into ``parallel``.
+
+    Args:
+        ranks: of a pipeline stage.
+    """
+    gate = choose(("",) * 4 + ("top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
+    if not gate:
+        return {}
+    tp = parallel["tp"]
+    etp = choose([n for n in (tp, 1, 2) if ranks % n == 0])
+    ep = choose([n for n in (1, 2, 4, 3, 8) if ranks % (n * etp) == 0])
+    if ep > 1:
+        parallel["ep"] = ep
+    if etp != tp:
+        parallel["etp"] = etp
+    experts = {
+        "count": ep * choose((2, 3) if ep == 1 else (1, 2)),
+        "ffn": etp * choose((3, 5)),
+        "gate": gate,
+        "first": choose((0, 1)),
+        "every": choose((1, 2)),
+        "shared": tp * choose((0, 1)),
+        "capacity_factor": choose((0.0, 0.6, 1.0, 1.5)),
+        "z_loss": choose((0.0, 0.1)),
+    }
+    if gate != "expert-choice":
+        experts["balance_loss"] = choose((0.0, 1.0))
+    if gate == "gshard":
+        experts["count"] = max(2, experts["count"])
+    if gate in ("top-k", "noisy-top-k"):
+        experts["per_token"] = choose([n for n in (2, 1, 3) if n <= experts["count"]])
+    if gate == "top-k":
+        experts |= {
+            "score": choose(("softmax", "sigmoid")), "normalise": choose((True, False)), "scale": choose((1.0, 2.5)),
+            "bias_update": choose((0.0, 0.01)),
+        }
+    return experts
+
+
+def _draw_depths(choose: Choose, length: int, layers: int, cp: int, multiple: int) -> dict[str, Any]:
+    """Layers that take some tokens of a sequence, or none.
+
+    Args:
+        multiple: of the tokens that a rank computes.
+    """
+    least = 2 * cp * multiple if cp > 1 else 1
+    fit = [n / length for n in range(least, length + 1) if n % multiple == 0]
+    if not choose((False, False, True)):
+        return {}
+    first, every = choose([(first, every) for first in (0, 1) for every in (2, 1) if first + every <= layers])
+    return {
+        "capacity": choose(fit), "first": first, "every": every,
+        "weight": choose(("score", "sigmoid")), "predictor": choose((3, 5)),
+    }

@@ -1,0 +1,205 @@
+"""Faults that parallel training is known for, to be planted in a working run and found again.
+
+Each replaces one function of shoal in the rank's process by one with a mistake in it. They show what the verifier sees
+and where it says it is: `shoal verify run.toml --plant NAME`. Most are faults that published codebases have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.engine import runtime
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.experts.router import Router
+from shoal.engine.models.loss import SummedCrossEntropy
+from shoal.engine.parallel import apply, expert, mixture_of_depths, overlap, tensor
+from shoal.engine.parallel.context import causal_blocks
+from shoal.engine.parallel.context.apply import ContextParallel
+from shoal.engine.parallel.context.ring import Ring
+from shoal.engine.parallel.tensor_2d import Grid
+from shoal.engine.parallel.zero import zero_engine
+from shoal.engine.weight_versions import Stash
+from shoal.pipeline import partition
+from shoal.testing.verify import fault_patches
+from shoal.training.step.engine import Engine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake that can be planted.
+
+    Attributes:
+        what: the mistake, in one line.
+        owner, name: the function that it replaces.
+        wrong: the replacement, given the right function.
+        needs: values of the layout without which it does nothing: those on which it shows.
+        model: the section of the model's settings without which it does nothing: "experts", "depths", or "".
+    """
+
+    what: str
+    owner: Any
+    name: str
+    wrong: Callable[[Callable], Callable]
+    needs: dict[str, Any]
+    model: str = ""
+
+    @contextmanager
+    def plant(self) -> Iterator[None]:
+        """Have the mistake in this process for the time of the context."""
+        right = self.owner.__dict__[self.name]
+        function = right.__func__ if isinstance(right, staticmethod) else right
+        wrong = self.wrong(function)
+        setattr(self.owner, self.name, staticmethod(wrong) if isinstance(right, staticmethod) else wrong)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, right)
+
+
+FAULTS: dict[str, Fault] = {
+    "row-sum": Fault(
+        "no all-reduce after a row-parallel product",
+        tensor, "_row_forward", fault_patches.row_without_sum, {"tp": 2},
+    ),
+    "entry-gradient": Fault(
+        "no all-reduce of the gradient where a tensor-parallel block is entered",
+        tensor, "copy_to", fault_patches.entry_without_sum, {"tp": 2},
+    ),
+    "ring-sum": Fault(
+        "the ring that sums and scatters forgets what comes from the rank before",
+        overlap, "scatter_products", fault_patches.ring_without_sum,
+        {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    ),
+    "chunk-sum": Fault(
+        "the last token is not summed over the ranks where a product is made in runs of tokens",
+        overlap, "reduced_products", fault_patches.last_chunk_without_sum, {"tp": 2, "tp_overlap": True},
+    ),
+    "grid-sum": Fault(
+        "each rank of a grid goes on with its own terms of a product whose input is split",
+        Grid, "own_units", fault_patches.own_partial_sums, {"tp": 4, "tp_x": 2},
+    ),
+    "grid-norm": Fault(
+        "each rank of a grid normalises by its own part of the hidden state",
+        Grid, "total", fault_patches.local_statistics, {"tp": 4, "tp_x": 2},
+    ),
+    "vocabulary-padding": Fault(
+        "the padding of the vocabulary takes part in the softmax",
+        SummedCrossEntropy, "forward", fault_patches.leaking_padding, {"tp": 2},
+    ),
+    "norm-gradients": Fault(
+        "gradients of norms are not summed over the parts of the sequence",
+        apply, "apply_tensor_parallel", fault_patches.forget_sum(lambda axis: axis == "tp"),
+        {"tp": 2, "sequence_parallel": True},
+    ),
+    "key-value-copies": Fault(
+        "gradients of a key/value head that several ranks hold are not summed",
+        apply, "apply_tensor_parallel", fault_patches.forget_sum(lambda axis: axis.startswith("tp/")), {"tp": 4},
+    ),
+    "tied-ends": Fault(
+        "the gradients of a tied embedding are not summed between the first and the last stage",
+        apply, "share_tied", fault_patches.forget_sum(lambda axis: axis == "ends"), {"pp": 2},
+    ),
+    "copies-apart": Fault(
+        "the gradients of two copies of the model (DualPipe) are not summed",
+        apply, "share_copies", fault_patches.forget_sum(lambda axis: axis.startswith("pp:")),
+        {"pp": 2, "schedule": "dualpipe"},
+    ),
+    "weights-dropped": Fault(
+        "the second half of the backward of one micro-batch is left out",
+        zero_engine.ShardedParameters, "add_deferred", fault_patches.first_dropped, {"pp": 2, "schedule": "zb-h1"},
+    ),
+    "unstashed": Fault(
+        "an asynchronous pipeline goes back through newer weights than it came forward through",
+        Stash, "_use", lambda right: lambda stash, version: None, {"pp": 2, "schedule": "pipedream"},
+    ),
+    "dropped-layer": Fault(
+        "an uneven pipeline split leaves layers out",
+        partition, "stage_layers", fault_patches.rest_dropped, {"pp": 2},
+    ),
+    "wrong-targets": Fault(
+        "the last pipeline stage scores the wrong targets",
+        runtime.Runtime, "_forward", fault_patches.next_targets, {"pp": 2},
+    ),
+    "accumulation-scale": Fault(
+        "the loss is divided once more by the number of micro-batches",
+        runtime.Runtime, "step",
+        lambda right: lambda self, batches, scale, update: right(self, batches, scale / len(batches), update), {},
+    ),
+    "local-tokens": Fault(
+        "the loss is normalised by the tokens of this replica instead of all",
+        Engine, "_count", lambda right: lambda self, batches, _: [sum(b.unmasked() for b in batches)], {"dp": 2},
+    ),
+    "chunk-positions": Fault(
+        "a context-parallel rank takes its chunks' tokens for one run of the sequence",
+        ContextParallel, "positions", fault_patches.one_run, {"cp": 2},
+    ),
+    "chunk-order": Fault(
+        "ring attention goes by the place of a block in the ring, not by its tokens' places in the sequence",
+        causal_blocks, "pieces", fault_patches.by_place, {"cp": 2},
+    ),
+    "key-gradients-stay": Fault(
+        "the gradients of keys and values that other ranks made do not come home round the ring",
+        Ring, "shift", fault_patches.nothing_comes, {"cp": 2},
+    ),
+    "same-samples": Fault(
+        "every replica reads the same samples",
+        Mesh, "index", fault_patches.same_samples, {"dp": 2},
+    ),
+    "wrong-group": Fault(
+        "gradients are reduced over the tensor-parallel group instead of the data-parallel one",
+        Mesh, "group", fault_patches.wrong_group, {"dp": 2, "tp": 2},
+    ),
+    "mean-over-replicas": Fault(
+        "gradients are averaged over replicas though the loss is already divided by the global number of tokens",
+        zero_engine.ShardedParameters, "finish", fault_patches.mean_over_replicas, {"dp": 2},
+    ),
+    "zero1-stale": Fault(
+        "ZeRO-1 does not gather the updated parameters",
+        runtime.Runtime, "__init__", fault_patches.without_gather,
+        {"dp": 2, "zero": 1, "offload": "optimizer"},  # else, on one host, all update the same memory
+    ),
+    "zero2-forgets": Fault(
+        "ZeRO-2 keeps only the last micro-batch's gradients",
+        zero_engine.ShardedParameters, "_reduce", fault_patches.forgetful_reduce, {"dp": 2, "zero": 2},
+    ),
+    "norm-counts-copies": Fault(
+        "the gradient norm counts what several ranks hold several times",
+        zero_engine.ShardedParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
+    ),
+    "expert-gradients": Fault(
+        "gradients of experts that several ranks hold are not summed",
+        zero_engine.Replicas, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
+    ),
+    "expert-norm": Fault(
+        "the gradient norm takes experts to be held as often as the rest",
+        zero_engine.ShardedParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
+    ),
+    "capacity-per-rank": Fault(
+        "each rank of a split sequence decides who finds room by its own part",
+        expert, "whole_of", fault_patches.own_scores, {"tp": 2, "sequence_parallel": True}, model="experts",
+    ),
+    "rows-astray": Fault(
+        "what experts computed is sent back in the order of the experts, to other tokens",
+        expert, "_by_expert", fault_patches.not_back, {"dp": 2, "ep": 2}, model="experts",
+    ),
+    "neighbours-choice": Fault(
+        "each token gets the experts that were chosen for the token before it",
+        Router, "_choose", fault_patches.of_the_token_before, {}, model="experts",
+    ),
+    "chosen-order": Fault(
+        "tokens that pass through a layer are computed in the order in which they come from other ranks",
+        mixture_of_depths, "permuted", lambda right: lambda x, order, back: x,
+        {"tp": 2, "sequence_parallel": True}, model="depths",
+    ),
+    "places-of-chosen": Fault(
+        "tokens that pass through a layer are rotated by their places among each other, not in the sequence",
+        mixture_of_depths.SharedPlaces, "attending", fault_patches.in_order, {"cp": 2}, model="depths",
+    ),
+    "clip-per-rank": Fault(
+        "each rank clips by the norm of its own shard",
+        zero_engine.ShardedParameters, "scale", fault_patches.clip_per_rank, {"dp": 2, "zero": 1},
+    ),
+}

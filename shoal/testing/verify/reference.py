@@ -1,0 +1,254 @@
+"""The single-device reference: a plain model, a plain loop over the whole global batch, a plain optimizer.
+
+It shares with the engine the model's definition, its initial values and its data, and nothing of how they are run: no
+mesh, no program, no bucket, no accumulation hook. It is always computed in float64, so that its own rounding is no part
+of the errors that are printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.models.experts.balance import begin, rebalance, routers_of
+from shoal.engine.models.experts.router import SUMS
+from shoal.engine.models.mixture_of_depths import COUNTS, depths_of
+from shoal.engine.models.mixture_of_depths import begin as begin_depths
+from shoal.engine.models.transformer import Transformer, initialise
+from shoal.engine.optim.build import build, rate_factor, weight_decay
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.schedule import learning_rate
+from shoal.engine.optim.shards import Shards
+from shoal.engine.optim.sophia import Sophia
+from shoal.pipeline.from_layout import program_of
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import OptimizerConfig, RunConfig
+from shoal.spec.number_formats import FORMATS
+from shoal.testing.verify.curvature import PlainCurvature
+from shoal.testing.verify.emulate import emulated_updates
+from shoal.testing.verify.float8 import multiply_in_float8
+from shoal.testing.verify.routing_trace import Choices
+from shoal.testing.verify.trace import Tracer
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What one device computes in one step; the tensors themselves are in a file (see `step_file`).
+
+    Attributes:
+        loss: mean over the global batch's unmasked tokens [nats].
+        gradient_norm: before clipping.
+        tokens: unmasked targets of each sample of the global batch.
+        routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`].
+        choices: which experts each token was given to, by layer (`shoal.testing.verify.routing_trace`).
+        depths: what each layer that takes some tokens has, [layers, numbers of a `MixtureOfDepths.tally`].
+        gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped), and of
+            each expert's part of it, by `expert_name`.
+        weights: the same of each updated parameter.
+    """
+
+    loss: float
+    gradient_norm: float
+    tokens: tuple[int, ...]
+    routing: Tensor
+    choices: dict[int, int]
+    depths: Tensor
+    gradients: dict[str, float]
+    weights: dict[str, float]
+
+
+EXPERTS = ".experts."
+"""In the names of parameters whose dim 0 are a layer's experts."""
+
+
+def expert_name(name: str, expert: int) -> str:
+    """The name of one expert's part of a parameter."""
+    return f"{name}[{expert}]"
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a name or an `expert_name` is of."""
+    return name.partition("[")[0]
+
+
+def step_file(folder: Path, rule: str, step: int) -> Path:
+    """Where a step's tensors are: ``gradient/NAME`` and ``weight/NAME``, whole, float64."""
+    return folder / f"{rule}-{step}.safetensors"
+
+
+def trace_file(folder: Path) -> Path:
+    """Where the traced step's activations are: ``forward/MODULE`` and ``backward/MODULE``, dim 0 the samples."""
+    return folder / "trace.safetensors"
+
+
+def run_reference(
+    config: RunConfig,
+    shape: ModelShape,
+    samples: Dataset,
+    *,
+    rule: str,
+    steps: int,
+    folder: Path,
+    trace: bool = False,
+) -> list[StepFacts]:
+    """Train on one device for some steps.
+
+    Args:
+        config: the optimizer, its schedule, the global batch and the seed; of ``parallel`` only an asynchronous
+            pipeline is read, of which it says which micro-batch uses and makes which weights.
+        rule: a name for the optimizer, in the names of the files.
+        folder: receives a `step_file` for each step.
+        trace: also write the activations of the last step to a `trace_file`.
+    """
+    model = Transformer(shape).double()
+    initialise(model, config.train.seed)
+    model.sequences, model.seed = config.train.global_batch, config.train.seed
+    history = multiply_in_float8(model, config)
+    update = plain_optimizer(model, config.optimizer)
+    curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
+    facts = []
+    for step in range(steps):
+        tracer = Tracer(model) if trace and step == steps - 1 else None
+        if curvature is not None and curvature.rule.due:
+            curvature.learn(_batches(config, samples, step), step)
+        facts.append(_step(model, update.step, config, samples, step, step_file(folder, rule, step)))
+        if history:
+            history.end_step()
+        if tracer is not None:
+            # Entry m of the trace is sample m; of several at a time, nothing is known of each one's loss.
+            taken = {k: parts for k, parts in tracer.taken().items() if at_once(config) == 1 or not k.endswith("/loss")}
+            save_file({key: torch.cat(parts) for key, parts in taken.items()}, trace_file(folder))
+    return facts
+
+
+def at_once(config: RunConfig) -> int:
+    """Samples that go through the model together. One bounds the memory of the activations; where products are in 8
+    bits, a micro-batch, which has its scales in common."""
+    in_float8 = FORMATS[config.train.precision].products != "compute"
+    return config.parallel.micro_batch if in_float8 else 1
+
+
+def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | PlainTorch:
+    """What updates the model: torch's own AdamW and SGD on the parameters, other rules as they are on one device.
+
+    Weight decay on matrices only.
+    """
+    if config.name in ("adamw", "sgd"):
+        return PlainTorch(model, config)
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    return build(config, Shards.of(
+        ((name, p.detach(), p.grad) for name, p in named.items()),
+        lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
+    ))
+
+
+class PlainTorch:
+    """torch's AdamW or SGD, parameter by parameter."""
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
+        groups = [
+            {"params": [p], "weight_decay": config.weight_decay if p.dim() > 1 else 0.0,
+             "rate": rate_factor(config, name)}
+            for name, p in model.named_parameters()
+        ]
+        options = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
+        make = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
+        self.optimizer = make(groups, lr=config.learning_rate, foreach=False, **options)
+
+    def step(self, rate: float) -> None:
+        """Make one update."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["rate"]
+        self.optimizer.step()
+
+
+def _batches(config: RunConfig, samples: Dataset, step: int) -> list[Batch]:
+    """The step's samples, one at a time: that bounds the memory of the activations."""
+    n = config.train.global_batch
+    return [samples.batch([step * n + i]) for i in range(n)]
+
+
+def _step(
+    model: Transformer,
+    update: Callable[[float], None],
+    config: RunConfig,
+    samples: Dataset,
+    step: int,
+    file: Path,
+) -> StepFacts:
+    n = config.train.global_batch
+    counts = tuple(batch.unmasked() for batch in _batches(config, samples, step))
+    some = at_once(config)
+    batches = [samples.batch(range(step * n + i, step * n + i + some)) for i in range(0, n, some)]
+    parameters = dict(model.named_parameters())
+    rate = learning_rate(step, config.train.steps, config.optimizer)
+    routers = list(routers_of(model))
+    for router in routers:
+        begin(router)
+    depths = list(depths_of(model))
+    for depth in depths:
+        begin_depths(depth)
+    choices = Choices([model], model.shape, config.data.sequence_length)
+    program = program_of(config.parallel, config.parallel.microbatches(n))
+    if program.updates > 1:
+        gradients: dict[str, Tensor] = {}
+
+        def one_update() -> None:
+            gradients.update((name, p.grad.clone()) for name, p in parameters.items())
+            update(rate)
+
+        each = len(batches) // program.microbatches
+        grouped = [batches[m * each : (m + 1) * each] for m in range(program.microbatches)]
+        losses, norms = zip(*emulated_updates(model, program, grouped, one_update), strict=True)
+        total, norm = sum(losses), sum(norms) / len(norms)
+    else:
+        total, norm, gradients = _one_update(model, batches, max(1, sum(counts)), config)
+        update(rate)
+    for router in routers:
+        rebalance(router, router.tally[SUMS:])
+    routing = torch.stack([router.tally for router in routers]) if routers else torch.zeros(0, SUMS)
+    chosen = torch.stack([depth.tally for depth in depths]) if depths else torch.zeros(0, COUNTS + 1)
+    weights = {name: p.detach() for name, p in parameters.items()} | dict(model.named_buffers())
+    save_file(
+        {f"gradient/{name}": t for name, t in gradients.items()} | {f"weight/{name}": t for name, t in weights.items()},
+        file,
+    )
+    return StepFacts(
+        total / max(1, sum(counts)), norm, counts, routing, choices.taken(), chosen, _largest(gradients),
+        _largest(weights),
+    )
+
+
+def _one_update(
+    model: Transformer, batches: list[Batch], tokens: int, config: RunConfig
+) -> tuple[float, float, dict[str, Tensor]]:
+    """The summed loss, the gradient norm before clipping, and the clipped gradients, which are left in the model."""
+    model.zero_grad(set_to_none=False)  # the update may hold on to them
+    total = 0.0
+    for batch in batches:
+        loss = model(batch.tokens, batch.targets, batch.documents, samples=batch.samples)
+        (loss / tokens).backward()
+        total += loss.item()
+    parameters = dict(model.named_parameters())
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm().item()
+    clip = config.optimizer.clip_norm
+    if clip and norm > clip:
+        for p in parameters.values():
+            p.grad *= clip / norm
+    return total, norm, {name: p.grad.clone() for name, p in parameters.items()}
+
+
+def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
+    found = {name: t.abs().max().item() for name, t in tensors.items()}
+    for name, t in tensors.items():
+        if EXPERTS in name:
+            found |= {expert_name(name, e): x for e, x in enumerate(t.abs().amax((1, 2)).tolist())}
+    return found

@@ -1,0 +1,100 @@
+"""Replicas that train alone for H steps and then average: local SGD and DiLoCo.
+
+Local SGD (Stich 2019): every H steps the weights become their mean. DiLoCo (Douillard et al. 2023, algorithm 1): the
+mean change of H inner steps, with its sign turned, is the gradient of an outer optimizer, SGD with Nesterov momentum:
+
+    d = old weights - mean of the replicas' weights
+    v = momentum v + d;   weights = old weights - rate (d + momentum v)
+
+Local SGD is that with rate 1 and no momentum. The changes can be exchanged as 8-bit integers, in blocks with a scale of
+their own, as in the outer steps of Jaghouar et al. 2024 (INTELLECT-1), here by the sum in two phases of `CodedSum`;
+what rounding leaves out is added to the next change (error feedback). The moments of the inner optimizer stay each
+replica's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Piece
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
+from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.quantised import CodedSum, Int8
+
+
+class LocalSteps:
+    """Averages every ``every`` steps.
+
+    Args:
+        flat: this replica's parameters.
+        group: the ranks that hold the same part of each replica; None for one replica.
+        every: steps between averages (H).
+        rate, momentum: of the outer step.
+        int8: how changes are exchanged as 8-bit integers; None exchanges them as they are.
+    """
+
+    def __init__(
+        self, flat: Flat, group: Group | None, *, every: int, rate: float, momentum: float, int8: Int8 | None
+    ):
+        self.flat, self.group, self.every, self.rate, self.momentum = flat, group, every, rate, momentum
+        self.coded = None if int8 is None else CodedSum(flat, group, int8)
+        self.old = [weights.clone() for weights in flat.weights]
+        self.velocity = flat.zeros() if momentum else []
+        self.errors = [] if int8 is None else flat.zeros()
+
+    def due(self, done: int, steps: int) -> bool:
+        """Whether the replicas average after ``done`` steps of ``steps``."""
+        return done % self.every == 0 or done == steps
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Make the outer step, on every replica alike; the caller makes the parameters whole from the weights."""
+        changes = [old - weights for weights, old in zip(self.flat.weights, self.old, strict=True)]
+        self._sum(changes)
+        for i, change in enumerate(changes):
+            change /= 1 if self.group is None else self.group.size()
+            if self.momentum:
+                self.velocity[i].mul_(self.momentum).add_(change)
+                change.add_(self.velocity[i], alpha=self.momentum)
+            self.flat.weights[i].copy_(self.old[i].sub_(change, alpha=self.rate))
+
+    def _sum(self, changes: list[Tensor]) -> None:
+        if self.coded is None:
+            for change in changes:
+                all_reduce(change, self.group)
+            return
+        for change, error in zip(changes, self.errors, strict=True):
+            change += error
+        parts = self.flat.parts
+        self.coded.sum([part.of(changes) for part in parts], [part.of(self.errors) for part in parts])
+
+    def restored(self) -> None:
+        """The weights were overwritten with those of an average."""
+        for weights, old in zip(self.flat.weights, self.old, strict=True):
+            old.copy_(weights)
+
+    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """What all replicas have alike: the outer momentum."""
+        return {"momentum": self.flat.pieces(self.velocity)} if self.velocity else {}
+
+    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """What each replica has for itself: the rounding that it did not send."""
+        return {"error": self.flat.pieces(self.errors)} if self.errors else {}
+
+    def spread_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """Of what the replicas have together, this one's part: what it did not send as a server."""
+        return {} if self.coded is None else {"server_error": self.coded.pieces()}
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int, *, momentum: bool, int8: bool) -> int:
+        """That each rank keeps besides its parameters and gradients, at least.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        coded = CodedSum.bytes(elements, itemsize, ranks) if int8 else 0
+        return (1 + momentum + int8) * elements * itemsize + coded

@@ -1,0 +1,145 @@
+"""Stochastic gradient push: each step a replica gives half of itself to one other (Assran et al. 2019, algorithm 1).
+
+A replica has numbers x and a push-sum weight w. It steps its optimizer on z = x / w, adds the change to x, then keeps
+half of (x, w) and puts the other half into the inbox of its peer of this step, on the directed exponential graph. The
+sums of all x and of all w, inboxes included, never change by that (push-sum, Kempe et al. 2003), and z comes to the
+mean of all, also where messages are late and weights therefore uneven.
+
+A replica waits only for the message of ``staleness`` steps ago (overlap SGP, algorithm 2), from one neighbour; with
+staleness 0 also until what it gave there before was taken. One that dies takes its x and its w with it; the others go
+on around it. They do not all learn of it in the same step: so from then on nobody waits for an inbox, and each takes
+whatever it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.shm.window import Window
+from shoal.engine.optim.rule import Rule
+from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.groups import exponential, hops
+from shoal.training.async_dp.methods.method import Method
+
+
+class Push(Method):
+    """One replica.
+
+    Args:
+        window, flat, optimizer: as of `Method`.
+        counters: the first of its counters: `counters_of`.
+        locks: the first of its locks: one for each inbox.
+        staleness: steps that a message may be late.
+    """
+
+    def __init__(
+        self, window: Window, flat: Flat, optimizer: Rule, *, counters: int, locks: int, staleness: int
+    ):
+        super().__init__(window, flat, optimizer)
+        self.late, self.slots = staleness, hops(self.replicas)
+        self.x, self.w = [weights.clone() for weights in flat.weights], 1.0
+        dtype = flat.weights[0].dtype
+        self.inboxes = [
+            [flat.slices(window.tensor(flat.numel, dtype)) for _ in range(self.slots)] for _ in range(self.replicas)
+        ]
+        self.inbox_w = window.tensor(self.replicas * self.slots, torch.float64).view(self.replicas, self.slots)
+        self._posted, self._held, self._locks = counters, counters + self.replicas, locks
+
+    @staticmethod
+    def counters_of(replicas: int) -> int:
+        """Counters that it takes: steps posted by each replica, and messages in each inbox."""
+        return replicas * (1 + hops(replicas))
+
+    @staticmethod
+    def locks_of(replicas: int) -> int:
+        """Locks that it takes."""
+        return replicas * hops(replicas)
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int) -> int:
+        """Of x and of its inboxes.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        return (1 + hops(ranks)) * elements * itemsize
+
+    def _box(self, replica: int, slot: int) -> int:
+        return replica * self.slots + slot
+
+    @torch.no_grad()
+    def update(self, step: int, rate: float, tokens: int) -> None:
+        """Step the optimizer on z, then push and take."""
+        self.optimizer.step(rate)
+        for x, z in zip(self.x, self.flat.weights, strict=True):
+            x.add_(z - x / self.w)
+        self.gossip(step)
+
+    @torch.no_grad()
+    def gossip(self, step: int) -> None:
+        """One exchange of (x, w), and z from it."""
+        living = self.window.living()
+        ordered = self.late == 0 and len(living) == self.replicas
+        if len(living) > 1:
+            to, _ = exponential(step, self.replica, living)
+            slot = step % hops(len(living))
+            if ordered:  # one message at a time: the result does not depend on who is faster
+                box = self._held + self._box(to, slot)
+                self.window.until(lambda: self.window.get(box) == 0 or self.window.living() != living)
+            self._push(to, slot)
+        self.window.set(self._posted + self.replica, step + 1)
+        due = step - self.late
+        if len(living) > 1 and due >= self._first:
+            _, source = exponential(due, self.replica, living)
+            self.window.until(
+                lambda: self.window.get(self._posted + source) > due or not self.window.alive(source)
+            )
+        self._take([step % self.slots] if ordered else range(self.slots))
+        for x, z in zip(self.x, self.flat.weights, strict=True):
+            torch.div(x, self.w, out=z)
+
+    def _push(self, to: int, slot: int) -> None:
+        box = self._box(to, slot)
+        self.w /= 2
+        with self.window.lock(self._locks + box):
+            for x, inbox in zip(self.x, self.inboxes[to][slot], strict=True):
+                x.div_(2)
+                inbox.add_(x)
+            self.inbox_w[to, slot] += self.w
+            self.window.set(self._held + box, self.window.get(self._held + box) + 1)
+
+    def _take(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            box = self._box(self.replica, slot)
+            if not self.window.get(self._held + box):
+                continue
+            with self.window.lock(self._locks + box):
+                for x, inbox in zip(self.x, self.inboxes[self.replica][slot], strict=True):
+                    x.add_(inbox)
+                    inbox.zero_()
+                self.w += float(self.inbox_w[self.replica, slot])
+                self.inbox_w[self.replica, slot] = 0
+                self.window.set(self._held + box, 0)
+
+    def settle(self, group: Group | None) -> None:
+        """As `Method`: the mean of all, sum of x / sum of w."""
+        self._take(range(self.slots))
+        total = torch.tensor([self.w], dtype=torch.float64)
+        all_reduce(total, group)
+        for x, z in zip(self.x, self.flat.weights, strict=True):
+            all_reduce(x, group)
+            z.copy_(x.div_(float(total)))
+        self.w = 1.0
+
+    def start(self, step: int) -> None:
+        """As `Method`."""
+        self._first, self.w = step, 1.0
+        for x, z in zip(self.x, self.flat.weights, strict=True):
+            x.copy_(z)
+        self.window.set(self._posted + self.replica, step)

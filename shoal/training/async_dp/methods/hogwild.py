@@ -1,0 +1,61 @@
+"""Hogwild!: all workers update the same memory without any lock (Recht et al. 2011, algorithm 1).
+
+The weights are one window: forwards read them while others write, and an update reads, changes and writes elements
+without asking. Now and then one of two that meet is lost, which is the price of no waiting at all. The moments of the
+optimizer are each worker's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.engine.collectives.shm.window import Window
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.shards import Shards
+from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import Method, moved
+
+
+class Hogwild(Method):
+    """One worker.
+
+    Args:
+        window, flat, optimizer: as of `Method`.
+        build: makes a rule for some shards.
+        counters: the first of its counters in the window: one clock for each worker.
+    """
+
+    def __init__(
+        self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule], *, counters: int
+    ):
+        super().__init__(window, flat, optimizer)
+        self._clocks = counters
+        shared = flat.slices(window.tensor(flat.numel, flat.weights[0].dtype))
+        if self.replica == 0:
+            for weights, memory in zip(flat.weights, shared, strict=True):
+                memory.copy_(weights)
+        shards = moved(optimizer.shards, flat.weights, shared)
+        for bucket, memory in zip(flat.parameters.buckets, shared, strict=True):
+            if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters themselves lie in it
+                bucket.full = memory
+                for slot in bucket.slots:
+                    slot.parameter.data = memory[slot.start : slot.stop].view(slot.split.local)
+            bucket.master = memory
+        flat.weights = shared
+        self.optimizer = build(shards)
+
+    def _others(self) -> int:
+        return sum(self.window.get(self._clocks + w) for w in range(self.replicas) if w != self.replica)
+
+    def before(self, step: int) -> bool:
+        """Nobody is waited for."""
+        self._seen = self._others()
+        return True
+
+    def update(self, step: int, rate: float, tokens: int) -> None:
+        """Update what all share."""
+        self.optimizer.step(rate)
+        stale = self._others() - self._seen
+        self.staleness.add(stale, stale)
+        clock = self._clocks + self.replica
+        self.window.set(clock, self.window.get(clock) + 1)

@@ -1,0 +1,69 @@
+"""PowerSGD: a gradient matrix as the product of two thin ones (Vogels et al. 2019, algorithms 1 and 2).
+
+A gradient M [n, m], of which each replica has a part M_i, is approximated by P Q', with r columns in both, by one step
+of power iteration that starts from the Q of the step before:
+
+    P = sum of M_i Q;  orthonormalise P;  Q = sum of M_i' P;  M ~ P Q'
+
+Both sums are plain all-reduces, of r (n + m) numbers instead of n m, and so every replica computes the same bits.
+Vectors are summed as they are. With r = min(n, m) the product is M itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.collectives.group import Group
+from shoal.engine.models.initial import Initial, fill
+from shoal.training.async_dp.methods.compress import Compressed
+from shoal.training.async_dp.methods.flat import Flat
+
+
+class PowerSGD(Compressed):
+    """Args: as `Compressed`, and the rank r and the seed of the first Q."""
+
+    def __init__(self, flat: Flat, group: Group | None, rank: int, seed: int):
+        super().__init__(flat, group)
+        self.factors: dict[int, Tensor] = {}
+        for i, part in enumerate(flat.parts):
+            if len(part.shape) < 2:
+                continue
+            n, m = self._matrix(i).shape
+            q = self.factors[i] = self.tensors[i].new_empty(m, min(rank, n, m))
+            shape = tuple(q.shape)
+            fill(q, name=f"powersgd.{part.name}", whole=shape, box=Box.whole(shape), initial=Initial(0, 1), seed=seed)
+
+    def _matrix(self, i: int) -> Tensor:
+        return self.tensors[i].flatten(1)
+
+    def exchange(self) -> None:
+        """As `Compressed`."""
+        ps = {i: self._matrix(i) @ q for i, q in self.factors.items()}
+        plain = [i for i in range(len(self.tensors)) if i not in ps]
+        self.all_reduce([*ps.values(), *(self.tensors[i] for i in plain)])
+        for i in plain:
+            self.error_of[i].zero_()
+        for i, p in ps.items():
+            ps[i], _ = torch.linalg.qr(p)
+            torch.mm(self._matrix(i).T, ps[i], out=self.factors[i])
+            torch.sub(self._matrix(i), ps[i] @ self.factors[i].T, out=self.error_of[i].flatten(1))
+        self.all_reduce(list(self.factors.values()))
+        for i, p in ps.items():
+            torch.mm(p, self.factors[i].T, out=self._matrix(i))
+
+    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """As `Compressed`: Q, from which the next step starts, one for each box into which a parameter is split.
+
+        Where several ranks or stages hold the same box, its Q is the same, and saved once.
+        """
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for i, q in self.factors.items():
+            split, shape = self.flat.parts[i].split, tuple(q.shape)
+            if split.box.numel:  # else it is padding alone
+                name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
+                found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
+        return {"q": dict(found)}

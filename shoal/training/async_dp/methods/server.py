@@ -1,0 +1,202 @@
+"""A parameter server: workers pull weights, and push gradients that update them (Li et al. 2014).
+
+The server is memory that the workers share, in as many shards as there are workers, each with a lock and a count of its
+updates; whoever pushes does the server's work. Pushes begin at different shards, so that workers seldom queue.
+
+bulk-synchronous  (ps-bsp)    The gradients of a step are added up, and the last worker makes one update. Everyone waits
+                              for it: the synchronous run, to rounding.
+stale-synchronous (ps-ssp)    Each push is an update at once. A worker that is s steps ahead of the slowest waits for it
+                              (Ho et al. 2013, section 3).
+asynchronous      (ps-async)  The same, without a bound.
+
+The staleness of an update is the number of updates that others made to the shard since its worker pulled; the learning
+rate is divided by it (Zhang et al. 2016, equation 4), if it is more than 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.base.boxes import Piece
+from shoal.engine.collectives.shm.window import Window
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.shards import Shards
+from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import Method, moved, share_states, whole
+
+
+class Server(Method):
+    """One worker, and the server's memory.
+
+    Args:
+        window, flat, optimizer: as of `Method`.
+        build: makes a rule for some shards.
+        counters: the first of its counters in the window; it takes `counters_of`.
+        locks: the first of its locks; one for each shard.
+        bound: steps that a worker may be ahead of the slowest; 0 is bulk-synchronous, None asynchronous.
+        aware: whether the learning rate is divided by the staleness.
+        clip: largest gradient norm, for the sum of a bulk-synchronous step.
+    """
+
+    def __init__(
+        self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule], *,
+        counters: int, locks: int, bound: int | None, aware: bool, clip: float,
+    ):
+        super().__init__(window, flat, optimizer)
+        self.bound, self.aware, self.clip = bound, aware, clip
+        self.clips = bound != 0
+        self.weights = flat.slices(window.tensor(flat.numel, flat.weights[0].dtype))
+        shards = moved(optimizer.shards, flat.weights, self.weights)
+        self.parts = _balanced(shards, self.replicas)
+        self.rules = {k: build(part) for k, part in sorted(shards.cut(lambda name, _: self.parts[name]).items())}
+        for rule in self.rules.values():
+            share_states(rule, window)
+        self.optimizer = next(iter(self.rules.values()))
+        self.sums = flat.slices(window.tensor(flat.numel, flat.gradients[0].dtype)) if bound == 0 else []
+        self.tokens = window.tensor(1, torch.float64)
+        self._locks, self._versions, self._clocks = locks, counters, counters + self.replicas
+        self._pushed = counters + 2 * self.replicas
+        self._pulled = dict.fromkeys(self.rules, 0)
+        self.made = torch.zeros(self.replicas, dtype=torch.int64)  # of each shard
+
+    @staticmethod
+    def counters_of(replicas: int) -> int:
+        """Counters that it takes: a version of each shard, a clock of each worker, and one of pushes."""
+        return 2 * replicas + 1
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int, *, sums: int) -> int:
+        """A worker's equal part of the server's memory, but for the moments.
+
+        Args:
+            elements: of the parameters.
+            itemsize: of one of them.
+            ranks: workers.
+            sums: of an element of the gradients' sums; 0 where there are none.
+        """
+        return elements * (itemsize + sums) // ranks
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def before(self, step: int) -> bool:
+        """Wait for those who are behind, then pull.
+
+        Raises:
+            PeerLost: a worker has ended, and the server is bulk-synchronous.
+        """
+        self.window.set(self._clocks + self.replica, step)
+        everyone = range(self.replicas)
+        if self.bound == 0:
+            what = "ps-bsp waits for every worker in every step"
+            self.window.until(lambda: self._version(0) >= step, everyone, what)
+        elif self.bound is not None:
+            self.window.until(lambda: step - self.slowest() <= self.bound)
+        for k in self.rules:
+            with self.window.lock(self._locks + k):
+                self._pulled[k] = self._version(k)
+                for part in self.flat.parts:
+                    if self.parts[part.name] == k:
+                        part.of(self.flat.weights).copy_(part.of(self.weights))
+        return True
+
+    def slowest(self) -> int:
+        """The least clock of a living worker."""
+        return min(self.window.get(self._clocks + worker) for worker in self.window.living())
+
+    def _version(self, shard: int) -> int:
+        return self.window.get(self._versions + shard)
+
+    @torch.no_grad()
+    def update(self, step: int, rate: float, tokens: int) -> None:
+        """Push this worker's gradients."""
+        if self.bound == 0:
+            self._add(rate, tokens)
+        else:
+            self._push(rate)
+        self.window.set(self._clocks + self.replica, step + 1)
+
+    def _push(self, rate: float) -> None:
+        """Update each shard at once, first the one with this worker's number."""
+        found = []
+        for k in sorted(self.rules, key=lambda k: (k - self.replica) % self.replicas):
+            with self.window.lock(self._locks + k):
+                version = self._version(k)
+                stale = version - self._pulled[k]
+                self.rules[k].resume_at(version)
+                self.rules[k].step(rate / max(1, stale) if self.aware else rate)
+                self.window.set(self._versions + k, version + 1)
+            found.append(stale)
+        self.staleness.add(sum(found) / len(found), max(found))
+
+    def _add(self, rate: float, tokens: int) -> None:
+        """Add to the sum of the step; the last to come updates all shards."""
+        with self.window.lock(self._locks):
+            for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
+                total.add_(gradients, alpha=tokens)
+            self.tokens += tokens
+            pushed = self.window.get(self._pushed) + 1
+            self.window.set(self._pushed, pushed % self.replicas)
+            if pushed < self.replicas:
+                return
+            for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
+                torch.div(total, self.tokens.clamp(min=1).to(total.dtype), out=gradients)
+                total.zero_()
+            self.tokens.zero_()
+            norm = sum(float(torch.linalg.vector_norm(g).double().square()) for g in self.flat.gradients) ** 0.5
+            if self.clip and norm > self.clip:
+                for gradients in self.flat.gradients:
+                    gradients.mul_(self.clip / norm)
+            version = self._version(0)
+            for k, rule in self.rules.items():
+                rule.resume_at(version)
+                rule.step(rate)
+                self.window.set(self._versions + k, version + 1)
+            self.staleness.add(0, 0)
+
+    # ---- all together ------------------------------------------------------------------------------------------
+
+    def settle(self, group: object) -> None:
+        """As `Method`: what the server has."""
+        for weights, served in zip(self.flat.weights, self.weights, strict=True):
+            weights.copy_(served)
+
+    def start(self, step: int) -> None:
+        """As `Method`; the first worker fills the server, whose states were loaded where they are."""
+        self.window.set(self._clocks + self.replica, step)
+        if self.replica:
+            return
+        for weights, served in zip(self.flat.weights, self.weights, strict=True):
+            served.copy_(weights)
+        for k, made in enumerate(self.made.tolist()):
+            self.window.set(self._versions + k, made)
+
+    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """None: the server has the moments."""
+        return {}
+
+    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+        """The server's moments, and the updates of each shard."""
+        self.made.copy_(torch.tensor([self._version(k) for k in range(self.replicas)]))
+        states: dict[str, dict[str, list[Piece]]] = {"updates": {"made": [whole(self.made)]}}
+        for rule in self.rules.values():
+            for kind, parameters in rule.states().items():
+                states.setdefault(kind, {}).update(parameters)
+        return states
+
+    def restored(self) -> None:
+        """As `Method`: `start` tells the window, and each update its rule."""
+
+
+def _balanced(shards: Shards, servers: int) -> dict[str, int]:
+    """A shard for each parameter: the largest first, each to the one that has least."""
+    sizes = dict.fromkeys(shards.parameters, 0)
+    for shard in shards.shards:
+        for part in shard.parts:
+            sizes[part.name] += part.box.numel
+    load, found = [0] * servers, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        found[name] = load.index(min(load))
+        load[found[name]] += sizes[name]
+    return found

@@ -1,0 +1,46 @@
+"""Top-k: of each gradient tensor, the largest elements alone (Lin et al. 2018; Stich et al. 2018, algorithm 1).
+
+Every replica sends the k elements of its gradient, plus error, that are largest in magnitude, with their places. The
+places differ between replicas, so that these are gathered and added up, in the order of the replicas, by everyone: each
+rank receives 2 k (N - 1) numbers, which is less than an all-reduce's as long as the density is well below 1 / N.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_gather
+from shoal.training.async_dp.methods.compress import Compressed
+from shoal.training.async_dp.methods.flat import Flat
+
+
+class TopK(Compressed):
+    """Args: as `Compressed`, and the part of the elements that is sent (1 sends all)."""
+
+    def __init__(self, flat: Flat, group: Group | None, density: float):
+        super().__init__(flat, group)
+        self.counts = [math.ceil(density * tensor.numel()) for tensor in self.tensors]
+
+    def exchange(self) -> None:
+        """As `Compressed`."""
+        places, values = [], []
+        for tensor, error, k in zip(self.tensors, self.error_of, self.counts, strict=True):
+            mine = tensor.view(-1)
+            place = mine.abs().topk(k, sorted=False).indices
+            places.append(place.to(torch.int32))
+            values.append(mine[place])
+            error.copy_(tensor)
+            error.view(-1)[place] = 0
+        place, value = torch.cat(places), torch.cat(values)
+        every_place = all_gather(place, self.group).view(-1, place.numel())
+        every_value = all_gather(value, self.group).view(-1, place.numel())
+        for tensor in self.tensors:
+            tensor.zero_()
+        for place, value in zip(every_place, every_value, strict=True):
+            for tensor, at, what in zip(
+                self.tensors, place.split(self.counts), value.split(self.counts), strict=True
+            ):
+                tensor.view(-1).index_add_(0, at, what)

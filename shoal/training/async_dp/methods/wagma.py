@@ -1,0 +1,133 @@
+"""Wait-avoiding group averaging: each step a replica averages with a few others, another few each time
+(Li et al. 2020, "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging").
+
+After its own update a replica publishes its weights, and takes the mean of its own and those that the others of its
+group have published: of a member that is late, the weights of an earlier step, up to ``staleness`` steps old. So nobody
+waits for a straggler, whose weights count nevertheless. Every ``global_every`` steps all average and wait for all; what
+was published for such a step stays until everybody has read it, so that all have the same weights after it.
+
+The groups are those of a tournament among the replicas that live (`shoal.training.async_dp.methods.groups`). In the
+paper one collective brings all members the same sum, and a late one mixes itself in afterwards; here each member reads
+for itself, which gives the same mean where all are in time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.shm.window import Window
+from shoal.engine.optim.rule import Rule
+from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.groups import tournament
+from shoal.training.async_dp.methods.method import Method, average
+
+
+class GroupAverage(Method):
+    """One replica.
+
+    Args:
+        window, flat, optimizer: as of `Method`.
+        counters: the first of its counters: for each replica the steps that it has published, then for each the last
+            global step that it has read.
+        locks: the first of its locks: two for each replica.
+        size: of a group.
+        staleness: steps that what is read may be old.
+        global_every: steps between averages over all; 0 has none.
+    """
+
+    def __init__(
+        self, window: Window, flat: Flat, optimizer: Rule, *,
+        counters: int, locks: int, size: int, staleness: int, global_every: int,
+    ):
+        super().__init__(window, flat, optimizer)
+        self.size, self.late, self.global_every = size, staleness, global_every
+        dtype = flat.weights[0].dtype
+        # Two for each replica, so that one can be read while the next step's is written.
+        self.published = [
+            [flat.slices(window.tensor(flat.numel, dtype)) for _ in range(2)] for _ in range(self.replicas)
+        ]
+        self._done, self._read_all, self._locks = counters, counters + self.replicas, locks
+
+    @staticmethod
+    def counters_of(replicas: int) -> int:
+        """Counters that it takes."""
+        return 2 * replicas
+
+    @staticmethod
+    def bytes(elements: int, itemsize: int, ranks: int) -> int:
+        """Of what it publishes.
+
+        Args:
+            elements: of its parameters.
+            itemsize: of one of them.
+            ranks: replicas.
+        """
+        return 2 * elements * itemsize
+
+    def group_of(self, step: int) -> tuple[list[int], int]:
+        """The replicas that average in a step, and how many steps old their weights may be."""
+        living = self.window.living()
+        if self._is_global(step + 1):
+            return living, 0
+        return next(g for g in tournament(step, living, self.size) if self.replica in g), self.late
+
+    def _is_global(self, version: int) -> bool:
+        return self.global_every > 0 and version % self.global_every == 0
+
+    @torch.no_grad()
+    def update(self, step: int, rate: float, tokens: int) -> None:
+        """Step the optimizer, publish, and average with the group."""
+        self.optimizer.step(rate)
+        if self._is_global(step - 1):  # which this step's weights take the place of
+            for other in range(self.replicas):
+                self._wait_for(other, self._read_all, step - 1)
+        self._publish(step + 1)
+        group, late = self.group_of(step)
+        members = [self.replica]
+        ages = []
+        for member in group:
+            if member == self.replica:
+                continue
+            self._wait_for(member, self._done, step + 1 - late)
+            if self.window.alive(member):
+                members.append(member)
+        total = None
+        for member in sorted(members):  # in one order: members who read the same get the same bits
+            version, weights = self._read(member, step + 1)
+            ages.append(max(0, step + 1 - version))
+            total = weights if total is None else [a.add_(b) for a, b in zip(total, weights, strict=True)]
+        for weights, summed in zip(self.flat.weights, total, strict=True):
+            torch.div(summed, len(members), out=weights)
+        if self._is_global(step + 1):
+            self.window.set(self._read_all + self.replica, step + 1)
+        self.staleness.add(sum(ages) / len(ages), max(ages))
+
+    def _wait_for(self, other: int, counters: int, value: int) -> None:
+        """Until another's counter is there, or the other is not."""
+        self.window.until(lambda: self.window.get(counters + other) >= value or not self.window.alive(other))
+
+    def _publish(self, version: int) -> None:
+        with self.window.lock(self._locks + 2 * self.replica + version % 2):
+            for memory, weights in zip(self.published[self.replica][version % 2], self.flat.weights, strict=True):
+                memory.copy_(weights)
+            self.window.set(self._done + self.replica, version)
+
+    def _read(self, member: int, wanted: int) -> tuple[int, list[torch.Tensor]]:
+        """A copy of a member's weights after ``wanted`` steps, or after the nearest number that is still there."""
+        while True:
+            newest = self.window.get(self._done + member)
+            version = wanted if newest in (wanted, wanted + 1) else newest
+            with self.window.lock(self._locks + 2 * member + version % 2):
+                if self.window.get(self._done + member) <= version + 1:
+                    return version, [memory.clone() for memory in self.published[member][version % 2]]
+
+    def settle(self, group: Group | None) -> None:
+        """As `Method`: the mean of all."""
+        average(self.flat, group)
+        self._publish(self.window.get(self._done + self.replica))
+
+    def start(self, step: int) -> None:
+        """As `Method`."""
+        self._publish(step)
+        self.window.set(self._read_all + self.replica, step)

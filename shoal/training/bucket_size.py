@@ -1,0 +1,108 @@
+"""`parallel.bucket_mb = "auto"`: dry steps with buckets of several sizes, of which the fastest is taken.
+
+Small buckets are reduced sooner, large ones in fewer collectives: what is best depends on the model, the batch, the
+ranks and what connects them, and is measured before the first step. Nothing of a dry step stays. The size decides where
+shards end and in which order squares are added, so a run folder keeps it: a resumed run goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.files import write_whole
+from shoal.base.section import plain
+from shoal.engine.collectives.json_collectives import broadcast, world
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.data.batches import Dataset
+from shoal.engine.device import synchronize
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
+from shoal.training.step.engine import Engine
+
+SIZES = (1.0, 4.0, 16.0, 64.0)
+"""Candidates [MiB]."""
+
+STEPS = 3  # dry steps that count, after one that does not
+BUCKET_FILE = "bucket_mb.json"
+
+
+def settle_bucket_size(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, folder: Path, *, resume: bool
+) -> tuple[RunConfig, str]:
+    """A run's config with a size in place of "auto", the same on every rank, and what to say about it.
+
+    Args:
+        folder: of the run: keeps the size, for a resume on the same layout.
+    """
+    layout = config.parallel
+    if layout.dp == 1 or layout.zero == 3 or layout.sync != "all-reduce":
+        return _with(config, layout.bucket_bytes / 2**20), "bucket_mb = auto: there is nothing to choose"
+    kept = broadcast(_kept(config, folder) if resume and mesh.rank == 0 else None, world())
+    if kept is not None:
+        return _with(config, kept), f"bucket_mb = auto: {kept:g} MiB, as measured when the run began"
+    seconds = sweep(config, shape, mesh, samples)
+    best = min(seconds, key=seconds.__getitem__)
+    if mesh.rank == 0:
+        found = {"bucket_mb": best, "seconds": seconds, "measured on": _circumstances(config)}
+        write_whole(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
+    times = ", ".join(f"{size:g}: {time * 1e3:.0f} ms" for size, time in seconds.items())
+    return _with(config, best), f"bucket_mb = auto: {best:g} MiB (a step with {times})"
+
+
+def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) -> dict[float, float]:
+    """By size of the buckets [MiB], the seconds of a step on the slowest rank: the same on all ranks.
+
+    Sizes that cut no stage in another way than the one before are left out.
+    """
+    seconds: dict[float, float] = {}
+    cuts = -1
+    for size in SIZES:
+        candidate = _with(config, size)
+        engine = Engine(candidate, shape, mesh.with_layout(candidate.parallel), samples)
+        count = torch.tensor(len(engine.parameters.buckets), device=mesh.device)
+        before, cuts = cuts, read(all_reduce(count, mesh.group("world")))
+        if cuts != before:
+            slowest = torch.tensor(_time(engine), dtype=torch.float64, device=mesh.device)
+            seconds[size] = read(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
+        del engine
+        gc.collect()  # its modules and hooks refer to each other, and the next one needs the memory
+    return seconds
+
+
+def _time(engine: Engine) -> float:
+    times = []
+    for _ in range(1 + STEPS):
+        start = time.perf_counter()
+        engine.step(0, dry=True)
+        synchronize(engine.mesh.device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _with(config: RunConfig, size: float) -> RunConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_mb": size})})
+
+
+def _circumstances(config: RunConfig) -> dict:
+    return {"model": plain(config.model), "parallel": plain(config.parallel), "global_batch": config.train.global_batch}
+
+
+def _kept(config: RunConfig, folder: Path) -> float | None:
+    """The size in the folder; None where there is none for this config, or what is there is damaged."""
+    file = folder / BUCKET_FILE
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+        same, size = found["measured on"] == _circumstances(config), float(found["bucket_mb"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return size if same and 0 < size < float("inf") else None

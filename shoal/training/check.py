@@ -1,0 +1,140 @@
+"""What must hold before a run starts: the model, its layout and the ranks fit each other."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+
+from shoal.base.errors import UsageError, redact
+from shoal.engine.checkpoint.storage import place
+from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.models.transformer import Transformer
+from shoal.pipeline.from_layout import check_schedule
+from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.training_rules import check_rules
+from shoal.spec.config import RunConfig
+from shoal.training.async_dp.choose import FREE, check_relaxed
+from shoal.training.records.histograms import check_histograms
+
+
+def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
+    """The model of a run, if its layout can split it and its ranks are there.
+
+    Raises:
+        UsageError: naming the field that cannot be.
+    """
+    check_secrets(config)
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    config.parallel.check(
+        shape,
+        global_batch=config.train.global_batch,
+        sequence_length=config.data.sequence_length,
+        ranks=ranks,
+    )
+    check_schedule(
+        config.parallel, shape, config.train.global_batch, compile=config.train.compile,
+        sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
+    )
+    check_rules(config, shape)
+    check_histograms(config)
+    check_link(config)
+    check_profile(config)
+    check_relaxed(config)
+    check_rates(config, shape)
+    check_failover(config)
+    return shape
+
+
+def check_failover(config: RunConfig) -> None:
+    """Refuse what nothing would come of.
+
+    Raises:
+        UsageError: naming the fields.
+    """
+    place(config.checkpoint.folder)
+    failover = config.failover
+    if failover.spike_rollbacks and not failover.spike_factor:
+        raise UsageError(
+            f"failover.spike_rollbacks = {failover.spike_rollbacks}, but failover.spike_factor = 0 looks for no spikes."
+            "\n  Set the factor, for example to 10."
+        )
+    if failover.reexecute_every and failover.reexecute_on == "replica" and config.parallel.dp == 1:
+        raise UsageError(
+            "failover.reexecute_on = 'replica', but parallel.dp = 1: there is no other replica.\n  Use 'same'."
+        )
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Refuse a config that holds a secret of the environment, or an address with a password: it is written into the run
+    folder and shown in reports.
+
+    Raises:
+        UsageError: naming the field and the variable, and not the value.
+    """
+    values = {
+        f"{section}.{name}": str(value)
+        for section, fields in config.model_dump(mode="json").items() for name, value in fields.items()
+    }
+    together = "\n".join(values.values())
+    if redact(together) == together:  # the environment is gone through once, and not for each of a hundred fields
+        return
+    for name, value in values.items():
+        if (without := redact(value)) != value:
+            raise UsageError(
+                f"{name} = {without!r} holds the value of an environment variable that is a secret by "
+                "its name, or the password of an address, and a config is written down."
+                "\n  Leave it out: libraries find such variables, and fsspec its own files, themselves."
+            )
+
+
+def check_rates(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse factors on the learning rate of parameters that do not exist.
+
+    Raises:
+        UsageError: naming the pattern, and what parameters are called.
+    """
+    if not config.optimizer.rates:
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(shape).named_parameters()]
+    for pattern in config.optimizer.rates:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = dict.fromkeys(name for name in names if not name.startswith("layers.") or ".0." in name)
+            raise UsageError(
+                f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
+                "* stands for anything."
+            )
+
+
+def check_link(config: RunConfig) -> None:
+    """Refuse a network between the ranks where not all that they exchange would go through it.
+
+    Raises:
+        UsageError: naming the two fields.
+    """
+    layout = config.parallel
+    for name, there, how, plain in (
+        ("pp", layout.pp > 1, "it also sends point to point", "1"),
+        ("sync", layout.sync in FREE, "its ranks read and write the same memory", "'all-reduce', or a compressed one"),
+    ):
+        if config.train.link_gbs and there:
+            raise UsageError(
+                f"train.link_gbs = {config.train.link_gbs:g} with parallel.{name} = {getattr(layout, name)!r}: only "
+                f"collectives are slowed, and {how}.\n  Leave link_gbs out, or use parallel.{name} = {plain}."
+            )
+
+
+def check_profile(config: RunConfig) -> None:
+    """Refuse a profile of which no step would be left.
+
+    Raises:
+        UsageError: naming the two fields.
+    """
+    after, steps = config.metrics.profile_after, config.train.steps
+    if config.metrics.profile and after >= steps:
+        raise UsageError(
+            f"metrics.profile_after = {after} leaves nothing to record of train.steps = {steps}."
+            f"\n  Use metrics.profile_after <= {steps - 1}, or more steps."
+        )

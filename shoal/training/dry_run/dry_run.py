@@ -1,0 +1,271 @@
+"""A run's real model, sharding and program on one rank of a world of any size: on fake tensors, without the others.
+
+Every operation is called and none computes: torch's fake tensors have shapes, dtypes and lives, but no numbers. What
+the other ranks would send is taken as received. So a laptop counts, of any rank, what the run will really do: FLOPs,
+collectives, and the bytes that are alive at every moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.dry_groups import DryMesh
+from shoal.engine.data.batches import Dataset, SyntheticDataset
+from shoal.engine.models.experts.balance import routers_of
+from shoal.engine.models.experts.gates import Choice
+from shoal.engine.models.experts.router import Router, RoutingContext
+from shoal.engine.models.mixture_of_depths import depths_of
+from shoal.engine.parallel.context.causal_blocks import places_of
+from shoal.engine.parallel.context.token_order import Spread, spread
+from shoal.engine.parallel.mixture_of_depths import chosen_spread
+from shoal.pipeline.program import Action
+from shoal.planning.cost.time.traffic import evenly_taken
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
+from shoal.training.dry_run.tracker import Tracker, tensors_in
+from shoal.training.step.engine import Engine
+
+
+@dataclass
+class Moment:
+    """What one action of the program did to memory.
+
+    Attributes:
+        action: which.
+        peak: most bytes alive in it.
+        alive: when it ended.
+    """
+
+    action: Action
+    peak: int
+    alive: int
+
+
+@dataclass
+class CountedStep:
+    """One step of one rank, counted.
+
+    Attributes:
+        flops: by torch operation.
+        sent: bytes, by axis and kind of collective (`shoal.engine.collectives.group.Group.count`).
+        calls: collectives, by axis, kind and bytes of the tensor.
+        moments: of memory, action by action.
+        peak: most bytes alive.
+    """
+
+    flops: dict[str, int]
+    sent: dict[tuple[str, str], float]
+    calls: dict[tuple[str, str, int], int]
+    moments: list[Moment] = field(repr=False)
+    peak: int
+
+
+@dataclass
+class Counted:
+    """A rank of a run, counted.
+
+    Attributes:
+        rank: which.
+        where: its coordinates, in words.
+        parameters: elements that it holds, padding left out.
+        held: bytes alive between steps, by what they hold.
+        steps: in order.
+    """
+
+    rank: int
+    where: str
+    parameters: int
+    held: dict[str, int]
+    steps: list[CountedStep]
+
+
+class Recorder:
+    """Hears of a runtime's actions, and notes what each did to memory, and most of all that was alive between them."""
+
+    def __init__(self, tracker: Tracker):
+        self.tracker, self.moments, self.between = tracker, [], 0
+        tracker.rewind()
+
+    def begin(self, action: Action) -> None:
+        """An action begins."""
+        self.between = max(self.between, self.tracker.rewind())
+
+    def arrived(self, action: Action) -> None:
+        """What it waited for is there."""
+
+    def end(self, action: Action) -> None:
+        """It is done."""
+        self.moments.append(Moment(action, self.tracker.rewind(), self.tracker.alive))
+
+
+class DryEngine(Engine):
+    """An engine whose parameters have no values."""
+
+    def _initialise(self) -> None:
+        self.parameters.gather()
+        for stage in self.stages:
+            for router in routers_of(stage.module):
+                spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
+                router._choose = partial(_evenly, router, router._choose, spread or self.spread)
+            for depth in depths_of(stage.module):
+                depth.highest = _taken
+
+
+def _evenly(
+    router: Router, choose: Callable, spread: Spread, logits: Tensor, context: RoutingContext
+) -> tuple[Choice, Tensor]:
+    """What a gate makes of scores, but for which experts a token gets: of each rank's tokens, one after the other, the
+    next ones each time."""
+    choice, logits = choose(logits, context)
+    experts, (b, s, _) = router.experts, logits.shape
+    with unset_fake_temporarily():
+        ranks = range(spread.ring * spread.ulysses)
+        token = torch.cat([places_of(spread.chunks(rank), logits.device) for rank in ranks])
+        number = torch.arange(s).unsqueeze(1) * experts.per_token + torch.arange(experts.per_token)
+        chosen = torch.zeros(b, s, experts.count, dtype=torch.bool)
+        chosen[:, token.unsqueeze(1), number % experts.count] = True
+    return choice._replace(chosen=chosen), logits
+
+
+def _taken(scores: Tensor, k: int) -> Tensor:
+    """`highest` of scores without numbers: k tokens at equal distances."""
+    with unset_fake_temporarily():
+        return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
+
+
+def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, as_here: bool = False) -> Counted:
+    """Count the first steps of one rank.
+
+    Args:
+        config: the run; what is compiled is counted as it is without the compiler.
+        shape: the model.
+        rank: of the world.
+        as_here: with the buffers of gloo, and torch's norms and attention on the CPU, as if the ranks were processes of
+            this machine; else with NCCL, which needs none, and with norms and attention that are one operation each,
+            as on CUDA.
+
+    Routers have no numbers to choose by. Those of experts give every expert as many tokens, and drop none; the tokens
+    that pass through layers which take some lie at equal distances.
+
+    Raises:
+        UsageError: context-parallel ranks do not have as many tokens for every expert.
+    """
+    if shape.experts and config.parallel.cp > 1:
+        _check_even(config, shape)
+    fused = {} if as_here or config.train.attention != "auto" else {"attention": "sdpa"}
+    config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
+    mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
+    with _faked(fused_norms=not as_here), Tracker() as tracker:
+        return count(DryEngine(config, shape, mesh, samples_of(config, shape)), tracker, steps)
+
+
+def _check_even(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse experts that context-parallel ranks cannot give equally many tokens: then what one sends tells nothing of
+    what it is sent."""
+    layout, experts, s = config.parallel, shape.experts, config.data.sequence_length
+    for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
+        each = spread(layout, tokens)
+        lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})
+        if len(lengths) > 1 or lengths[0] % layout.tp or lengths[0] // layout.tp * experts.per_token % experts.count:
+            several = layout.cp * layout.tp * experts.count // gcd(experts.count, experts.per_token)
+            raise UsageError(
+                f"parallel.cp = {layout.cp}: of {tokens} tokens of a sequence a dry run cannot give every one of "
+                f"{experts.count} experts as many from each rank.\n  Count sequences of a multiple of {several}."
+            )
+
+
+def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
+    """Random tokens, in packed documents where the run has them."""
+    data = config.data
+    return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
+
+
+def count(engine: Engine, tracker: Tracker, steps: int) -> Counted:
+    """Count the first steps of an engine that was made while the tracker was entered."""
+    counted = [_step(engine, step, tracker) for step in range(steps)]
+    elements = sum(slot.split.numel for bucket in engine.parameters.buckets for slot in bucket.slots)
+    held = engine.parameters.bytes() | {"optimizer": engine.optimizer.bytes()}
+    return Counted(engine.mesh.rank, engine.mesh.describe(), elements, held, counted)
+
+
+def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
+    recorder = Recorder(tracker)
+    engine.runtime.recorders.append(recorder)
+    tracker.flops.clear()
+    sent, calls = engine.mesh.sent(), engine.mesh.calls()
+    engine.step(step)
+    engine.runtime.recorders.remove(recorder)
+    # Sophia's estimates, with passes of their own, come before the first action.
+    peak = max(recorder.between, tracker.rewind(), *(moment.peak for moment in recorder.moments))
+    return CountedStep(
+        dict(tracker.flops), dict(engine.mesh.sent() - sent), dict(engine.mesh.calls() - calls), recorder.moments, peak
+    )
+
+
+class _Numberless(TorchDispatchMode):
+    """Small real tensors (token ids, ranks) are computed with; a number of a fake is 1."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            return 1.0 if args[0].is_floating_point() else 1
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's RMSNorm makes and keeps: its input, and 1/rms of each row in float32 at least."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=exact))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def _fused_norms() -> Iterator[None]:
+    """RMSNorm as CUDA has it, where torch's CPU has it in parts; also where backward computes it again."""
+    parts = F.rms_norm
+    F.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
+    try:
+        yield
+    finally:
+        F.rms_norm = parts
+
+
+@contextmanager
+def _faked(*, fused_norms: bool) -> Iterator[None]:
+    """New tensors have no numbers."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Numberless())
+        if fused_norms:
+            stack.enter_context(_fused_norms())
+        yield

@@ -1,0 +1,110 @@
+"""Counts what torch does in a thread: FLOPs, and bytes of the tensors that are alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Two products of [s, d] and [d, t] for each head of the queries, counted in full. q: [b, a, s, d]."""
+    return 4 * q.numel() * k.shape[2]
+
+
+def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -> int:
+    """Four: what the kernel computes again of its forward does not count (`shoal.planning.cost.flops`)."""
+    return 8 * q.numel() * k.shape[2]
+
+
+COUNTS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""FLOPs of one call, by operation: of matrix products and convolutions (torch's table), and of attention."""
+
+
+class Tracker(TorchDispatchMode):
+    """While it is entered, every operation is counted, and every storage that one reads or makes.
+
+    A storage is alive until nothing refers to it; views share theirs. What a kernel uses inside is not seen.
+
+    Attributes:
+        flops: by name of the operation.
+        alive: bytes alive now.
+        peak: most bytes alive since `rewind`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+        self.alive = self.peak = 0
+        self._known: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> Tracker:
+        # Resizing a storage in place, as ZeRO-3 does with what it gathers, is no operation of torch's.
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*exception)
+
+    def rewind(self) -> int:
+        """The peak since the last call."""
+        peak, self.peak = self.peak, self.alive
+        return peak
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # asked where a tensor is: no operation
+            return out
+        if func.overloadpacket in COUNTS:
+            self.flops[func.overloadpacket.__name__] += COUNTS[func.overloadpacket](*args, **kwargs, out_val=out)
+        for tensor in tensors_in((*args, *kwargs.values(), out)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._see(storage)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self._sizes[key] = 0
+        self._count(key, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        out = self._resize(storage, size)
+        if storage._cdata in self._known:
+            self._count(storage._cdata, size)
+        return out
+
+    def _count(self, key: int, size: int) -> None:
+        self.alive += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.alive)
+
+    def _gone(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key)
+        del self._known[key]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, also in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)

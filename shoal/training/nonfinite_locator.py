@@ -1,0 +1,135 @@
+"""Where a number that is not finite came from: the step is run again, without its update, and every value watched.
+
+The weights are those before the step and its samples follow from its number, so the run shows the same values. What is
+not finite spreads with every collective, so nearly all ranks find some; the one that found its own first is named, with
+the module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import astuple, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.engine.collectives.json_collectives import all_gather, world
+from shoal.engine.parallel.apply import Stage
+from shoal.training.step.engine import Engine
+from shoal.training.step.optimizer_step import NonFinite
+
+WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which one spoils the next
+NAMED = 2  # ranks, of those that found one at the same place
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The first value that is not finite on one rank.
+
+    Attributes:
+        when: smallest where it began (see `ValueWatch.see`).
+        where: the rank.
+        what: the module or parameter.
+    """
+
+    when: tuple[int, int, int]
+    where: str
+    what: str
+
+
+class ValueWatch(ABC):
+    """Is shown the values of a step on this rank, forward and backward: what `see` makes of them is its subclass's."""
+
+    def __init__(self, engine: Engine):
+        self.mesh, self.depth = engine.mesh, engine.program.depth
+        self.position = 0
+
+    @abstractmethod
+    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
+        """One value.
+
+        Args:
+            when: smaller where a value is made earlier: its kind; how many pipeline stages it may have come through;
+                how many values this rank has been shown (those who hold a stage are shown the same in the same order).
+            what: the module or parameter.
+        """
+
+    def look(self, kind: int, part: int, what: str, value: Tensor) -> None:
+        self.position += 1
+        before = {WEIGHTS: 0, FORWARD: part, BACKWARD: self.depth - 1 - part}[kind]
+        self.see((kind, before, self.position), what, value)
+
+    def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        for value in output if isinstance(output, tuple) else (output,):
+            if not isinstance(value, Tensor):  # no mask, or where the tokens are
+                continue
+            self.look(FORWARD, part, f"forward: the output of {name}", value)
+            if value.requires_grad:
+                gradient = f"backward: the gradient at the output of {name}"
+                value.register_hook(partial(self.look, BACKWARD, part, gradient))
+
+    def attach(self, stage: Stage) -> list[RemovableHandle]:
+        """Look at what each module of a stage gives out, and at every gradient."""
+        names = {parameter: name for name, parameter in stage.module.named_parameters()}
+
+        def look(parameter: nn.Parameter, total: Tensor) -> None:
+            self.look(BACKWARD, stage.part, f"backward: the gradient of {names[parameter]}", total)
+
+        stage.parameters.watch = look
+        return [
+            module.register_forward_hook(partial(self.look_at_output, stage.part, name or "the model"))
+            for name, module in stage.module.named_modules()
+            if not isinstance(module, nn.ModuleDict)
+        ]
+
+    def run(self, engine: Engine, step: int) -> None:
+        """Run a step without its update, and see its values."""
+        hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
+        self.position = 0  # shards differ in how many weights they hold
+        try:
+            engine.step(step, dry=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for stage in engine.stages:
+                stage.parameters.watch = None
+
+
+class _Watch(ValueWatch):
+    """Looks at this rank's values until one is not finite."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine)
+        self.found: _Finding | None = None
+
+    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
+        if self.found is None and not _finite(value):
+            self.found = _Finding(when, self.mesh.describe(), what)
+
+
+def blame(engine: Engine, step: int, error: NonFinite) -> str:
+    """A message that names the first rank and module where a value of ``step`` is not finite. Collective."""
+    watch = _Watch(engine)
+    for name, pieces in engine.parameters.weights().items():
+        for piece in pieces:
+            watch.look(WEIGHTS, 0, f"the weights of {name}", piece.tensor)
+    watch.run(engine, step)
+    every = all_gather(watch.found and astuple(watch.found), world() if engine.mesh.layout.world_size > 1 else None)
+    found = [_Finding(*finding) for finding in every if finding is not None]
+    if not found and not error.untouched:
+        return f"{error}. Run again with the weights as they are now, the step is finite everywhere."
+    if not found:
+        return f"{error}. Run again, the step is finite everywhere: the fault was not in weights, data or code."
+    first = min(found, key=lambda finding: finding.when)
+    where = [finding.where for finding in found if finding.when == first.when]
+    at_once = " and ".join(where[:NAMED]) + (f" and {len(where) - NAMED} more at once" if len(where) > NAMED else "")
+    weights = "The weights are unchanged and saved" if error.untouched else "The last checkpoint stands"
+    spread = f"; it spread to {len(found) - len(where)} other ranks" if len(found) > len(where) else ""
+    return f"{error}. First on {at_once}, {first.what}{spread}. {weights}."
+
+
+def _finite(value: Tensor) -> bool:
+    # Detached: what autograd saves must not depend on it, or recomputation finds another number of tensors.
+    return bool(torch.isfinite(value.detach()).all())

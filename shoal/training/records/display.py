@@ -1,0 +1,327 @@
+"""What a run shows: a banner with the layout as a grid of ranks, a line per logged step, and how it ended.
+
+On a terminal a progress bar is kept below the lines. Anything else (a file, a pipe, a job's log) gets plain lines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.spec.layout import Layout
+from shoal.training.records.metrics import StepMetrics
+
+HEADER_EVERY = 20  # lines between repeated headers
+REFRESH_SECONDS = 0.1
+WIDE = 100  # columns from which there is room for more
+LABEL = 8  # columns of the banner's labels
+
+
+class Display:
+    """The view of one run, for rank 0 alone. Use it as a context manager, so that the terminal is left in order.
+
+    Args:
+        console: where to; default: standard output. ``Console(quiet=True)`` shows nothing.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self._lines = 0
+        self._last: StepMetrics | None = None
+        self._live: Live | None = None
+        self._refreshed = 0.0
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the progress bar away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def banner(
+        self,
+        *,
+        model: str,
+        parameters: int,
+        tokens_per_step: int,
+        layout: Layout,
+        device: str,
+        precision: str,
+        threads: int,
+        folder: Path,
+    ) -> None:
+        """Show what is about to run.
+
+        Args:
+            model: its name.
+            parameters: trainable, a tied head counted once.
+            tokens_per_step: over all replicas.
+            layout: drawn as a grid of ranks.
+            device: of each rank, in words.
+            precision: as in the config.
+            threads: CPU threads of each rank.
+            folder: of the run.
+        """
+        unicode = self.console.encoding.startswith("utf")
+        ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+        facts = [
+            ("model", f"{model}, {short(parameters)} parameters, {tokens_per_step:,} tokens per step"),
+            ("layout", f"{layout.describe()} = {ranks}" if layout.world_size > 1 else f"{layout.describe()}, {ranks}"),
+            ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
+            ("device", f"{device}, {precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
+            ("run", str(folder)),
+        ]
+        if not self.console.is_terminal:
+            for name, text in [("shoal", "training"), *facts]:
+                for i, line in enumerate(text.splitlines()):
+                    self.console.print(Text(f"{name if i == 0 else '':<{LABEL}}{line}"), soft_wrap=True)
+            return
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="bold cyan", min_width=LABEL - 1)
+        table.add_column(overflow="fold")
+        for name, text in facts:
+            table.add_row(name, Text(text))
+        self.console.print(Panel(table, title="[bold]shoal[/bold]", title_align="left", border_style="cyan"))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One line for a logged step, and the progress bar."""
+        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
+        if self._lines % HEADER_EVERY == 0:
+            self._line("  ".join(f"{c.title:>{c.width}}" for c in columns), style="bold")
+        self._lines += 1
+        self._line("  ".join(f"{c.text(metrics):>{c.width}}" for c in columns))
+        self._last = metrics
+        self.progress(metrics.step, metrics.steps, now=True)
+
+    def progress(self, step: int, steps: int, *, now: bool = False) -> None:
+        """Move the progress bar of a terminal; cheap enough for every step."""
+        if not self.console.is_terminal or self.console.quiet:
+            return
+        if not now and time.monotonic() - self._refreshed < REFRESH_SECONDS:
+            return
+        self._refreshed = time.monotonic()
+        if self._live is None:  # without a thread of its own, which would take time from the training
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(self._status(step, steps), refresh=True)
+
+    def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
+        """A line for one validation; ``loss`` in nats per token, ``dropped`` a part of the choices of experts."""
+        without = f", experts dropped {dropped:.1%}" if dropped else ""
+        self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
+
+    def note(self, text: str) -> None:
+        """A line of its own: a checkpoint was refused, the run was resumed."""
+        self._line(text, style="dim")
+
+    def finish(
+        self, *, folder: Path, seconds: float, validation_loss: float | None = None, prompt: str = "", sample: str = ""
+    ) -> None:
+        """The end of a run.
+
+        Args:
+            folder: of the run.
+            seconds: that it took.
+            validation_loss: at the end, nats per token.
+            prompt: what the sample was generated from.
+            sample: generated text, without the prompt.
+        """
+        self.close()
+        if sample:
+            text = Text.assemble((printable(prompt), "bold"), printable(sample.rstrip()))
+            if self.console.is_terminal:
+                self.console.print(Panel(text, title="a sample of what it writes", title_align="left"))
+            else:
+                self._line("a sample of what it writes:")
+                self._line("\n".join(f"  {line}" for line in text.plain.splitlines()))
+        known = f": validation loss {validation_loss:.4f} nats per token" if validation_loss is not None else ""
+        self._line(f"finished in {duration(seconds)}{known}", style="bold green")
+        self._line(f"run folder: {folder}")
+
+    def _line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _status(self, step: int, steps: int) -> Table:
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        last = self._last
+        known = f"loss {last.loss:.4f}  {short(last.tokens_per_second)} tokens/s  " if last else ""
+        left = f"{duration(last.seconds_left)} left" if last else ""
+        row.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step), known + left)
+        return row
+
+
+# ---- the grid of ranks -----------------------------------------------------------------------------------------
+
+
+def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[str]:
+    """The layout as a picture: a row for each (pipeline stage, replica, part of the sequence), a column for each
+    tensor-parallel rank.
+
+    Long axes are shortened in the middle, so that it stays within ``width`` columns (and 25 lines) for any world.
+
+    >>> print("\\n".join(["dp 2, tp 2", *grid_of_ranks(Layout(dp=2, tp=2), 60)]))
+    dp 2, tp 2
+          tp 0     1
+         ┌─────┬─────┐
+    dp 0 │   0 │   1 │
+    dp 1 │   2 │   3 │
+         └─────┴─────┘
+    """
+    rows = layout.dp * layout.cp
+    ranks = np.arange(layout.world_size).reshape(layout.pp, rows, layout.tp)
+    cell = max(len(str(layout.world_size - 1)), len(str(layout.tp - 1)), 3)
+    labels = [f"pp {'':<{len(str(layout.pp - 1))}} " if layout.pp > 1 else "",
+              "".join(f"{name} {'':<{len(str(size - 1))}} " for name, size in _rows_of(layout))]
+    margin = sum(map(len, labels))
+    stages = _shorten(layout.pp, 4 if rows > 1 else 8)
+    replicas = _shorten(rows, 4 if layout.pp > 1 else 8)
+    columns = _shorten(layout.tp, max(3, (width - margin - 1) // (cell + 3)))
+    dots = "…" if unicode else ".."
+    corners = ("┌┬┐", "├┼┤", "└┴┘") if unicode else ("+++",) * 3
+    across, down = ("─", "│") if unicode else ("-", "|")
+
+    def rule(left: str, middle: str, right: str) -> str:
+        return " " * margin + left + middle.join([across * (cell + 2)] * len(columns)) + right
+
+    def label(replica: int | None) -> str:
+        inside = {"dp": layout.cp, "cp": 1}
+        return " ".join(
+            f"{name} {dots if replica is None else replica // inside[name] % size:<{len(str(size - 1))}}"
+            for name, size in _rows_of(layout)
+        )
+
+    def row(stage: int | None, replica: int | None, *, first: bool) -> str:
+        pp = f"pp {dots if stage is None else stage}" if layout.pp > 1 and first else ""
+        dp = label(replica) if stage is not None else ""
+        cells = [dots if None in (stage, replica, column) else str(ranks[stage, replica, column]) for column in columns]
+        return (f"{pp:<{len(labels[0])}}{dp:<{len(labels[1])}}{down} "
+                + f" {down} ".join(f"{text:>{cell}}" for text in cells) + f" {down}")
+
+    lines = []
+    if layout.tp > 1:
+        heads = [dots if column is None else str(column) for column in columns]
+        first, *others = heads
+        lines.append(" " * margin + f"{f'tp {first}':>{cell + 2}}" + "".join(f"   {head:>{cell}}" for head in others))
+    lines.append(rule(*corners[0]))
+    for i, stage in enumerate(stages):
+        if i and rows > 1:
+            lines.append(rule(*corners[1]))
+        shown = replicas if stage is not None else [None]
+        lines += [row(stage, replica, first=replica == shown[0]) for replica in shown]
+    return [*lines, rule(*corners[2])]
+
+
+def _rows_of(layout: Layout) -> list[tuple[str, int]]:
+    """The axes that rows are made of."""
+    return [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
+
+
+def _shorten(size: int, most: int) -> list[int | None]:
+    """The indices of an axis, with None for those left out: ``_shorten(9, 4)`` gives ``[0, 1, None, 8]``."""
+    return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
+
+
+# ---- numbers as text -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    text: Callable[[StepMetrics], str]
+
+
+def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
+    """The columns of a step's line: 80 are enough for runs of less than a million steps. With experts what they drop
+    is there instead of a rank's tokens."""
+    columns = [
+        _Column("step", max(4, len(str(steps))), lambda m: str(m.step)),
+        _Column("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
+        _Column("tokens/s", 8, lambda m: short(m.tokens_per_second)),
+        _Column("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
+        _Column("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
+        _Column("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
+        _Column("lr", 7, lambda m: f"{m.learning_rate:.1e}"),
+        _Column("memory", 6, lambda m: binary(m.memory_bytes)),
+        _Column("time left", 9, lambda m: duration(m.seconds_left)),
+    ]
+    if experts:
+        columns[3] = _Column("dropped", 7, lambda m: f"{100 * m.dropped:.1f}%")
+    if width >= WIDE:
+        columns.insert(2, _Column("validation", 10, lambda m: _known(m.validation_loss)))
+    return columns
+
+
+def _known(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def short(count: float) -> str:
+    """Three digits and a decimal prefix.
+
+    >>> short(20480), short(124_439_808), short(7)
+    ('20.5k', '124M', '7')
+    """
+    return _prefixed(count, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def binary(size: float) -> str:
+    """Bytes with a binary prefix.
+
+    >>> binary(1536), binary(3 << 30)
+    ('1.5Ki', '3Gi')
+    """
+    return _prefixed(size, 1024, ("B", "Ki", "Mi", "Gi", "Ti", "Pi"))
+
+
+def _prefixed(value: float, base: int, prefixes: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    power = 0
+    while abs(value) >= base - 0.5 and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + prefixes[power]
+
+
+def duration(seconds: float) -> str:
+    """Two units at most.
+
+    >>> duration(45), duration(185), duration(3720), duration(273600)
+    ('45s', '3m05s', '1h02m', '3d04h')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}m"
+    return f"{m}m{s:02}s" if m else f"{s}s"
+
+
+def printable(text: str) -> str:
+    """The text without what could steer a terminal: generated bytes may be anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

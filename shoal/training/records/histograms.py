@@ -1,0 +1,255 @@
+"""Histograms of a step's weights, gradients and activations, tensor by tensor, over all ranks; one small file a step.
+
+    weights            each parameter, before the update
+    gradients          of each parameter, before clipping and without the loss scale
+    activations        the input of each linear layer
+    output gradients   of each linear layer, without the loss scale
+
+Experts and routers are no linear layers: of these, weights and gradients alone. A step that ends the run, since
+something was not finite, is written too.
+
+Of what tensor-parallel ranks hold alike, one counts it, and of what each has a term, the sum: so the counts are those
+of one device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import UsageError
+from shoal.base.files import read_json, write_whole
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.apply import Stage
+from shoal.engine.precision.histogram import BINS, count
+from shoal.spec.compatibility.precision_rules import SEVERAL_UPDATES
+from shoal.spec.config import RunConfig
+from shoal.training.step.engine import Engine
+from shoal.training.step.optimizer_step import NonFinite
+
+FOLDER = "histograms"
+KINDS = ("weights", "gradients", "activations", "output gradients")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Of one tensor in one step.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: of the parameter or the linear layer.
+        counts: [BINS].
+    """
+
+    kind: str
+    name: str
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer, and which tensor-parallel ranks have the same of it (names of axes, "tp/1" for this one alone).
+
+    Attributes:
+        name: in the whole model.
+        input: that have the same whole input, if the rank has not a part of the tokens to itself.
+        output: that have the same output, likewise.
+        units: of its outputs here, without padding.
+        terms: whether those with the same output have terms of its gradient each.
+    """
+
+    name: str
+    input: str
+    output: str
+    units: int
+    terms: bool = False
+
+
+class Histograms:
+    """Records some steps of an engine.
+
+    Args:
+        every: steps between two that are recorded; the first is.
+        folder: of the run.
+    """
+
+    def __init__(self, engine: Engine, every: int, folder: Path):
+        self.engine, self.every, self.folder = engine, every, folder / FOLDER
+        with torch.device("meta"):
+            model = Transformer(engine.shape)
+        names = dict(model.named_parameters())
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        rows = [*((kind, name) for kind in KINDS[:2] for name in names),
+                *((kind, name) for kind in KINDS[2:] for name in linear)]
+        self.place = {row: i for i, row in enumerate(rows)}
+        self.vocabulary = next(
+            (slot.split.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
+             if slot.split.name == self._weight("head")), 0,
+        )
+        # Keys and values of one head are made on several ranks where there are more than heads.
+        self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
+        self.sharers = engine.mesh.group(self.shared)
+        self.counts: Tensor | None = None
+        self._forward = False
+
+    def due(self, step: int) -> bool:
+        """Whether a step (0 is the first) is to be recorded."""
+        return step % self.every == 0
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record the step that is run inside; collective."""
+        engine = self.engine
+        self.counts = torch.zeros(len(self.place), BINS, dtype=torch.int64, device=engine.mesh.device)
+        self.scale = engine.loss_scale.value if engine.loss_scale else 1.0
+        with ExitStack() as undo:
+            for stage in engine.stages:
+                self._attach(stage, undo)
+            engine.observe = self._parameters
+            undo.callback(setattr, engine, "observe", None)
+            try:
+                yield
+            except NonFinite:  # raised on all ranks alike: the step that is asked about most
+                self._end(step)
+                raise
+        self._end(step)
+
+    def _end(self, step: int) -> None:
+        all_reduce(self.counts, self.engine.mesh.group("world"))
+        if self.engine.mesh.rank == 0:
+            self._write(step + 1, self.counts.tolist())
+        self.counts = None
+
+    def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
+        wide = x.detach().float() / scale  # in the tensor's own format, the scale could not be taken out
+        self.counts[self.place[kind, name]] += count(wide).to(self.counts.device)
+
+    def _parameters(self) -> None:
+        parameters = self.engine.parameters
+        for kind, held, scale in (("weights", parameters.weights(), 1.0),
+                                  ("gradients", parameters.reduced_gradients(), self.scale)):
+            for name, pieces in held.items():
+                for piece in pieces:
+                    if piece.primary:
+                        self._add(kind, name, piece.tensor, scale)
+
+    def _attach(self, stage: Stage, undo: ExitStack) -> None:
+        def enter(*_: object) -> None:
+            self._forward = True
+
+        def leave(*_: object) -> None:
+            self._forward = False
+
+        undo.callback(stage.module.register_forward_pre_hook(enter).remove)
+        undo.callback(stage.module.register_forward_hook(leave).remove)
+        projected = set()
+        for name, module in stage.module.named_modules():
+            if hasattr(module, "projections"):  # made together, without a call of each
+                layers = [self._projection(f"{name}.{part}", getattr(module, part)) for part in module.projections]
+                projected |= {getattr(module, part) for part in module.projections}
+                undo.callback(setattr, module, "project", module.project)
+                module.project = partial(self._project, layers, module.project)
+            elif isinstance(module, nn.Linear) and module not in projected:
+                layer = (_Layer(name, "tp", "tp/1", self.vocabulary) if name == "head" else
+                         _Layer(name, "tp/1", "tp_y", module.out_features))
+                undo.callback(module.register_forward_hook(partial(self._called, layer)).remove)
+
+    def _projection(self, name: str, module: nn.Linear) -> _Layer:
+        heads = name.endswith((".attention.k", ".attention.v"))
+        shared = self.shared if heads else "tp/1"
+        return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
+
+    def _weight(self, name: str) -> str:
+        """A tied head has the embedding's."""
+        return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
+
+    def _project(self, layers: list[_Layer], project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor):
+        outputs = project(x)
+        for layer, output in zip(layers, outputs, strict=True):
+            self._seen(layer, x, output)
+        return outputs
+
+    def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        self._seen(layer, args[0], output)
+
+    def _seen(self, layer: _Layer, x: Tensor, output: Tensor) -> None:
+        if not self._forward or self.engine.estimating:  # it is computed again in backward, or for Sophia
+            return
+        entering, leaving = (tensor.shape[:-1].numel() for tensor in (x, output))
+        # With sequence parallelism a rank's tokens are its own before a region, whose products gather them, and after.
+        if entering < leaving or self.engine.mesh.index(layer.input) == 0:
+            self._add("activations", layer.name, x)
+        counted = leaving < entering or self.engine.mesh.index(layer.output) == 0
+        if output.requires_grad and (counted or layer.terms):
+            output.register_hook(partial(self._returned, layer, counted))
+
+    def _returned(self, layer: _Layer, counted: bool, gradient: Tensor) -> None:
+        gradient = gradient[..., : layer.units]
+        if layer.terms:
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+            all_reduce(gradient, self.sharers)
+        if counted:
+            self._add("output gradients", layer.name, gradient, self.scale)
+
+    def _write(self, step: int, counts: list[list[int]]) -> None:
+        tensors = []
+        for (kind, name), row in zip(self.place, counts, strict=True):
+            seen = [i for i, n in enumerate(row) if n]
+            if seen:
+                first = seen[0]
+                tensors.append({"kind": kind, "name": name, "first": first, "counts": row[first : seen[-1] + 1]})
+        self.folder.mkdir(exist_ok=True)
+        text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
+        write_whole(self.folder / f"step-{step:08d}.json", text)
+
+
+def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
+    """The newest recorded step of a run, and what it has; None where nothing was recorded.
+
+    Raises:
+        UsageError: its file is damaged.
+    """
+    files = sorted((folder / FOLDER).glob("step-*.json"))
+    if not files:
+        return None
+    found = read_json(files[-1])
+    try:
+        tensors = []
+        for tensor in found["tensors"]:
+            before, counts = [0] * tensor["first"], [int(count) for count in tensor["counts"]]
+            after = [0] * (BINS - len(before) - len(counts))
+            tensors.append(Histogram(str(tensor["kind"]), str(tensor["name"]), (*before, *counts, *after)))
+        return int(found["step"]), tensors
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{files[-1]} is no record of histograms: {type(error).__name__}: {error}"
+            "\n  Remove it: the report needs none."
+        ) from None
+
+
+def check_histograms(config: RunConfig) -> None:
+    """Refuse to record what cannot be seen.
+
+    Raises:
+        UsageError: naming the two fields.
+    """
+    if not config.metrics.histograms:
+        return
+    for field, bad, why in (
+        ("train.compile = true", config.train.compile, "the compiler leaves no tensors between layers to count"),
+        (f"parallel.sync = '{config.parallel.sync}'", config.parallel.sync != "all-reduce",
+         "each replica has gradients of its own"),
+        (f"parallel.schedule = '{config.parallel.schedule}'", config.parallel.schedule in SEVERAL_UPDATES,
+         "a step has several gradients"),
+    ):
+        if bad:
+            raise UsageError(f"metrics.histograms = {config.metrics.histograms} with {field}: {why}."
+                             "\n  Leave one of them out.")

@@ -1,0 +1,240 @@
+"""When each action of a step really began and ended, on every rank, on one clock: ``profile/`` in the run folder.
+
+A file for each rank, of JSON lines: first what the program is, then a line for each recorded step with three lists as
+long as the rank's actions: when each began, when what it waited for was there, when it ended. Seconds, by rank 0's
+clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.group import host_identity
+from shoal.engine.collectives.json_collectives import all_gather, broadcast
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.device import Stopwatch
+from shoal.engine.runtime import Runtime
+from shoal.pipeline.program import Action, Op, Program
+from shoal.spec.config import MetricsConfig
+
+FOLDER = "profile"
+ROUNDS = 8  # messages to and fro by which a clock is compared
+
+
+class Profiler:
+    """Records some steps of one rank. As a runtime's recorder it is told of each action.
+
+    Args:
+        runtime: whose actions are recorded.
+        mesh: of the run; all ranks make a profiler at the same time.
+        steps: the numbers of the steps to record; nothing is done in others.
+        folder: of the run.
+        group: of all ranks, in host memory; None where there is one rank.
+    """
+
+    def __init__(self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None):
+        self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
+        if mesh.rank == 0:
+            self._clear()  # ranks and steps of two starts of a run are never mixed
+        self._watch = Stopwatch(mesh.device)
+        self._offset = clock_offset(group) if group else 0.0
+        self._offset -= broadcast(time.perf_counter(), group)  # when it began
+        self._lines: list[dict[str, Any]] = []
+        self._begins: list[Any] = []
+        self._arrivals: list[Any] = []
+        self._ends: list[Any] = []
+
+    def begin(self, action: Action) -> None:
+        """An action begins."""
+        self._begins.append(self._watch.mark())
+        self._arrivals.append(self._begins[-1])
+
+    def arrived(self, action: Action) -> None:
+        """What it waited for is there."""
+        self._arrivals[-1] = self._watch.mark()
+
+    def end(self, action: Action) -> None:
+        """It is done."""
+        self._ends.append(self._watch.mark())
+
+    def before_step(self, step: int) -> None:
+        """Listen, if the step of this number (from 0) is to be recorded."""
+        if step in self.steps:
+            self._begins, self._arrivals, self._ends = [], [], []
+            self._watch.start()
+            self.runtime.recorders.append(self)
+
+    def after_step(self, step: int) -> None:
+        """Keep what was heard; after the last step write it."""
+        if step not in self.steps:
+            return
+        self.runtime.recorders.remove(self)
+        marks = {"begin": self._begins, "arrived": self._arrivals, "end": self._ends}
+        seconds = {
+            name: [round(time + self._offset, 7) for time in self._watch.seconds(moments)]
+            for name, moments in marks.items()
+        }
+        self._lines.append({"step": step, **seconds})
+        if step == self.steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, whole or not at all."""
+        if not self._lines:
+            return
+        folder = self.folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank-{self.mesh.rank:05d}.jsonl"
+        partial = path.with_suffix(".partial")
+        with open(partial, "w") as file:
+            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in (self._header(), *self._lines))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        self._lines = []
+
+    def _clear(self) -> None:
+        for path in (self.folder / FOLDER).glob("rank-*"):
+            path.unlink()
+
+    def _header(self) -> dict[str, Any]:
+        program, mesh = self.runtime.program, self.mesh
+        return {
+            "rank": mesh.rank,
+            **{axis: mesh.index(axis) for axis in ("pp", "dp", "tp")},
+            "layout": mesh.layout.describe(),
+            "device": mesh.device.type,
+            "program": {f.name: getattr(program, f.name) for f in fields(Program) if f.name != "actions"},
+            "actions": self.runtime.actions,
+        }
+
+
+def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
+    """The steps to record of a run that begins at step ``first`` and ends before ``steps``."""
+    begin = first + config.profile_after
+    return range(begin, min(begin + config.profile_steps, steps)) if config.profile else range(0)
+
+
+def clock_offset(
+    group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter, host: str | None = None
+) -> float:
+    """What is added to this rank's clock to have rank 0's. All ranks of the group must call it.
+
+    Processes of one host share their clock. To another host, the offset is taken from the quickest of some exchanges,
+    half of which is taken for each way (Cristian 1989, "Probabilistic clock synchronization").
+
+    Args:
+        group: of all ranks, in host memory.
+        clock: of this rank [s].
+        host: that this rank is on; None asks the system.
+    """
+    rank, hosts = dist.get_rank(group), all_gather(host or host_identity() or platform.node(), group)
+    offset, now = 0.0, torch.zeros(1, dtype=torch.float64)
+    for other in (r for r, name in enumerate(hosts) if name != hosts[0]):
+        if rank == other:
+            best = float("inf")
+            for _ in range(ROUNDS):
+                sent = clock()
+                dist.send(now, group=group, group_dst=0)
+                dist.recv(now, group=group, group_src=0)
+                received = clock()
+                if received - sent < best:
+                    best, offset = received - sent, float(now) - (sent + received) / 2
+        elif rank == 0:
+            for _ in range(ROUNDS):
+                dist.recv(now, group=group, group_src=other)
+                now.fill_(clock())
+                dist.send(now, group=group, group_dst=other)
+    return offset
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What one rank recorded.
+
+    Attributes:
+        rank: global.
+        pp, dp, tp: its place in the mesh.
+        actions: of its program, transfers included.
+        steps: numbers of the recorded steps.
+        begin, arrived, end: for each step, a time [s] for each action.
+    """
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    actions: tuple[Action, ...]
+    steps: tuple[int, ...]
+    begin: Sequence[Sequence[float]]
+    arrived: Sequence[Sequence[float]]
+    end: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What all ranks of a run recorded.
+
+    Attributes:
+        program: that they ran.
+        layout: in words.
+        ranks: in the order of their numbers.
+    """
+
+    program: Program
+    layout: str
+    ranks: tuple[RankProfile, ...]
+
+
+def read_profile(folder: Path) -> Profile | None:
+    """The profile of a run, None where it has none.
+
+    Raises:
+        UsageError: a rank's file is missing, damaged, or recorded other steps than the first rank's.
+    """
+    paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
+    if not paths:
+        return None
+    try:
+        return _profile(paths)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        raise UsageError(
+            f"{folder / FOLDER} cannot be read as a profile: {type(error).__name__}: {error}"
+            "\n  Take it again (shoal train --profile), or move the folder away: the report needs none."
+        ) from None
+
+
+def _profile(paths: Sequence[Path]) -> Profile:
+    headers, ranks = [], []
+    for path in paths:
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
+        times = [[[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")]
+        if any(len(step) != len(actions) for steps in times for step in steps):
+            raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
+        place = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
+        ranks.append(RankProfile(*place, actions, tuple(int(line["step"]) for line in lines), *times))
+        headers.append(header)
+    by_stage = {rank.pp: rank.actions for rank in ranks}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
+    world = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
+    pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
+    stages = 1 + max(values["stage_rank"])
+    if len(world) != stages * dp * tp or {rank.steps for rank in ranks} != {ranks[0].steps} or pp != stages:
+        raise ValueError(f"{len(ranks)} ranks have recorded, not all of {stages} x {dp} x {tp}, or not the same steps")
+    program = Program(tuple(by_stage[i] for i in range(stages)), **values)
+    return Profile(program, headers[0]["layout"], tuple(ranks))

@@ -1,0 +1,193 @@
+"""A run's folder in the memory of one host: a tmpfs outlives the ranks that write into it.
+
+    /dev/shm/shoal-1000-5f0c2a91b1d7e3c4/      of one user and one run folder, readable by that user alone (0700)
+      owner.json                               the process with which the run lives and dies
+      node-00000/                              one for each node that this host is, or imitates
+        5f0c2a91-00003-1/                      a slot: attempt, rank, and which of the two
+          rank-00003.safetensors
+          part.json                            written last: without it there is nothing in the slot
+
+What a run leaves behind when it ends in failure serves the next `--resume` on the same host; when it ends well, it is
+removed. A run that starts sweeps up what runs with dead owners have left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from shoal.base.errors import UsageError
+from shoal.base.files import try_to_write, write_whole
+from shoal.base.units import show_bytes
+from shoal.spec.config import FailoverConfig
+
+OWNER, PART = "owner.json", "part.json"
+
+
+def home(run_folder: Path, config: FailoverConfig) -> Path:
+    """Where a run keeps its state in the memory of this host."""
+    name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+    return config.memory_folder / f"{_prefix()}{name}"
+
+
+def check_home(path: Path, needed: int) -> None:
+    """Refuse a host's memory that could not keep a run's state, before anything is made in it.
+
+    Args:
+        path: `home` of the run, which need not be there yet.
+        needed: bytes that the run keeps at least.
+
+    Raises:
+        UsageError: there is no such file system, it cannot be written or has no room, or another user made the folder.
+    """
+    _check_folder(path)
+    try:
+        try_to_write(path.parent)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    check_room(path, needed)
+
+
+def make_home(path: Path) -> None:
+    """Make a run's folder, or take the one that an earlier attempt left.
+
+    Raises:
+        UsageError: as `check_home`, but for the room.
+    """
+    _check_folder(path)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    _check_folder(path)
+
+
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"failover.memory_folder = '{path.parent}' is not there.\n  Name a folder in memory (a tmpfs), or set "
+            "failover.memory_every = 0."
+        )
+    if os.path.lexists(path) and not is_private(path):
+        raise UsageError(f"{path} is not a private folder of this user: shoal will not trust it.\n  Remove it.")
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Make room, name another "
+        "folder in memory (a tmpfs), or set failover.memory_every = 0."
+    )
+
+
+def is_private(path: Path) -> bool:
+    """Whether it is a folder (and no link) of this user that nobody else can read: others write into /dev/shm too."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def own(path: Path, run_folder: Path) -> None:
+    """Say with which process the run lives and dies.
+
+    Raises:
+        UsageError: the memory is full.
+    """
+    pid = owner_pid()
+    owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
+    try:
+        write_whole(path / OWNER, json.dumps(owner))
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def owner_pid() -> int:
+    """The process that restarts this rank when it dies: the supervisor, or whatever started the rank."""
+    return int(os.environ.get("SHOAL_OWNER") or os.environ.get("SHOAL_PARENT") or os.getppid())
+
+
+def free(path: Path) -> None:
+    """Give the memory back."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(path: Path) -> list[str]:
+    """Remove what other runs of this user left whose owners are dead; returns a line for each.
+
+    Args:
+        path: of the run that starts, which is not touched.
+    """
+    swept = []
+    for other, run in _left(path):
+        free(other)
+        swept.append(f"swept up what {run} had left in {other}: its owner is dead")
+    return swept
+
+
+def _left(path: Path) -> Iterator[tuple[Path, str]]:
+    """The memories of other runs whose owners are dead, and those runs."""
+    for other in path.parent.glob(f"{_prefix()}*"):
+        if other != path and (run := _left_by(other)):
+            yield other, run
+
+
+def _left_by(path: Path) -> str | None:
+    """The run folder of a memory whose owner is known to be dead."""
+    try:
+        owner = json.loads((path / OWNER).read_text())
+        if owner["host"] != socket.gethostname():  # a container that shares the file system, not the processes
+            return None
+        return None if _started(owner["pid"]) == owner["started"] else str(owner["run"])
+    except (OSError, ValueError, KeyError, TypeError):  # just being made, or no such folder of ours
+        return None
+
+
+def _started(pid: int) -> float | None:
+    """When a process began, by which it is told from a later one of the same number; None if it is dead."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Require that this host has room for so many bytes in all, counting what is there of this run already, and what a
+    `sweep` would give back.
+
+    Raises:
+        UsageError: telling what is needed and what there is.
+    """
+    here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _left(path))))
+    places = os.statvfs(path.parent)
+    room = min(places.f_bavail * places.f_frsize, psutil.virtual_memory().available) + here
+    if needed > room:
+        raise UsageError(
+            f"failover.memory_every: two copies of this node's state and two of its neighbour's take "
+            f"{show_bytes(needed)} in {path.parent} of {socket.gethostname()}, where {show_bytes(room)} are free."
+            "\n  Enlarge that file system (in a container, by --shm-size), name another by failover.memory_folder, "
+            "use more nodes, or set failover.memory_every = 0."
+        )
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run sweeps too
+            found = file.lstat()
+            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return size
+
+
+def _prefix() -> str:
+    return f"shoal-{os.getuid()}-"

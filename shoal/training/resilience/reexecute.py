@@ -1,0 +1,114 @@
+"""Silent corruption of data: a step is computed twice, and every value must have the same bits.
+
+A device that now and then computes wrong numbers (Hochschild et al. 2021, "Cores that don't count") says nothing, and
+finite wrong numbers pass every other check. The step is run again without its update: on the same rank, which finds
+what comes and goes; or with each replica's samples on the next replica, which also finds a device that is always wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather
+from shoal.engine.device import reproducible
+from shoal.training.nonfinite_locator import ValueWatch
+from shoal.training.resilience.replicas import hash_of
+from shoal.training.step.engine import Engine
+
+Where = Literal["same", "replica"]
+Trace = list[tuple[tuple[int, int, int], str, int]]
+"""For each value of a step: when it was made, what it is, and its hash."""
+
+
+class SilentCorruption(RuntimeError):
+    """A step that was computed twice gave two results.
+
+    Attributes:
+        ranks: one of which computed wrong.
+    """
+
+    def __init__(self, message: str, ranks: list[int]):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class _Hashes(ValueWatch):
+    def __init__(self, engine: Engine):
+        super().__init__(engine)
+        self._seen: list[tuple[tuple[int, int, int], str]] = []
+        self._hashes: list[Tensor] = []
+
+    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
+        self._seen.append((when, what))
+        self._hashes.append(hash_of(value))
+
+    def trace(self) -> Trace:
+        values = torch.stack(self._hashes).tolist() if self._hashes else []
+        return [(when, what, value) for (when, what), value in zip(self._seen, values, strict=True)]
+
+
+def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") -> None:
+    """Compute a step twice, without its update, and compare. Collective.
+
+    Args:
+        step: whose samples are taken (0 is the first), with the weights as they are.
+        group: of all ranks, in which nothing else is under way.
+        where: on the "same" rank again, or on the next "replica" of the data.
+
+    Raises:
+        SilentCorruption: on every rank alike, naming the rank, or where two results stand against each other the two,
+            and the first value that differs.
+    """
+    mesh = engine.mesh
+    replicas = mesh.ranks("dp")
+    shift = 1 if where == "replica" else 0
+    partner = replicas[(mesh.index("dp") + shift) % len(replicas)]
+    told = gather([trace(engine, step), trace(engine, step, shift), partner, mesh.describe()], group)
+    verdict = broadcast(judge(told) if told else None, group)
+    if verdict is not None:
+        raise SilentCorruption(f"step {step}, computed twice, gave two results: {verdict['said']}.", verdict["ranks"])
+
+
+def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
+    """Run a step without its update, and hash its values on this rank.
+
+    Args:
+        shift: take the samples of the replica so many places on.
+    """
+    watch, made_ahead = _Hashes(engine), engine.batches_of
+    engine.shift, engine.batches_of = shift, engine.make_batches
+    try:
+        with reproducible(engine.mesh.device):
+            watch.run(engine, step)
+    finally:
+        engine.shift, engine.batches_of = 0, made_ahead
+    return watch.trace()
+
+
+def judge(told: list[list[Any]]) -> dict[str, Any] | None:
+    """Whose result is wrong, if two differ.
+
+    Args:
+        told: of each rank, its first trace, its second, whose samples that was of, and where the rank is in words.
+    """
+    differ = []
+    for rank, (_, second, partner, _) in enumerate(told):
+        first = told[partner][0]
+        for a, b in zip(first, second, strict=True):
+            if a[2] != b[2]:
+                differ.append((tuple(a[0]), a[1], sorted({rank, partner})))
+                break
+    if not differ:
+        return None
+    _, what, suspects = min(differ, key=lambda d: d[0])
+    # With three replicas or more, one that is always wrong differs from both neighbours, and they from it alone.
+    counted = Counter(rank for _, _, pair in differ for rank in pair if len(pair) > 1)
+    most = max((counted[rank] for rank in suspects), default=0)
+    if most > 1:
+        suspects = [rank for rank in suspects if counted[rank] == most]
+    names = " or ".join(told[rank][3] for rank in suspects)
+    return {"said": f"{names}, {what}", "ranks": suspects}

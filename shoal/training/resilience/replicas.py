@@ -1,0 +1,141 @@
+"""Whether ranks that should hold the same parameters do: hashes compared, and whoever differs from most named.
+
+A flipped bit in one replica's memory changes nothing that the loss would show at once, and data parallelism keeps it
+for good: each replica adds the same update to what is no longer the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box
+from shoal.engine.checkpoint.manifest import key
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather
+from shoal.training.step.engine import Engine
+
+CHUNK = 1 << 20  # elements that are hashed at once: the most that is allocated for it
+NAMED = 4  # ranks and parameters in a message
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks hold different bits of what should be the same.
+
+    Attributes:
+        ranks: that differ from the majority; all that are involved, where there is none.
+    """
+
+    def __init__(self, message: str, ranks: list[int]):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+@lru_cache(maxsize=2)
+def _factors(device: torch.device) -> Tensor:
+    """An odd number for each place: int64 [CHUNK]."""
+    numbers = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**62), 2**62, (CHUNK,), generator=numbers) * 2 + 1).to(device)
+
+
+def hash_of(x: Tensor) -> Tensor:
+    """64 bits of a tensor's bits and their places, on its device: int64 [].
+
+    The sum, modulo 2^64, of each element's bits times an odd number of its place. So it does not depend on the order of
+    summation, and any change of a single element changes it: times an odd number, no difference becomes 0.
+    """
+    flat = x.detach().reshape(-1)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for number, part in enumerate(bits.split(CHUNK)):
+        total = total * 3 + (part.long() * _factors(x.device)[: part.numel()]).sum() + number
+    return total
+
+
+def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
+    """Every parameter on this rank, as (name, box, kind, values): what is computed with, and what is updated."""
+    for stage in engine.stages:
+        for bucket in stage.parameters.buckets:
+            if bucket.keep_full:
+                for slot in bucket.slots:
+                    yield slot.split.name, slot.split.box, "", slot.parameter.data.reshape(-1)[: slot.split.box.numel]
+    for name, pieces in engine.parameters.weights().items():
+        for piece in pieces:
+            yield name, piece.box, " (what the optimizer updates)", piece.tensor
+
+
+def compare(engine: Engine, step: int, group: Group) -> None:
+    """Compare what replicas hold. Collective.
+
+    Args:
+        step: optimizer steps done, for the message.
+        group: of all ranks, in which nothing else is under way.
+
+    Raises:
+        ReplicasDiffer: on every rank alike, naming the ranks that differ and the first parameter.
+    """
+    named = [(f"{key(name, box)}{kind}", hash_of(values)) for name, box, kind, values in held(engine)]
+    hashes = torch.stack([value for _, value in named]).tolist() if named else []
+    mine = list(zip([name for name, _ in named], hashes, strict=True))
+    every = gather([mine, engine.mesh.describe()], group)
+    verdict = broadcast(judge([told for told, _ in every]) if every else None, group)
+    if verdict is None:
+        return
+    places = broadcast([place for _, place in every], group)
+    raise ReplicasDiffer(f"after step {step}: {_tell(verdict, places)}", verdict["ranks"])
+
+
+@dataclass
+class _Doubt:
+    """One parameter of which the ranks have different bits."""
+
+    name: str
+    odd: list[int]  # the ranks that differ from the majority, or all
+    agreed: int  # the size of the majority, 0 where there is none
+
+
+def judge(every: list[list[tuple[str, int]]]) -> dict | None:
+    """What differs, if anything.
+
+    Args:
+        every: of each rank, the name and hash of each thing it holds, in the order of the model.
+
+    Returns:
+        JSON values: "ranks" that are out of line, "names" of what they differ in, "agreed", how many have the first of
+        these alike.
+
+    >>> judge([[("w", 1), ("v", 5)], [("w", 1), ("v", 5)], [("w", 2), ("v", 5)]])
+    {'ranks': [2], 'names': ['w'], 'agreed': 2}
+    """
+    holders: dict[str, dict[int, int]] = {}
+    for rank, told in enumerate(every):
+        for name, value in told:
+            holders.setdefault(name, {})[rank] = value
+    doubts = []
+    for name, values in holders.items():
+        counted = Counter(values.values())
+        if len(counted) > 1:
+            value, agreed = counted.most_common(1)[0]
+            most = agreed > len(values) / 2
+            odd = [rank for rank, mine in values.items() if mine != value or not most]
+            doubts.append(_Doubt(name, odd, agreed if most else 0))
+    if not doubts:
+        return None
+    ranks = sorted({rank for doubt in doubts for rank in doubt.odd})
+    return {"ranks": ranks, "names": [doubt.name for doubt in doubts], "agreed": doubts[0].agreed}
+
+
+def _tell(verdict: dict, places: list[str]) -> str:
+    ranks, names = verdict["ranks"], verdict["names"]
+    who = " and ".join(places[rank] for rank in ranks[:NAMED])
+    who += f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    what = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    if verdict["agreed"]:
+        return (
+            f"{who} {'differs' if len(ranks) == 1 else 'differ'} from the {verdict['agreed']} other replicas in {what}."
+        )
+    return f"{who} hold different values of {what}, and no majority tells which are right."

@@ -1,0 +1,225 @@
+"""Going on from the newest state there is, in memory or on disk, whoever of the ranks is left.
+
+What memory holds of one save is a checkpoint whose files lie on several hosts, some of them twice. The ranks tell each
+other what they found, and the newest save of which every rank's part survives somewhere is put together on each host:
+links to the files that are there, and over the network the others that its ranks' pieces touch. Then it is loaded like
+any checkpoint, in whatever layout the run has now.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
+from shoal.engine.checkpoint.load import touched
+from shoal.engine.checkpoint.manifest import merge, read_manifest, write_manifest
+from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.write import State, file_name
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
+from shoal.training.resilience import memory_slot
+from shoal.training.resilience.host_memory_dir import make_home
+from shoal.training.resilience.memory_checkpoint import Places, in_messages
+from shoal.training.resilience.memory_slot import Found, Record
+
+_LOADED = {"convert": True, "optional": ("precision.",)}
+"""How: a run may go on in other number formats, and what one alone keeps of its numbers begins anew."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that was loaded.
+
+    Attributes:
+        step: optimizer steps done.
+        extra: what was saved with it.
+        save: (step, attempt), where it came from memory; None where it came from disk.
+        source: in words.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    save: tuple[int, str] | None
+    source: str
+
+
+@dataclass
+class _Save:
+    """One save as all hosts' memories hold it, on rank 0.
+
+    Attributes:
+        records: by rank.
+        holders: of each rank's file, where it lies: (a rank on that host, the slot's folder).
+    """
+
+    records: dict[int, Record] = field(default_factory=dict)
+    holders: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+
+
+def restore(
+    checkpoints: Place,
+    home: Path,
+    state: State,
+    *,
+    group: Group,
+    model: dict[str, Any],
+    before: int | None = None,
+) -> tuple[Restored | None, list[str]]:
+    """Fill the tensors of ``state`` from the newest state that is whole. Collective; of equal steps, memory is taken.
+
+    Args:
+        checkpoints: the run's folder of checkpoints on disk.
+        home: the run's folder in the memory of this host; it need not be there.
+        group: a gloo group of all ranks, in which nothing else is under way.
+        model: as of `shoal.engine.checkpoint.load`.
+        before: take none of a later step.
+
+    Returns:
+        What was loaded, None where there is nothing; and why anything newer was not, a line each, on every rank alike.
+    """
+    places = Places.of(group)
+    saves, notes = _saves_in_memory(home, places, group)
+    listed = broadcast([(step, path.name) for step, path in list_checkpoints(checkpoints)], group)
+    order = broadcast(
+        sorted(
+            [(step, 1, attempt) for step, attempt in saves] + [(step, 0, name) for step, name in listed], reverse=True
+        ),
+        group,
+    )
+    for step, in_memory, name in order:
+        if before is not None and step > before:
+            continue
+        try:
+            if in_memory:
+                extra = _load_from_memory(home, places, saves.get((step, name)), state, group, model)
+                return Restored(step, extra, (step, name), "from memory"), notes
+            path = checkpoints / name
+            verify(path, group=group)
+            return Restored(step, load(path, state, group=group, model=model, **_LOADED), None, f"from {path}"), notes
+        except CheckpointError as error:
+            notes.append(f"{'in memory' if in_memory else 'checkpoint'} refused: {error}")
+    return None, notes
+
+
+# ---- what memory holds -----------------------------------------------------------------------------------------------
+
+
+def _saves_in_memory(home: Path, places: Places, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
+    """By (step, attempt), on rank 0 alone; and what is damaged. The ranks of a host share the reading."""
+    rank = rank_of(group)
+    here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
+    listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
+    mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
+    looked = list(memory_slot.look(mine))
+    found = [(f.record.model_dump(mode="json"), str(f.folder)) for f in looked if isinstance(f, Found)]
+    damaged = [f"in memory refused: {f}" for f in looked if isinstance(f, CheckpointError)]
+    saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
+    for holder, held in enumerate(gather(found, group)):
+        for values, folder in held:
+            record = Record.model_validate(values)
+            save = saves[record.save]
+            save.records[record.rank] = record
+            save.holders[record.rank].append((holder, folder))
+    notes = broadcast([line for lines in gather(damaged, group) for line in lines], group)
+    return saves, notes
+
+
+def _load_from_memory(
+    home: Path, places: Places, save: _Save | None, state: State, group: Group, model: dict[str, Any]
+) -> dict[str, Any]:
+    """Put a save together on each host, and load it.
+
+    Args:
+        save: on rank 0.
+
+    Raises:
+        CheckpointError: on every rank: a part of it is nowhere; or as `load`.
+    """
+    rank = rank_of(group)
+    told = broadcast(_put_together(save) if rank == 0 else None, group)
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    first = places.first_here(rank)
+    folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
+    try:
+        if rank == first:
+            _write_manifest(folder, [Record.model_validate(values) for values in told["records"]])
+        gather(None, group)
+        holders = {file_name(int(owner)): held for owner, held in told["holders"].items()}
+        _bring(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
+        return load(folder, state, group=group, model=model, **_LOADED)
+    finally:
+        gather(None, group)
+        if rank == first:
+            storage.remove(folder)
+
+
+def _put_together(save: _Save) -> dict[str, Any]:
+    """On rank 0: what all ranks must know of a save, or why it is of no use."""
+    some = next(iter(save.records.values()))
+    if lost := sorted(set(range(some.world_size)) - save.records.keys()):
+        which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
+        return {"error": f"step {some.step}: no node holds the part of {which}."}
+    try:
+        merge(some.step, some.extra, [record.part for record in save.records.values()])
+    except CheckpointError as error:
+        return {"error": f"step {some.step}: {error}"}
+    return {"records": [r.model_dump(mode="json") for _, r in sorted(save.records.items())], "holders": save.holders}
+
+
+def _write_manifest(folder: Path, records: list[Record]) -> None:
+    make_home(folder.parent)
+    folder.mkdir(mode=0o700)
+    write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
+
+
+def _bring(
+    folder: Path, places: Places, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
+) -> None:
+    """Have every file in ``folder`` that a rank on this host needs: by a link, or sent by a rank on a host that has it.
+
+    Args:
+        needed: files that this rank's pieces touch.
+        holders: of each file, where it lies, as in `_Save`.
+    """
+    rank = rank_of(group)
+    every = broadcast(gather(needed, group), group)
+    wanted: dict[int, set[str]] = defaultdict(set)  # by the first rank of a host, the files it is to have
+    for asking, files in enumerate(every):
+        wanted[places.first_here(asking)].update(files)
+    for first, files in sorted(wanted.items()):
+        for file in sorted(files):
+            near = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
+            to = folder / file
+            if near:
+                if rank == first:
+                    to.hardlink_to(Path(near[0]) / file)
+                continue
+            holder, path = holders[file][0]
+            if rank == holder:
+                _send(Path(path) / file, first, group)
+            elif rank == first:
+                _receive(to, holder, group)
+    gather(None, group)
+
+
+def _send(path: Path, to: int, group: Group) -> None:
+    data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    dist.send(torch.tensor([data.numel()]), group=group, group_dst=to)
+    for part in in_messages(data):
+        dist.send(part, group=group, group_dst=to)
+
+
+def _receive(path: Path, source: int, group: Group) -> None:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, group=group, group_src=source)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    for part in in_messages(data):
+        dist.recv(part, group=group, group_src=source)
+    storage.write(path, [memoryview(data.numpy())])

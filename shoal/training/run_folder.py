@@ -1,0 +1,189 @@
+"""The folder of a run: what is in it, and that no run ever writes into another's.
+
+    run.toml        the config that the run was started with
+    metrics.jsonl   one line per logged step; tensorboard/ beside it
+    events.jsonl    failures, restarts and recoveries, and how much of the time counted
+    checkpoints/    step-00000100/ ...
+    logs/           what each rank printed
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint import CheckpointError, newest, verify
+from shoal.engine.checkpoint.manifest import read_manifest
+from shoal.engine.checkpoint.storage import Place, place
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RUN_FILE, RunConfig, load, save
+from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.memory_slot import newest_step
+
+RUNS = Path("runs")
+MAY_CHANGE = (
+    "the layout, train.steps, train.precision, the optimizer's numbers, and what only says how and where it is computed"
+)
+
+Difference = tuple[str, object, object, str]
+"""A field, its value now, that of the run, and why it may not change."""
+
+
+def new_run(config: RunConfig, folder: Path | None) -> Path:
+    """Make the folder of a new run and put its config into it. Of starts at the same time, each gets its own folder.
+
+    Args:
+        folder: where; None takes a fresh name under ``runs/``.
+
+    Raises:
+        UsageError: the folder is there and is not empty.
+    """
+    try:
+        folder = folder or _fresh_folder(config)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_free(folder):
+            raise FileExistsError
+        save(config, folder / RUN_FILE, new=True)
+    except FileExistsError:
+        raise taken(folder) from None
+    except OSError as error:
+        raise UsageError(
+            f"--run-folder {folder} cannot be written: {error.strerror}.\n  Name a folder that can."
+        ) from None
+    return folder
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a new run may have this folder: it is not there, or is empty."""
+    return not (any(folder.iterdir()) if folder.is_dir() else os.path.lexists(folder))
+
+
+def taken(folder: Path) -> UsageError:
+    """What is said of a folder that is not free."""
+    return UsageError(
+        f"--run-folder {folder} exists already, and a run never writes over what it did not make."
+        f"\n  Go on with that run by --resume {folder}, or name another folder."
+    )
+
+
+def _fresh_folder(config: RunConfig) -> Path:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
+    for number in itertools.count():
+        folder = RUNS / (stem + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError:  # started within the same second
+            continue
+        return folder
+    raise AssertionError("names do not run out")
+
+
+def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: bool = False) -> None:
+    """Refuse to resume what would not continue the same run.
+
+    The order of the samples follows from the step's number, so what that depends on must not change, nor what decides
+    which tensors are kept; layout, number of steps, learning rate and the rest may.
+
+    Args:
+        shape: the model of ``config``.
+        again: nobody asked to resume it; with nothing saved it begins anew, and with all its steps it is done.
+
+    Raises:
+        UsageError: naming every field that differs, the run's value and the new one; or the folder holds no run, no
+            checkpoint, or all the steps already.
+    """
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
+    first = load(folder / RUN_FILE)
+    found = [*_differences(first, config), *_model_differences(config, folder, shape)]
+    if found:
+        lines = "".join(f"\n  {name} = {now!r}, was {was!r}: {why}" for name, now, was, why in found)
+        it = "it" if len(found) == 1 else "them"
+        raise UsageError(
+            f"--resume {folder}: this run was started with another config:{lines}"
+            f"\n  Leave {it} out, or start a new run. What may change: {MAY_CHANGE}."
+        )
+    if not again:
+        _check_checkpoint(config, folder)
+
+
+def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
+    """What may not change and did, between the config that a run was started with and the one to go on with."""
+    order = {
+        "train.global_batch": lambda c: c.train.global_batch,
+        "train.seed": lambda c: c.train.seed,
+        **{f"data.{name}": (lambda c, name=name: getattr(c.data, name)) for name in _DATA_ORDER},
+    }
+    for name, value in order.items():
+        if value(first) != value(config):
+            yield name, value(config), value(first), "its data would not continue where it stopped"
+    if first.checkpoint.folder != config.checkpoint.folder:
+        yield ("checkpoint.folder", config.checkpoint.folder, first.checkpoint.folder,
+               f"its checkpoints are there; once they are moved, change it in {RUN_FILE} of the run")
+    if first.optimizer.name != config.optimizer.name:
+        yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
+    if not first.parallel.sync == config.parallel.sync == "all-reduce":
+        for name in ("sync", "dp", "tp", "pp"):  # the method and the replicas, each of which has something of its own
+            was, now = getattr(first.parallel, name), getattr(config.parallel, name)
+            if was != now:
+                yield f"parallel.{name}", now, was, "its replicas keep states of their own"
+
+
+def checkpoints_of(config: RunConfig, folder: Path) -> Place:
+    """Where a run keeps its checkpoints.
+
+    Raises:
+        UsageError: an address that nothing is known of.
+    """
+    return place(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
+
+
+def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
+    """Between the model that the newest checkpoint holds and the one to go on with."""
+    found = newest(checkpoints_of(config, folder))
+    try:
+        saved = read_manifest(found.path).extra.get("model") if found else None
+    except CheckpointError:  # damaged: left to the ranks, which take the one before
+        return
+    here = shape.model_dump(mode="json")
+    if isinstance(saved, dict):
+        for name in sorted(saved.keys() | here.keys()):
+            if saved.get(name) != here.get(name):
+                yield f"model.{name}", here.get(name), saved.get(name), "its checkpoint holds another model"
+
+
+def _check_checkpoint(config: RunConfig, folder: Path) -> None:
+    """Whether there is a state to go on from, and something to do. A damaged one is left to the ranks."""
+    found, kept = newest(checkpoints_of(config, folder)), newest_step(home(folder, config.failover))
+    if found is None and kept is None:
+        raise CheckpointError(
+            f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
+        )
+    if found is None or (kept or 0) >= found.step:  # left to the ranks, which see what all hosts remember
+        return
+    try:
+        if found.step >= config.train.steps:
+            verify(found.path)  # if it is damaged, steps are left to do
+    except CheckpointError:
+        return
+    check_steps_left(folder, found.step, config.train.steps)
+
+
+def check_steps_left(folder: Path, done: int, steps: int) -> None:
+    """Refuse to resume what has all its steps.
+
+    Raises:
+        UsageError: ``done`` is not below ``steps``.
+    """
+    if done >= steps:
+        raise UsageError(
+            f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to go on."
+        )
+
+
+_DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",
+               "validation_fraction", "sampler", "overlap")

@@ -1,0 +1,118 @@
+"""Text from a trained model: a checkpoint of any layout, loaded whole on one device."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint import CheckpointError, load, newest_good
+from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.models.cache import Slice
+from shoal.engine.models.experts.balance import drop_nothing
+from shoal.engine.models.transformer import Transformer
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RUN_FILE
+from shoal.spec.config import load as load_config
+from shoal.training.run_folder import checkpoints_of
+
+
+def sample_run(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
+    """`shoal sample`: print a prompt and what the run's model makes of it; returns the exit code."""
+    print(sample_checkpoint(run_folder, prompt, tokens=tokens, temperature=temperature, seed=seed))
+    return 0
+
+
+def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+    """The prompt and its continuation by the newest good checkpoint of a run.
+
+    Raises:
+        UsageError: the folder holds no run, or no good checkpoint, or the prompt is empty.
+    """
+    if not (run_folder / RUN_FILE).is_file():
+        raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
+    config = load_config(run_folder / RUN_FILE)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    start = tokenizer.encode(prompt).tolist()
+    if not start:
+        raise UsageError("the prompt is empty; give at least one character.")
+    found, refused = newest_good(checkpoints_of(config, run_folder))
+    for error in refused:
+        print(f"checkpoint refused: {error}", file=sys.stderr)
+    if found is None:
+        raise CheckpointError(f"{run_folder} holds no good checkpoint to sample from.")
+    shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    if shape.experts is not None and shape.experts.gate == "expert-choice":
+        raise UsageError(f"{run_folder}: its experts choose their tokens among all of a sequence, later ones too, so "
+                         "that it cannot write one token after the other.")
+    model = load_model(found.path, shape)
+    drop_nothing(model)
+    generator = torch.Generator().manual_seed(seed)
+    ids = generate(
+        model, torch.tensor(start), tokens, temperature=temperature, window=config.data.sequence_length,
+        stop=tokenizer.end_of_document, generator=generator,
+    )
+    return tokenizer.decode(ids.tolist())
+
+
+def load_model(path: Path, shape: ModelShape) -> Transformer:
+    """A whole model on the CPU, in float32, with the weights of a checkpoint of any layout."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to_empty(device="cpu")
+    if shape.tied:
+        model.head.weight = model.embed.token.weight
+    state = {
+        f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
+        for name, p in chain(model.named_parameters(), model.named_buffers())
+    }
+    unwanted = ("optimizer.", "precision.", "relaxed.", "replica.")
+    load(path, state, model=shape.model_dump(mode="json"), convert=True, unwanted=unwanted)
+    return model.eval()
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Tensor,
+    count: int,
+    *,
+    temperature: float,
+    window: int,
+    stop: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Continue a sequence token by token, each computed once: keys and values of those before it are kept.
+
+    Args:
+        tokens: [s] ids to go on from.
+        count: how many to add, at most.
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        window: the model sees at most this many tokens. When they are full, it goes on with the last half of them.
+        stop: the id that ends the text.
+
+    Returns:
+        [s + count] ids, or fewer where ``stop`` came.
+    """
+    seen = Slice()
+    new = tokens[-window:]
+    for _ in range(count):
+        if seen.stop + len(new) > window:
+            seen, new = Slice(), tokens[-max(1, window // 2) :]
+        seen = Slice(seen)
+        logits = model(new.unsqueeze(0), part=seen)[0, -1].double()
+        if temperature == 0:
+            following = logits.argmax()
+        else:
+            likely = ((logits - logits.max()) / temperature).softmax(-1)  # no temperature makes infinities of these
+            following = torch.multinomial(likely, 1, generator=generator)[0]
+        if int(following) == stop:
+            break
+        new = following.view(1)
+        tokens = torch.cat((tokens, new))
+    return tokens

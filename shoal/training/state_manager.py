@@ -1,0 +1,213 @@
+"""The states of a run: kept on disk and in host memory, gone back to, and distrusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint import Checkpointer, CheckpointError
+from shoal.engine.optim.sophia import Sophia
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
+from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.memory_checkpoint import Memory
+from shoal.training.resilience.restore import Restored, restore
+from shoal.training.resilience.spikes import Skips
+from shoal.training.run_folder import check_steps_left, checkpoints_of
+from shoal.training.step.engine import Engine
+
+
+class States:
+    """What this rank keeps of the run's states, and goes on from. All ranks call the same things in the same order.
+
+    Args:
+        data: the fingerprint of the training data.
+        fresh: the run begins: nothing is there yet.
+        report: where notes for the user go.
+
+    Attributes:
+        group: a process group of its own, since saving goes on in the background of the training's collectives.
+        beside: gives what else is saved beside the tensors.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        engine: Engine,
+        folder: Path,
+        data: str,
+        *,
+        fresh: bool,
+        report: Callable[[str], None],
+    ):
+        self.config, self.shape, self.engine, self.folder, self.data = config, shape, engine, folder, data
+        self.report = report
+        self.beside: Callable[[], dict[str, Any]] = dict
+        self.group = self._new_group()
+        self.disk = Checkpointer(
+            checkpoints_of(config, folder),
+            group=self.group,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            fresh=fresh,
+            report=report,
+        )
+        self.memory: Memory | None = None
+        if fresh:
+            self._begin(None)
+
+    # ---- kept ----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, block: bool) -> None:
+        """Save the state after so many steps on disk; the one that was saved last is only waited for."""
+        if self._saved == step:
+            self.disk.wait()
+            return
+        self._stalled += self.disk.save(step, self.engine.state(), self._extra(step), block=block)
+        self._saved = step
+
+    def remember(self, step: int) -> None:
+        """Keep the state after so many steps in host memory, where the run does that."""
+        if self.memory:
+            self._stalled += self.memory.save(step, self.engine.state(), self._extra(step))
+
+    def wait(self) -> None:
+        """Until all that was begun is kept."""
+        self.disk.wait()
+        if self.memory:
+            self.memory.wait()
+
+    def take_stalled(self) -> float:
+        """Seconds that keeping states held up training, since this was asked last."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def close(self) -> None:
+        """Wait, and keep nothing more."""
+        self.disk.close()
+        if self.memory:
+            self.memory.close()
+
+    # ---- gone back to --------------------------------------------------------------------------------------------
+
+    def resume(self, *, restarted: bool) -> Restored | None:
+        """Go on from the newest good state; None where a restart finds none.
+
+        Raises:
+            UsageError: there is none, or it has all the steps already.
+        """
+        found, refused = self.restore()
+        if found is None and not restarted:
+            raise CheckpointError(
+                "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
+            )
+        if found is not None:
+            self._check(found, restarted=restarted)
+            self.engine.skip(Skips(found.extra.get("skipped", ())))
+        self._begin(found)
+        return found
+
+    def restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
+        """Fill the engine from the newest good state, in memory or on disk; and why newer ones were refused."""
+        found, refused = restore(
+            checkpoints_of(self.config, self.folder),
+            home(self.folder, self.config.failover),
+            self.engine.state(),
+            group=self.group,
+            model=self.shape.model_dump(mode="json"),
+            before=before,
+        )
+        for line in refused:
+            self.report(line)
+        if found is not None:
+            if self.engine.loss_scale:
+                self.engine.loss_scale.restore(found.extra.get("loss_scale"))
+            self.engine.restored(found.extra.get("updates", found.step))
+            if isinstance(self.engine.optimizer, Sophia):
+                self.engine.optimizer.estimated = found.extra.get("estimated", False)
+            self._saved = -1
+            self._tell_formats(found)
+        return found, refused
+
+    def _tell_formats(self, found: Restored) -> None:
+        """Say what of a state is not as it was saved."""
+        now = self.config.train.precision
+        if (was := found.extra.get("precision", now)) != now:
+            self.report(f"the state was saved in {was}, and goes on in {now}: what that keeps otherwise is rounded")
+        history = self.engine.float8 and self.engine.float8.history
+        if history and not all(history.known):
+            new = history.known.count(False)
+            self.report(
+                f"the history of largest numbers of {new} of {len(history.known)} layers begins anew: the checkpoint "
+                "has none of this length"
+            )
+
+    def distrust(self, after: int) -> None:
+        """Let no restart go on from the states of later steps."""
+        self.disk.set_aside(after)
+        if self.memory:
+            self.memory.forget(after)
+
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on keeping states with these ranks alone, all of which call this."""
+        self.group = group
+        self.disk.regroup(group)
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, restored: Restored | None) -> None:
+        """Keep states from now on, those of before in mind.
+
+        Raises:
+            UsageError: a host has no room for them.
+        """
+        self._stalled = 0.0
+        self._saved = restored.step if restored and restored.save is None else -1  # the newest step on disk
+        if not self.config.failover.memory_every:
+            return
+        self.memory = Memory(
+            home(self.folder, self.config.failover),
+            self.folder,
+            group=self._new_group(),
+            node_ranks=self.config.failover.node_ranks,
+            keep=restored and restored.save,
+            report=self.report,
+        )
+        self.memory.prepare(self.engine.state())
+
+    def _check(self, found: Restored, *, restarted: bool) -> None:
+        if not restarted:  # which may have been after the last step
+            check_steps_left(self.folder, found.step, self.config.train.steps)
+        if found.extra["data"] != self.data:
+            raise UsageError(
+                f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
+                f"(corpus {found.extra['data']}, now {self.data})."
+                "\n  Put the old files back, or start a new run."
+            )
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        """What is saved beside the tensors."""
+        extra = {
+            "model": self.shape.model_dump(mode="json"),
+            "step": step,
+            "updates": self.engine.optimizer.count,
+            "optimizer": self.config.optimizer.name,
+            "precision": self.config.train.precision,
+            "layout": self.config.parallel.describe(),
+            "data": self.data,
+        }
+        if self.engine.loss_scale:
+            extra["loss_scale"] = self.engine.loss_scale.state()
+        if isinstance(self.engine.optimizer, Sophia):  # where a step ended after its estimate and before its update
+            extra["estimated"] = self.engine.optimizer.estimated
+        if self.engine.skips.ranges:
+            extra["skipped"] = self.engine.skips.ranges
+        return extra | self.beside()
+
+    def _new_group(self) -> dist.ProcessGroup | None:
+        return dist.new_group(backend="gloo") if self.engine.mesh.layout.world_size > 1 else None

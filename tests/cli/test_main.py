@@ -1,0 +1,390 @@
+"""The command line: what is typed arrives, and what cannot be is refused in a line or two with exit code 2."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from shoal.base.options import docstrings
+from shoal.base.section import plain
+from shoal.cli.main import COMMANDS, main, parse
+from shoal.cli.options import TrainOptions
+from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save
+
+SECTIONS = tuple(RunConfig.model_fields)
+
+# One value other than the default for each field, and how it is typed.
+TYPED = {
+    "model.name": ("gpt2-124m", ["gpt2-124m"]),
+    "model.tied": (True, ["True"]),
+    "parallel.sync": ("diloco", ["diloco"]),
+    "parallel.zero": (3, ["3"]),
+    "parallel.schedule": ("gpipe", ["gpipe"]),
+    "parallel.cp_order": ("striped", ["striped"]),
+    "parallel.recompute": ("selective", ["selective"]),
+    "parallel.offload": ("optimizer", ["optimizer"]),
+    "parallel.sequence_slices": (4, ["4"]),
+    "parallel.stage_layers": ((3, 4), ["3", "4"]),
+    "parallel.bucket_mb": (0.5, ["0.5"]),
+    "data.source": ("jsonl", ["jsonl"]),
+    "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
+    "data.sampler": ("pool", ["pool"]),
+    "data.validation_fraction": (0.25, ["0.25"]),
+    "data.cache": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "parallel.tp_overlap": (True, ["True"]),
+    "optimizer.name": ("sgd", ["sgd"]),
+    "optimizer.betas": ((0.5, 0.75), ["0.5", "0.75"]),
+    "optimizer.rates": ({"embed.*": 0.5, "head.*": 2.0}, ["embed.*", "0.5", "head.*", "2"]),
+    "optimizer.schedule": ("wsd", ["wsd"]),
+    "optimizer.decay_fraction": (0.5, ["0.5"]),
+    "optimizer.minimum": (0.5, ["0.5"]),
+    "loss_scale.growth": (4.0, ["4"]),
+    "float8.scales": ("row", ["row"]),
+    "float8.amax": ("delayed", ["delayed"]),
+    "float8.gradient": ("e4m3", ["e4m3"]),
+    "float8.keep": (("layers.0.*", "*.mlp.down"), ["layers.0.*", "*.mlp.down"]),
+    "failover.memory_folder": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "failover.spike_window": (9, ["9"]),
+    "failover.reexecute_on": ("replica", ["replica"]),
+    "train.precision": ("bf16", ["bf16"]),
+    "train.attention": ("explicit", ["explicit"]),
+    "train.device": ("cpu", ["cpu"]),
+    "train.transport": ("backend", ["backend"]),
+}
+
+
+def typed(name, default):
+    """A value for a field and its words on the command line."""
+    if name in TYPED:
+        value, words = TYPED[name]
+        return value, [f"--{name}", *words]
+    if isinstance(default, bool):
+        section, key = name.split(".")
+        return not default, [f"--{section}.no-{key}" if default else f"--{name}"]
+    if isinstance(default, str):
+        return "-word 1", [f"--{name}=-word 1"]
+    if isinstance(default, float):
+        return 0.125, [f"--{name}", "1.25e-1"]
+    return 7, [f"--{name}", "7"]
+
+
+FIELDS = [
+    f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields
+    if f"{name}.{key}" not in ("model.experts", "model.depths")
+]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_can_be_typed(name):
+    section, key = name.split(".")
+    value, words = typed(name, getattr(getattr(RunConfig(), section), key))
+    _, config = parse("train", TrainOptions, words, SECTIONS)
+    assert value != getattr(getattr(RunConfig(), section), key)
+    assert plain(config) == {**plain(RunConfig()), section: plain(getattr(config, section))}
+    assert getattr(config, section) == getattr(RunConfig(), section).model_copy(update={key: value})
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_all_fields_of_a_section_can_be_typed_with_dashes(section):
+    defaults, values, words = getattr(RunConfig(), section), {}, []
+    for name in (name for name in FIELDS if name.startswith(f"{section}.")):
+        key = name.split(".")[1]
+        values[key], (option, *rest) = typed(name, getattr(defaults, key))
+        words += [option.replace("_", "-"), *rest]
+    _, config = parse("train", TrainOptions, words, SECTIONS)
+    assert plain(config) == {**plain(RunConfig()), section: plain(defaults.model_copy(update=values))}
+
+
+PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig}
+SPELLINGS = [
+    (part, key, word) for part in PARTS for key in PARTS[part].model_fields
+    for word in sorted({key, key.replace("_", "-")})
+]
+
+
+@pytest.mark.parametrize(("part", "key", "spelling"), SPELLINGS)
+def test_every_field_of_a_part_of_the_model_can_be_typed(part, key, spelling):
+    """They are sections inside the model's."""
+    others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
+              "bias_update": (0.125, "0.125"), "capacity": (0.25, "0.25"), "weight": ("sigmoid", "sigmoid")}
+    value, word = others.get(key, (7, "7"))
+    _, config = parse("train", TrainOptions, [f"--model.{part}.{spelling}", word], SECTIONS)
+    assert getattr(config.model, part) == PARTS[part](**{key: value})
+    assert config.model_copy(update={"model": RunConfig().model}) == RunConfig()
+
+
+@pytest.mark.parametrize("where", [0, 2, 4])
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path, where):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntp = 4\ndp = 2\nzero_shard = 2\nzero = 1")
+    words = ["--parallel.dp", "8", "--parallel.zero-shard", "None"]
+    _, config = parse("train", TrainOptions, [*words[:where], str(file), *words[where:]], SECTIONS)
+    assert (config.parallel.tp, config.parallel.dp, config.parallel.zero_shard, config.parallel.pp) == (4, 8, None, 1)
+
+
+def test_sections_that_a_command_does_not_show_are_the_files(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntp = 4")
+    _, config = parse("data inspect", TrainOptions, [str(file), "--data.source", "text"], ("data",))
+    assert (config.parallel.tp, config.data.source) == (4, "text")
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Stand in for what the commands start: ``called`` gets the arguments of the call."""
+    calls = []
+
+    def stand_in(module, name, result=0):
+        def record(*args, **kwargs):
+            calls.append((args, kwargs))
+            return result
+
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: record}))
+        return calls
+
+    return stand_in
+
+
+def test_train(called):
+    calls = called("shoal.cli.train", "train", 1)
+    assert main(["train", "--parallel.tp", "2", "--ranks", "2", "--run-folder", "x"]) == 1
+    ((config,), options) = calls[0]
+    assert config.parallel.tp == 2
+    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None, "keep_going": False}
+
+
+def test_verify(called):
+    calls = called("shoal.cli.verify", "verify")
+    assert main(["verify", "--random", "200", "--precision", "own", "--model.layers", "3"]) == 0
+    ((config,), options) = calls[0]
+    assert config.model.layers == 3
+    assert options == {"random": 200, "rule": None, "steps": 3, "own_precision": True, "plant": None}
+
+
+def test_sample(called):
+    calls = called("shoal.training.sample", "sample_run")
+    assert main(["sample", "runs/a", "def main(", "--tokens", "5"]) == 0
+    assert calls == [((Path("runs/a"), "def main("), {"tokens": 5, "temperature": 0.8, "seed": 0})]
+
+
+def test_data(called):
+    calls = called("shoal.engine.data.prepare", "train_tokenizer")
+    assert main(["data", "train-tokenizer", "--vocab-size", "1000", "--data.source", "text"]) == 0
+    ((data, vocab, out), _) = calls[0]
+    assert (data.source, vocab, out) == ("text", 1000, Path("tokenizer.json"))
+    calls = called("shoal.engine.data.prepare", "inspect")
+    assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
+    assert calls[-1][0][0].sequence_length == 64
+
+
+def test_bench_forwards_everything(called):
+    calls = called("shoal.cli.bench.main", "main")
+    assert main(["bench", "step", "--seconds", "3"]) == 0
+    assert calls == [((["step", "--seconds", "3"],), {})]
+
+
+def test_checkpoint_verify(called, capsys):
+    import shoal.engine.checkpoint.storage  # noqa: F401 - before what it lies in is stood in for
+
+    called("shoal.engine.checkpoint", "verify")
+    assert main(["checkpoint", "verify", "x/step-10"]) == 0
+    assert capsys.readouterr().out == "x/step-10: complete and undamaged\n"
+
+
+def test_checkpoint_inspect(called):
+    calls = called("shoal.engine.checkpoint.table", "inspect")
+    assert main(["checkpoint", "inspect", "x/step-10"]) == 0
+    assert calls == [((Path("x/step-10"),), {})]
+
+
+# ---- resume --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs under runs/; the newer one, b, has tp 2, and is neither first nor last by name."""
+    import os
+
+    monkeypatch.chdir(tmp_path)
+    for age, (name, tp) in enumerate([("b", 2), ("a", 1), ("c", 1)]):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        save(RunConfig.model_validate({"parallel": {"tp": tp}, "train": {"steps": 77}}), folder / RUN_FILE)
+        os.utime(folder / RUN_FILE, (1e9 - age, 1e9 - age))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "tp", "steps"),
+    [
+        (["--resume"], "runs/b", 2, 77),
+        (["--resume", "--parallel.tp", "4"], "runs/b", 4, 77),
+        (["--resume", "runs/a", "--parallel.dp", "2"], "runs/a", 1, 77),
+        (["--parallel.dp", "2", "--resume=runs/a"], "runs/a", 1, 77),
+        (["--run-folder", "runs/a", "--resume"], "runs/a", 1, 77),
+        (["other.toml", "--resume", "runs/a"], "runs/a", 8, 200),
+        (["--resume", "other.toml"], "runs/b", 8, 200),
+    ],
+)
+def test_resume_takes_the_runs_own_config_unless_another_is_given(runs, called, words, folder, tp, steps):
+    Path("other.toml").write_text("parallel.tp = 8")
+    calls = called("shoal.cli.train", "train")
+    assert main(["train", *words]) == 0
+    ((config,), options) = calls[0]
+    assert (str(options["resume"]), config.parallel.tp, config.train.steps) == (folder, tp, steps)
+
+
+def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume"]) == 2
+    assert f"there is no run under {tmp_path / 'runs'}" in capsys.readouterr().err
+    assert main(["train", "--resume", "x"]) == 2
+    assert "--resume x: this is no run folder, it has no run.toml" in capsys.readouterr().err
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "there is no command 'trian'; did you mean 'train'?"),
+        ("data", "'data' needs one of: train-tokenizer, inspect"),
+        ("data insp", "there is no command 'data insp'; did you mean 'data inspect'?"),
+        ("--version", "there is no command '--version'; allowed: bench"),
+        ("train nothing.toml", "no such file: nothing.toml"),
+        ("train nothing", "no such file: nothing"),
+        ("train --parallel.tp 0", "parallel.tp = 0: input should be greater than 0"),
+        ("train --optimizer.betas 0.9 1.5", "optimizer.betas = 1.5: input should be less than 1"),
+        ("train --ranks 0", "ranks = 0: input should be greater than 0"),
+        ("verify --steps -1", "steps = -1: input should be greater than 0"),
+        ("sample runs x --temperature -1", "temperature = -1.0: input should be greater than or equal to 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(words, message, capsys):
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("shoal: error: ")
+    assert message in printed.err
+    assert not printed.out
+    assert len(printed.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --parallel.zreo 2", "shoal train has no option '--parallel.zreo'; did you mean '--parallel.zero'?"),
+        ("train --steps 2", "shoal train has no option '--steps'; did you mean '--train.steps'?"),
+        ("data inspect --parallel.tp 2", "shoal data inspect has no option '--parallel.tp'."),
+        ("bench step --turs 3", "shoal bench step has no option '--turs'; did you mean '--turns'?"),
+        ("explain experts --modle x", "shoal explain experts has no option '--modle'; did you mean '--model'?"),
+        ("train --parallel.zero 7", "command line: parallel.zero = '7': input should be 0, 1, 2 or 3"),
+        ("train --parallel.tp two", "command line: parallel.tp = 'two': input should be a valid integer"),
+        ("train --train.steps 1.5", "command line: train.steps = '1.5': input should be a valid integer"),
+        ("train --train.steps=", "command line: train.steps = '': input should be a valid integer"),
+        ("train --train.seed 1 --train.steps -1 --train.seed x", "command line: train.steps = -1: input should be gr"),
+        ("train --model.tied maybe", "command line: model.tied = 'maybe': input should be a valid boolean"),
+        ("train --model.experts.count x", "command line: model.experts.count = 'x': input should be a valid integer"),
+        ("train --parallel.bucket_mb x", "parallel.bucket_mb = 'x': input should be a valid number, or input should"),
+        ("train --optimizer.betas 0.9", "--optimizer.betas takes 2 values, and 1 is given."),
+        ("train --optimizer.betas 0.9 x", "command line: optimizer.betas = 'x': input should be a valid number"),
+        ("train --parallel.stage_layers 3 x", "command line: parallel.stage_layers = 'x': input should be a valid int"),
+        ("train --optimizer.rates a b", "command line: optimizer.rates.a = 'b': input should be a valid number"),
+        ("train --train.steps --train.seed 1", "--train.steps takes 1 value, and none is given."),
+        ("train --train.steps 3 4", "shoal train: '4' belongs to no option."),
+        ("train --train.compile yes", "shoal train: 'yes' belongs to no option."),
+        ("train --train.compile=yes", "--train.compile takes no value, and 'yes' is given."),
+        ("sample runs", "shoal sample needs PROMPT: The text to go on from."),
+        ("sample", "shoal sample needs RUN_FOLDER: A run folder that holds a checkpoint."),
+        ("checkpoint verify --x", "shoal checkpoint verify has no option '--x'"),
+    ],
+)
+def test_what_cannot_be_read_is_explained_with_code_2(words, message, capsys):
+    """One error in the house's form, what is right before it (None, True, tuples) passed over."""
+    good = ["--parallel.zero-shard", "None", "--model.tied", "True", "--optimizer.betas", "0.5", "0.75",
+            "--train.no-compile", "--data.paths", "a", "b", "--optimizer.rates", "embed.*", "0.5"]
+    command, *rest = words.split()
+    assert main([command, *(good if command == "train" else []), *rest]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"shoal: error: {message}") or (
+        printed.err.startswith("shoal: error: command line: ") and message in printed.err
+    )
+    assert printed.err.endswith("--help` lists all options, with what each takes.\n")
+    assert len(printed.err.splitlines()) == 2
+    assert not printed.out
+
+
+def test_an_interrupt_is_quiet_and_a_bug_is_loud(called, monkeypatch, capsys):
+    def raising(error):
+        def command(_):
+            raise error
+
+        return command
+
+    monkeypatch.setitem(COMMANDS, "train", raising(KeyboardInterrupt()))
+    assert main(["train"]) == 130
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setitem(COMMANDS, "train", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+# ---- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_fits_one_screen_and_names_every_command(words, capsys):
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS)
+
+
+def test_a_commands_help_shows_every_field_with_the_files_value(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 4321")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(file), "--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(default: 4321)" in shown
+    for name, section in RunConfig.model_fields.items():
+        for key, about in docstrings(section.annotation).items():
+            assert f"--{name}.{key}".replace("_", "-") in shown
+            assert " ".join(about.split()) in shown
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_every_commands_help_says_what_it_does(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert COMMANDS[command].__doc__.split(":")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_starting_does_not_import_torch():
+    code = (
+        "import sys; from shoal.cli.main import main, parse; from shoal.cli.options import TrainOptions; "
+        "main(['--help']); parse('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_python_m_shoal_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "shoal", "data"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect\n"
+
+
+@pytest.mark.parametrize("words", ["train --help", "estimate"])
+def test_a_closed_pipe_is_quiet(words: str):
+    command = f"{sys.executable} -m shoal {words} | head -c 20"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""

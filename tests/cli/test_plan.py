@@ -1,0 +1,144 @@
+"""`shoal plan`: what it prints can be trained, its other questions have consistent answers, bad input is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.cli.plan import PlanOptions, described, fixed
+from shoal.pipeline.from_layout import check_schedule
+from shoal.planning.search.queries import fewest, machines, what_if
+from shoal.planning.search.search import search
+from shoal.planning.search.space import Space
+from shoal.report.planning import tables
+from shoal.report.planning.tables import table
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import RUN_FILE, load
+
+FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
+
+
+def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, page = tmp_path / "plan.toml", tmp_path / "plan.html"
+    words = "plan --model llama-3-8b --cluster 2x8xH100 --global-batch 512K --fix pp=4,schedule=interleaved-1f1b"
+    assert main([*words.split(), "--toml", str(out), "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^1 .*pp 4 \(interleaved-1f1b.*tokens per second", said, re.M)
+    said_so = r"^The first takes between .* and .* s in four of five cases, and between .* GB and .* GB"
+    assert re.search(said_so, said, re.M)
+    assert re.search(r"^10 .*\+\d+\.\d %: ", said, re.M)
+    before = out.read_bytes()
+    assert main([*words.split(), "--toml", str(out)]) == 2
+    assert "is not overwritten" in capsys.readouterr().err and out.read_bytes() == before
+    config = load(out)
+    shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
+    assert shape == model_shape("llama-3-8b")
+    sizes = {"global_batch": config.train.global_batch, "sequence_length": config.data.sequence_length}
+    config.parallel.check(shape, **sizes, ranks=16)
+    check_schedule(config.parallel, shape, config.train.global_batch, sequence_length=config.data.sequence_length)
+    assert config.parallel.pp == 4 and config.parallel.schedule == "interleaved-1f1b"
+    html = page.read_text()
+    assert html.count("<svg") == 2 and "<script src" not in html
+
+
+def test_the_toml_trains_as_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given besides but when to stop."""
+    monkeypatch.chdir(tmp_path)
+    words = "plan --model tiny --cluster 2xH100 --seq 64 --global-batch 8 --fix pp=2,stage_layers=1/3 --toml plan.toml"
+    assert main(words.split()) == 0
+    printed = capfd.readouterr().out
+    assert "stages of 1 + 3 layers" in printed and Path("plan.toml").read_text() in printed
+    assert main(["train", "plan.toml", "--train.steps", "1"]) == 0, capfd.readouterr()
+    (run,) = Path("runs").iterdir()
+    config = load(run / RUN_FILE)
+    assert (config.parallel.pp, config.parallel.stage_layers, config.train.steps) == (2, (1, 3), 1)
+
+
+def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
+    options = PlanOptions(model="llama-3-8b", cluster="2x8xH100", global_batch="8")
+    problem = described(options, options.model)
+    answer = fewest(problem, FEW)
+    assert answer.found.memory.reserved <= 85.44e9
+    smaller = [n for n in (1, 2, 4, 8, 16) if n < answer.run.cluster.size]
+    assert smaller, "8 B parameters do not fit on one device"
+    for size in smaller:
+        name = f"{size}xH100" if size > 1 else "h100-sxm"
+        options = PlanOptions(model="llama-3-8b", cluster=name, global_batch="8")
+        assert search(described(options, options.model), FEW, count=1).best == []
+
+
+def test_more_of_anything_never_makes_it_slower() -> None:
+    options = PlanOptions(model="llama-3.2-1b", cluster="2x4xA100", global_batch="16")
+    problem = described(options, options.model)
+    seconds = {words: answer.found.seconds for words, answer in what_if(problem, FEW) if answer}
+    plain = seconds.pop("as it is")
+    for words, changed in seconds.items():
+        assert changed <= plain if words.startswith("twice") else changed >= plain, words
+    assert seconds["twice the arithmetic"] < 0.8 * plain
+    times = [answer.found.seconds for answer in machines(problem, FEW)]
+    assert times == sorted(times, reverse=True) and len(times) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model lama-3-70b", "did you mean 'llama-3-70b'"),
+        ("--global-batch 4X", "give sequences, as 1024, or tokens, as 4M"),
+        ("--global-batch 4K --seq 3000", "is no multiple of --seq 3000"),
+        ("--fix tp", "tp has none"),
+        ("--fix teepee=3", "there is no key 'teepee'"),
+        ("--fix bucket-mb=3", "it is not searched"),
+        ("--fix schedule=zb", "there is no such schedule"),
+        ("--fix schedule=zb-auto", "it is not searched; allowed: 1f1b,"),
+        ("--fix pp=4,dp=4", "no layout of 8 devices with --fix pp=4,dp=4"),
+        ("--fix stage_layers=2/x", "write the layers of all stages, as stage_layers=7/9"),
+        ("--fix stage_layers=2/2", "no layout of 8 devices with --fix stage_layers=2/2 can split"),
+        ("--precision bf61", "did you mean 'bf16'"),
+        ("--out plan.svg", "ends in .html"),
+        ("--map 1,x --out map.svg", "give numbers of nodes"),
+        ("--map 1,2 --cluster 8xH100", "Name two, as 2x8xH100"),
+        ("--fewest --what-if", "Ask one at a time"),
+        ("--fewest --toml run.toml", "--toml run.toml: --fewest lists no layouts of one search"),
+        ("--map 1,2 --toml run.toml", "--toml run.toml: --map lists no layouts of one search"),
+        ("--what-if --out plan.html", "--out plan.html: --what-if lists no"),
+        ("--budget 5 --top 3", "--top 3: --budget lists no"),
+        ("--tokens 1e9", "--tokens 1000000000.0: only with --budget"),
+        ("--fewest --price 3", "--price 3.0: only with --budget"),
+        ("--budget 5 --cluster v5e-16", "slices of a pod"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture) -> None:
+    words = "--model llama-3-405b --cluster 8xH100 --global-batch 8"
+    assert main(["plan", *words.split()]) == 1
+    assert re.search(r"No layout that was searched fits in \d\d(\.\d)? GB", capsys.readouterr().out)
+
+
+def test_fixed_fields_have_their_types() -> None:
+    assert fixed("tp=8,sequence-parallel=true,recompute=full") == {
+        "tp": 8, "sequence_parallel": True, "recompute": "full"
+    }
+    with pytest.raises(UsageError):
+        fixed("tp=zero")
+
+
+def test_a_table_is_as_wide_as_its_terminal(monkeypatch):
+    layout = "dp 8 (ZeRO-1, shard 4) x tp 2 + sequence parallel x pp 2"
+    rows = [["1", layout, "+0.3 %: bubble +37.5 ms"], ["2", "dp 8", ""]]
+    whole = table(["", "layout", "against the best"], rows)
+    assert [len(line) for line in whole] == [77, 84, 7]  # of what is no terminal each row is a line
+    monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = table(["", "layout", "against the best"], rows)
+    assert max(map(len, narrow)) <= 59 and len(narrow) > 3
+    assert sorted(" ".join(narrow).split()) == sorted(" ".join(whole).split())
+    monkeypatch.setenv("COLUMNS", "5")
+    assert max(map(len, table(["", "layout", "against the best"], rows))) <= 1 + 2 * (2 + tables.NARROWEST)

@@ -1,0 +1,141 @@
+"""What one layout saves, any other loads, bit for bit."""
+
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.checkpoint import Checkpointer, CheckpointError, describe, load, newest_good, verify
+from shoal.engine.checkpoint.manifest import check_cover
+from tests.engine.checkpoint.cuts import blank, cut, random_boxes, random_values, same, whole, write_checkpoint
+
+shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=150)
+@given(shapes, st.integers(1, 4), st.integers(1, 4), st.sampled_from((8, 24, 64, 1 << 20)), st.integers(0, 2**32))
+def test_any_cut_loads_into_any_other(shapes, saved_on, loaded_on, box_bytes, seed):
+    rng = Random(seed)
+    values = random_values(rng, {f"t{i}": shape for i, shape in enumerate(shapes)})
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder, "step-00000001"), cut(rng, values, saved_on), box_bytes=box_bytes)
+        verify(path)
+        states = blank(cut(rng, values, loaded_on))
+        for state in states:
+            load(path, state)
+    for state in states:
+        for name, pieces in state.items():
+            for piece in pieces:
+                assert same(piece.tensor, values[name][piece.box.slices]), name
+
+
+def test_a_file_is_plain_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    value = torch.arange(12.0).reshape(4, 3)
+    path = write_checkpoint(tmp_path / "step-00000001", [whole({"model.w": value})], box_bytes=1 << 20)
+    assert torch.equal(load_file(path / "rank-00000.safetensors")["model.w[0:4,0:3]"], value)
+    assert describe(path) == [
+        {"name": "model.w", "dtype": "F32", "shape": (4, 3), "bytes": 48, "boxes": 1, "files": 1}
+    ]
+
+
+def test_loading_writes_into_the_memory_of_a_parameter(tmp_path):
+    path = write_checkpoint(tmp_path / "step-00000001", [whole({"w": torch.ones(2, 3), "b": torch.tensor(5.0)})])
+    weight, scalar = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(()))
+    load(path, whole({"w": weight, "b": scalar}))
+    assert weight.sum() == 6
+    assert scalar == 5
+
+
+# ---- nothing may be lost ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32))
+@settings(deadline=None)
+def test_a_lost_or_doubled_box_is_named(seed):
+    rng = Random(seed)
+    shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(4)))
+    boxes = random_boxes(rng, shape)
+    check_cover("t", shape, boxes)
+    victim = rng.randrange(len(boxes))
+    with pytest.raises(CheckpointError, match=r"tensor 't'.*would be lost"):
+        check_cover("t", shape, boxes[:victim] + boxes[victim + 1 :])
+    with pytest.raises(CheckpointError, match=r"tensor 't'.*overlap"):
+        check_cover("t", shape, [*boxes, boxes[victim]])
+
+
+def test_a_box_outside_its_tensor_is_named():
+    with pytest.raises(CheckpointError, match=r"'t'.*\[2:5\] reaches outside"):
+        check_cover("t", (4,), [Box((0,), (2,)), Box((2,), (3,))])
+
+
+def test_a_tensor_that_no_rank_holds_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no rank holds a piece of tensor 'layers.3.w'"):
+        write_checkpoint(tmp_path / "x", [{"layers.3.w": []}, {"layers.3.w": []}])
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'w' is F32"):
+        write_checkpoint(tmp_path / "x", [whole({"w": torch.ones(2)}), whole({"w": torch.ones(3)})])
+
+
+# ---- on real ranks ---------------------------------------------------------------------------------------------------
+
+
+def save_on_ranks(folder: str, seed: int) -> float:
+    group = dist.new_group(backend="gloo")
+    values = random_values(Random(seed), {"a": (13, 7), "b": (5,), "c": (), "d": (4, 3, 2)})
+    state = cut(Random(seed + 1), values, dist.get_world_size())[dist.get_rank()]
+    checkpointer = Checkpointer(Path(folder), group=group, keep=2, asynchronous=True)
+    for step in (1, 2, 3):
+        stall = checkpointer.save(step, state, {"model": {"layers": 2}, "tokens": step * 100})
+        dist.all_reduce(torch.ones(3))  # the training goes on, on its own group
+    checkpointer.close()
+    return stall
+
+
+def load_on_ranks(folder: str, seed: int) -> tuple[int, int, bool]:
+    group = dist.new_group(backend="gloo")
+    values = random_values(Random(seed), {"a": (13, 7), "b": (5,), "c": (), "d": (4, 3, 2)})
+    found, refused = newest_good(Path(folder), group=group)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    state = blank(cut(Random(seed + 2), values, ranks))[rank]
+    state = {name: state[name] for name in sorted(state)[rank::ranks]}  # like pipeline stages: no rank wants every name
+    extra = load(found.path, state, group=group, model={"layers": 2})
+    equal = all(same(p.tensor, values[name][p.box.slices]) for name, pieces in state.items() for p in pieces)
+    return len(refused), extra["tokens"], equal
+
+
+def one_rank_cannot_write(folder: str) -> str:
+    group = dist.new_group(backend="gloo")
+    checkpointer = Checkpointer(Path(folder), group=group, keep=2, asynchronous=True)
+    odd = torch.ones(2, dtype=torch.complex64 if dist.get_rank() == 1 else torch.float32)
+    rank = dist.get_rank()
+    checkpointer.save(7, {"w": [Piece((4,), Box((2 * rank,), (2,)), odd)]}, {})
+    try:
+        checkpointer.close()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_save_and_another_number_of_ranks_loads(pool, tmp_path):
+    pool.run(save_on_ranks, 3, str(tmp_path), 5)
+    assert sorted(p.name for p in tmp_path.glob("[!.]*")) == ["step-00000002", "step-00000003"]
+    assert pool.run(load_on_ranks, 2, str(tmp_path), 5) == [(0, 300, True)] * 2
+    file = next((tmp_path / "step-00000003").glob("rank-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert pool.run(load_on_ranks, 4, str(tmp_path), 5) == [(1, 200, True)] * 4
+
+
+def test_one_rank_that_fails_is_told_to_all_and_none_waits_for_it(pool, tmp_path):
+    for message in pool.run(one_rank_cannot_write, 2, str(tmp_path)):
+        assert "saving step 7 failed: rank 1: tensor 'w' is torch.complex64" in message
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]

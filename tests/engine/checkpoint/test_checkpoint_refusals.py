@@ -1,0 +1,149 @@
+"""Damage is found and named; a state that is not the one saved is refused by name."""
+
+import shutil
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, newest, newest_good, verify
+from tests.engine.checkpoint.cuts import cut, random_values, whole, write_checkpoint
+
+VALUES = {
+    "model.w": torch.arange(24.0).reshape(4, 6),
+    "model.b": torch.ones(6, dtype=torch.bfloat16),
+    "optimizer.count": torch.tensor(3),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_checkpoint(tmp_path / "step-00000001", cut(Random(1), VALUES, 2), extra={"model": {"layers": 2}})
+
+
+def wanted(**changes):
+    return whole({name: torch.zeros_like(t) for name, t in VALUES.items()} | changes)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_flipped_bit_is_found(tmp_path, data):
+    path = tmp_path / "step-00000001"
+    if not path.exists():
+        write_checkpoint(path, cut(Random(1), VALUES, 2))
+    file = data.draw(st.sampled_from(sorted(path.glob("*.*"))))
+    good = file.read_bytes()
+    length = 64 if file.suffix == ".sha256" else len(good)  # of manifest.sha256 only the digest counts
+    bit = data.draw(st.integers(0, 8 * length - 1))
+    bad = bytearray(good)
+    bad[bit // 8] ^= 1 << bit % 8
+    try:
+        file.write_bytes(bad)
+        named = "manifest.json" if file.suffix in (".json", ".sha256") else file.name
+        with pytest.raises(CheckpointError, match=f"{named} is damaged"):
+            verify(path)
+        with pytest.raises(CheckpointError, match=f"{named} is damaged"):
+            load(path, wanted())
+    finally:
+        file.write_bytes(good)
+
+
+def test_a_flipped_bit_in_the_data_names_the_tensor(path):
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors is damaged: tensor '\S+' at \[.*not what was"):
+        verify(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 100, -1])
+def test_a_truncated_file_is_named(path, keep):
+    file = path / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    for attempt in (lambda: verify(path), lambda: load(path, wanted())):
+        with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is damaged: \d+ bytes"):
+            attempt()
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json", "manifest.sha256"])
+def test_a_missing_file_is_named(path, file):
+    (path / file).unlink()
+    for attempt in (lambda: verify(path), lambda: load(path, wanted())):
+        with pytest.raises(CheckpointError, match=file):
+            attempt()
+
+
+def test_the_file_of_another_checkpoint_is_found(path, tmp_path):
+    other = random_values(Random(9), {"other": (8, 8)})
+    write_checkpoint(tmp_path / "other", [whole(other)])
+    shutil.copy(tmp_path / "other" / "rank-00000.safetensors", path / "rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors is damaged"):
+        verify(path)
+
+
+def test_verify_lists_all_that_is_wrong(path):
+    for file in path.glob("rank-*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)rank-00000.*rank-00001"):
+        verify(path)
+
+
+def test_the_newest_good_one_is_found_and_the_refused_are_told(path, tmp_path):
+    for step in (2, 3):
+        shutil.copytree(path, tmp_path / f"step-0000000{step}")
+    (tmp_path / ".staging-step-00000009-01234567").mkdir()
+    (tmp_path / "step-00000008").mkdir()  # no checkpoint in it
+    (tmp_path / "step-00000003" / "rank-00001.safetensors").unlink()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert newest(tmp_path).step == 3
+    found, refused = newest_good(tmp_path)
+    assert found == (2, tmp_path / "step-00000002")
+    assert len(refused) == 1
+    assert "step-00000003/rank-00001.safetensors cannot be read" in str(refused[0])
+    assert newest(tmp_path / "nowhere") is None
+    assert newest_good(tmp_path / "nowhere") == (None, [])
+
+
+# ---- another state ---------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused_before_anything_is_read(path):
+    state = wanted()
+    with pytest.raises(CheckpointError, match=r"layers: 2 saved, 3 here"):
+        load(path, state, model={"layers": 3})
+    assert state["model.w"][0].tensor.sum() == 0
+
+
+def test_a_tensor_that_was_not_saved_is_named(path):
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.ww' .*did you mean 'model.w'"):
+        load(path, wanted() | whole({"model.ww": torch.ones(1)}))
+
+
+def test_a_tensor_that_nobody_wants_is_named_unless_left_out_on_purpose(path):
+    state = wanted()
+    del state["optimizer.count"]
+    with pytest.raises(CheckpointError, match=r"'optimizer.count', which no rank wants"):
+        load(path, state)
+    assert load(path, state, unwanted=("optimizer.",)) == {"model": {"layers": 2}}
+    assert torch.equal(state["model.w"][0].tensor, VALUES["model.w"])
+
+
+def test_another_shape_is_refused(path):
+    with pytest.raises(CheckpointError, match=r"'model.w' was saved with shape \(4, 6\), and here it is \(6, 4\)"):
+        load(path, wanted(**{"model.w": torch.zeros(6, 4)}))
+
+
+def test_another_dtype_is_refused_unless_conversion_is_asked_for(path):
+    state = wanted(**{"model.b": torch.zeros(6, dtype=torch.float64)})
+    with pytest.raises(CheckpointError, match=r"'model.b' was saved as BF16, and here it is F64"):
+        load(path, state)
+    load(path, state, convert=True)
+    assert torch.equal(state["model.b"][0].tensor, torch.ones(6, dtype=torch.float64))
+    with pytest.raises(CheckpointError, match=r"Only floating-point"):
+        load(path, wanted(**{"optimizer.count": torch.tensor(0.0)}), convert=True)

@@ -1,0 +1,177 @@
+"""The `Checkpointer`: asynchronous, one save in flight, keeps the newest, deletes only its own, survives failures."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, save, storage
+from tests.engine.checkpoint.cuts import whole
+
+
+def weights(value: float):
+    return whole({"w": torch.full((4, 4), value), "step": torch.tensor(value)})
+
+
+@pytest.fixture
+def make(tmp_path):
+    made, notes = [], []
+
+    def make(keep=2, asynchronous=True):
+        made.append(Checkpointer(tmp_path, group=None, keep=keep, asynchronous=asynchronous, report=notes.append))
+        return made[-1]
+
+    make.notes = notes
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def loaded(path) -> float:
+    state = weights(0)
+    load(path, state)
+    assert (state["w"][0].tensor == state["step"][0].tensor).all()
+    return float(state["step"][0].tensor)
+
+
+def steps(folder):
+    return [step for step, _ in list_checkpoints(folder)]
+
+
+def test_the_state_is_that_of_the_call_whatever_happens_to_the_tensors_after(make, tmp_path, monkeypatch):
+    go_on, write = threading.Event(), storage.write
+    monkeypatch.setattr(storage, "write", lambda *args: (go_on.wait(), write(*args)))
+    checkpointer, state = make(), weights(1)
+    extra = {"tokens": [1]}
+    checkpointer.save(1, state, extra)
+    assert newest(tmp_path) is None  # it is not written yet
+    state["w"][0].tensor.fill_(9)
+    extra["tokens"].append(2)
+    go_on.set()
+    path = checkpointer.wait()
+    assert loaded(path) == 1
+    assert load(path, weights(0)) == {"tokens": [1]}
+
+
+def test_at_most_one_save_is_in_flight(make, tmp_path):
+    checkpointer = make(keep=9)
+    for step in range(1, 6):
+        checkpointer.save(step, weights(step), {})
+        assert len(list(tmp_path.glob(".staging-*"))) <= 1
+        assert steps(tmp_path)[: step - 1] == list(range(1, step))
+    checkpointer.wait()
+    assert [loaded(path) for _, path in list_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("how", [{"asynchronous": False}, {"block": True}])
+def test_a_blocking_save_is_committed_on_return(make, tmp_path, how):
+    checkpointer = make(asynchronous=how.get("asynchronous", True))
+    assert checkpointer.save(1, weights(1), {}, block=how.get("block", False)) > 0
+    assert steps(tmp_path) == [1]
+
+
+def test_the_newest_are_kept_and_nothing_else_is_touched(make, tmp_path):
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "notes.txt").write_text("not a checkpoint")
+    (tmp_path / "notes.txt").write_text("mine")
+    checkpointer = make(keep=2)
+    for step in (2, 3, 4, 5):
+        checkpointer.save(step, weights(step), {})
+    checkpointer.wait()
+    assert steps(tmp_path) == [4, 5]
+    assert (tmp_path / "step-00000001" / "notes.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock", "notes.txt", "step-00000001", "step-00000004", "step-00000005",
+    ]  # fmt: skip
+
+
+def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_path, monkeypatch):
+    """As where ranks of two hosts have a folder of this name each."""
+    checkpointer, commit = make(keep=1), Checkpointer._commit
+    checkpointer.save(1, weights(1), {}, block=True)
+
+    def without(self, folder, *arguments):
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        return commit(self, folder, *arguments)
+
+    monkeypatch.setattr(save, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(Checkpointer, "_commit", without)
+    with pytest.raises(CheckpointError, match="all ranks must see one folder"):
+        checkpointer.save(2, weights(2), {}, block=True)
+    assert steps(tmp_path) == [1] and loaded(tmp_path / "step-00000001") == 1
+
+
+def test_a_run_that_went_back_does_not_lose_its_new_checkpoint_to_old_later_ones(make, tmp_path):
+    checkpointer = make(keep=1)
+    checkpointer.save(300, weights(1), {})
+    checkpointer.save(100, weights(2), {}, block=True)
+    assert steps(tmp_path) == [100, 300]
+
+
+def test_the_same_step_again_stays_if_equal(make, tmp_path):
+    checkpointer = make()
+    path = tmp_path / "step-00000001"
+    checkpointer.save(1, weights(math.nan), {"loss": math.nan}, block=True)
+    before = (path / "manifest.json").stat().st_ino
+    checkpointer.save(1, weights(math.nan), {"loss": math.nan}, block=True)
+    assert (path / "manifest.json").stat().st_ino == before
+    assert "intact and equal bit for bit" in make.notes[0]
+    assert list(tmp_path.glob("*-step-*")) == []
+
+
+def test_the_same_step_again_sets_another_or_damaged_one_aside(make, tmp_path):
+    checkpointer = make()
+    checkpointer.save(1, weights(1), {}, block=True)
+    checkpointer.save(1, weights(2), {}, block=True)
+    assert loaded(newest(tmp_path).path) == 2
+    (tmp_path / "step-00000001" / "rank-00000.safetensors").write_bytes(b"torn")
+    checkpointer.save(1, weights(2), {}, block=True)  # the same manifest, but the old data is damaged
+    assert loaded(newest(tmp_path).path) == 2
+    first, second = sorted(tmp_path.glob("set-aside-step-00000001-*"), key=lambda p: p.name in make.notes[1])
+    assert loaded(first) == 1  # kept whole
+    assert (second / "rank-00000.safetensors").read_bytes() == b"torn"
+    assert "is kept as" in make.notes[0]
+
+
+def test_a_failure_in_the_background_is_raised_at_the_next_call_and_saving_goes_on(make, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    checkpointer = make()
+    checkpointer.save(1, weights(1), {}, block=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, "write", full)
+        checkpointer.save(2, weights(2), {})
+        with pytest.raises(CheckpointError, match=r"(?s)saving step 2 failed.*No space left.*step-00000001"):
+            checkpointer.save(3, weights(3), {})
+    assert [p.name for p in tmp_path.glob("*step*")] == ["step-00000001"]
+    assert list(tmp_path.glob(".staging*")) == []
+    checkpointer.save(4, weights(4), {}, block=True)
+    assert steps(tmp_path) == [1, 4]
+
+
+def test_what_is_not_json_is_refused_with_the_step(make):
+    checkpointer = make()
+    with pytest.raises(CheckpointError, match=r"saving step 1 failed.*not JSON serializable"):
+        checkpointer.save(1, weights(1), {"rng": torch.ones(1)}, block=True)
+
+
+def test_a_piece_that_does_not_fit_its_box_is_named(make):
+    state = weights(1)
+    state["w"][0].tensor = torch.ones(3)
+    with pytest.raises(CheckpointError, match=r"'w': a piece of shape \(3,\) is given for the box \[0:4,0:4\]"):
+        make().save(1, state, {}, block=True)
+
+
+def test_keeping_none_is_refused(make):
+    with pytest.raises(CheckpointError, match=r"checkpoint.keep = 0"):
+        make(keep=0)
+
+
+def test_a_new_run_is_refused_in_the_folder_of_another(make, tmp_path):
+    make().save(1, weights(1), {}, block=True)
+    with pytest.raises(CheckpointError, match=r"already holds step-00000001 of another run"):
+        Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, fresh=True)
+    Checkpointer(tmp_path / "own", group=None, keep=1, asynchronous=True, fresh=True).close()

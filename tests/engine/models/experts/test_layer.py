@@ -1,0 +1,165 @@
+"""The layer against its definition: every token through every expert, weighed by what the gate gives it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.engine.models.experts.balance import begin, begin_validation, rebalance
+from shoal.engine.models.experts.grouped import grouped
+from shoal.engine.models.experts.layer import MoE, _Rows, _sums, _Weighted
+from shoal.engine.models.experts.router import SUMS, RoutingContext
+from shoal.spec.catalog import Experts, ModelShape, model_shape
+
+GATES = {"top-k": 2, "switch": 1, "gshard": 2, "noisy-top-k": 2, "expert-choice": 2}
+
+
+def shape_of(family: str = "tiny", **experts) -> ModelShape:
+    given = {"count": 4, "per_token": 2, "ffn": 5, **experts}
+    return model_shape(family).model_copy(update={"hidden": 6, "experts": Experts(**given)})
+
+
+def layer_of(shape: ModelShape) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(shape, 0).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def naive(layer: MoE, x: torch.Tensor, context: RoutingContext) -> torch.Tensor:
+    """Dense: all experts for all tokens."""
+    weights, _ = layer.router(x, context)
+    held, outputs = layer.experts, []
+    for e in range(weights.shape[-1]):
+        up = F.linear(x, held.up[e])
+        inside = F.gelu(up, approximate="tanh") if held.gate is None else F.silu(F.linear(x, held.gate[e])) * up
+        outputs.append(F.linear(inside, held.down[e]))
+    y = (torch.stack(outputs, 2) * weights.unsqueeze(-1)).sum(2)
+    return y if layer.shared is None else y + layer.shared(x)
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
+@pytest.mark.parametrize("gate", GATES)
+def test_output_and_gradients_are_those_of_the_sum_over_experts(gate: str, family: str) -> None:
+    factor = 0.0 if gate == "noisy-top-k" else 0.7
+    shape = shape_of(
+        family, gate=gate, per_token=GATES[gate], shared=1, capacity_factor=factor, balance_loss=0.3, z_loss=0.2,
+    )
+    layer = layer_of(shape)
+    x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    context = RoutingContext(sequences=2, samples=torch.tensor([3, 8]))
+    wanted = [x, *layer.parameters()]
+    gradient = torch.randn(2, 9, 6, dtype=torch.float64)
+    found, expected = layer(x, context), naive(layer, x, context)
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, wanted, gradient), torch.autograd.grad(expected, wanted, gradient), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_backward_adds_the_gradients_of_the_losses() -> None:
+    """As if balance and z loss, as a mean over sequences, had been added to the loss."""
+    shape = shape_of(balance_loss=0.3, z_loss=0.2)
+    layer, plain = layer_of(shape), layer_of(shape_of())
+    x = torch.randn(2, 9, 6, dtype=torch.float64)
+    context = RoutingContext(sequences=5)
+    layer(x, context).sum().backward()
+    plain(x, context).sum().backward()
+    logits = F.linear(x, plain.router.weight)
+    shares = logits.softmax(-1)
+    part = plain.router(x, context)[1].double().mean(1) / 2
+    loss = 0.3 * 4 * (part * shares.mean(1)).sum() + 0.2 * logits.logsumexp(-1).square().mean(1).sum()
+    (loss / 5).backward()
+    torch.testing.assert_close(layer.router.weight.grad, plain.router.weight.grad)
+
+
+def test_draws_depend_on_seed_sample_and_place_alone() -> None:
+    shape = shape_of(gate="gshard", balance_loss=0.0)
+    layer = layer_of(shape)
+    x = torch.randn(1, 9, 6, dtype=torch.float64)
+    both = layer.router(x.repeat(2, 1, 1), RoutingContext(seed=1, samples=torch.tensor([7, 4])))[1]
+    alone = layer.router(x, RoutingContext(seed=1, samples=torch.tensor([4])))[1]
+    assert torch.equal(both[1], alone[0])
+    assert not torch.equal(both[0], both[1])
+    assert layer.router(x, RoutingContext())[1].sum() == 18  # validation always takes both
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scores_are_made_in_float32_at_least(dtype: torch.dtype) -> None:
+    layer = layer_of(shape_of()).to(dtype)
+    seen = []
+    layer.router.whole = lambda logits: seen.append(logits.dtype) or logits
+    layer(torch.randn(1, 4, 6).to(dtype), RoutingContext())
+    assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
+
+
+def test_dropped_tokens_are_counted_once_by_backward_or_by_validation() -> None:
+    layer = layer_of(shape_of(gate="switch", per_token=1, capacity_factor=0.5))
+    x = torch.randn(3, 8, 6, dtype=torch.float64, requires_grad=True)
+    begin(layer.router)
+    with torch.no_grad():
+        layer(x, RoutingContext())
+    assert not layer.router.tally.any()
+    begin_validation(layer.router)
+    with torch.no_grad():
+        layer(x, RoutingContext())
+    assert not layer.router.tally.any()
+    layer(x, RoutingContext()).sum().backward()
+    _, chosen = layer.router(x, RoutingContext())
+    assert layer.router.tally[SUMS:].tolist() == chosen.sum((0, 1)).tolist()
+    assert layer.router.tally[0] == 3 * 8 - chosen.sum() > 0
+    torch.testing.assert_close(layer.router.validated, layer.router.tally)
+    assert layer.router.tally[SUMS:].max() <= 3 * 1  # ceil(0.5 x 8 / 4) of each sequence
+
+
+def test_the_bias_moves_towards_the_mean() -> None:
+    layer = layer_of(shape_of(bias_update=0.25))
+    rebalance(layer.router, torch.tensor([5.0, 1.0, 2.0, 0.0]))
+    assert layer.router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25]
+
+
+def test_rows_are_summed_in_one_order_on_every_device() -> None:
+    """`index_add_` does so on the CPU alone. Both ways are the same sum."""
+    token = torch.randint(5, (40,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(-9, 9, (40, 3)).double()
+    expected = torch.stack([rows[token == t].sum(0) for t in range(5)])
+    assert torch.equal(_sums(rows, token, 5), expected)
+    assert torch.equal(torch.ops.aten.embedding_dense_backward(rows, token, 5, -1, False), expected)
+    with Seen() as seen:
+        y, gradient = torch.randn(2, 40, 3, device="meta", requires_grad=True)
+        weight = torch.randn(40, device="meta", requires_grad=True)
+        x, token = torch.randn(5, 3, device="meta", requires_grad=True), token.to("meta")
+        _Weighted.apply(y, weight, token, 5).sum().backward()
+        _Rows.apply(x, token).backward(gradient)
+    assert x.grad.shape == (5, 3)
+    assert not any("index_add" in name or "index_put" in name for name in seen.names), seen.names
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [0, 0, 0]])
+def test_runs_of_any_length(counts: list[int]) -> None:
+    """Empty ones too: their matrix gets a gradient of zeros."""
+    x = torch.randn(sum(counts), 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.cat([part @ w.T for part, w in zip(x.split(counts), weight, strict=True)])
+    gradient = torch.randn_like(expected)
+    found = grouped(x, weight, counts)
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, (x, weight), gradient), torch.autograd.grad(expected, (x, weight), gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)

@@ -1,0 +1,118 @@
+"""The attention core and rotary positions, for every size."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.engine.models import attention
+from shoal.engine.models.attention import (
+    AttentionCore,
+    causal_mask,
+    document_mask,
+    explicit_attention,
+    rotary_table,
+    rotate,
+)
+
+SMALL = st.integers(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"),
+    [(torch.float32, False, 8), (torch.float32, True, 8), (torch.bfloat16, True, 8), (torch.bfloat16, False, 4)],
+)
+def test_on_cuda_no_kernel_is_asked_for_groups_that_would_write_out_all_scores(monkeypatch, dtype, masked, heads):
+    """Flash attention alone knows groups, in narrow formats and without a mask."""
+    given = {}
+
+    def kernel(q, k, v, **how):
+        given.update(how, heads=k.shape[1])
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 16, 4, dtype=dtype, device="cuda") for n in (8, 4))
+        mask = torch.empty(1, 1, 16, 16, dtype=torch.bool, device="cuda") if masked else None
+        AttentionCore()(q, k, k, mask)
+    assert given["heads"] == heads and given["enable_gqa"] == (heads == 4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    b=SMALL, groups=SMALL, kv=st.integers(1, 3), s=st.integers(1, 9), past=st.sampled_from((0, 1, 4)), d=SMALL,
+    packed=st.booleans(), rows=SMALL, seed=SMALL,
+)
+def test_explicit_attention_is_sdpa(
+    monkeypatch: pytest.MonkeyPatch,
+    b: int, groups: int, kv: int, s: int, past: int, d: int, packed: bool, rows: int, seed: int,
+) -> None:
+    """In any number of blocks of queries, the last of them as it comes."""
+    monkeypatch.setattr(attention, "_MIN_ROWS", rows)
+    torch.manual_seed(seed)
+    t = past + s
+    q = torch.randn(b, groups * kv, s, d, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, b, kv, t, d, dtype=torch.float64).unbind()
+    mask = causal_mask(s, t, q.device)[None, None] if past else None
+    if packed:
+        mask = document_mask(torch.randint(0, 2, (b, t)).cumsum(1), s)
+    k.requires_grad_(), v.requires_grad_()
+    expected = AttentionCore()(q, k, v, mask)
+    got = explicit_attention(q, k, v, mask)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(got)
+    for a, b_ in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b_)
+
+
+def test_a_document_mask_by_hand() -> None:
+    mask = document_mask(torch.tensor([[0, 0, 1]]), 3)
+    assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
+
+
+@given(s=st.integers(1, 6), past=st.integers(0, 6))
+def test_the_masks_of_a_slice_are_the_last_rows_of_the_whole_ones(s: int, past: int) -> None:
+    documents = torch.randint(0, 2, (2, past + s)).cumsum(1)
+    assert torch.equal(document_mask(documents, s), document_mask(documents, past + s)[:, :, past:])
+    whole = causal_mask(past + s, past + s, documents.device)
+    assert torch.equal(causal_mask(s, past + s, documents.device), whole[past:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(s=st.integers(1, 12), half=st.integers(1, 8), shift=st.integers(0, 20))
+def test_rotary_positions_keep_lengths_and_see_only_distances(s: int, half: int, shift: int) -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_table(torch.arange(s + shift), 2 * half, 10000.0, torch.float64)
+    q, k = torch.randn(2, 1, 1, s, 2 * half, dtype=torch.float64).unbind()
+    here = [rotate(x, cos[:s], sin[:s]) for x in (q, k)]
+    there = [rotate(x, cos[shift:], sin[shift:]) for x in (q, k)]
+    torch.testing.assert_close(here[0].norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(here[0] @ here[1].transpose(2, 3), there[0] @ there[1].transpose(2, 3))
+    torch.testing.assert_close(here[0][..., 0, :], q[..., 0, :])  # position 0 is not turned
+
+
+def test_rotary_angles_stay_exact_far_out_in_half_precision() -> None:
+    """Position 10,000 in bf16 would be a multiple of 64: the angles must be computed before they are rounded."""
+    s = 10_001
+    cos, _ = rotary_table(torch.arange(s), 2, 10000.0, torch.bfloat16)
+    exact = torch.tensor(10_000.0, dtype=torch.float64).cos()
+    assert cos.dtype == torch.bfloat16
+    assert abs(cos[-1, 0].double() - exact) < 2**-8
+
+
+def test_rotation_is_the_formula_written_out_and_turns_gradients_back():
+    x, dy = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    cos, sin = rotary_table(torch.arange(5), 8, 1e4, torch.float64)
+    first, second = x.chunk(2, dim=-1)
+    written_out = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = rotate(x, cos, sin)
+    torch.testing.assert_close(turned, written_out)
+    torch.testing.assert_close(
+        torch.autograd.grad(turned, x, dy), torch.autograd.grad(written_out, x, dy)
+    )

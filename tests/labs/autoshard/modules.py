@@ -1,0 +1,98 @@
+"""Modules to plan for: a layer of shoal's models, and what a user might write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoal.engine.models.transformer import Transformer
+from shoal.labs.autoshard.intra.ilp import Solution, solve
+from shoal.labs.autoshard.intra.price import Prices
+from shoal.labs.autoshard.intra.problem import Builder, Bytes
+from shoal.labs.autoshard.notation.notation import NamedMesh
+from shoal.labs.autoshard.plan import plan_of
+from shoal.spec.catalog import model_shape
+from shoal.spec.catalog.clusters import cluster
+
+BF16 = Bytes(4, 12)  # gradients and Adam in float32, with a master weight
+
+
+class MLP(nn.Module):
+    """Two layers, nothing else."""
+
+    def __init__(self, hidden: int, ffn: int, bias: bool = False):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, ffn, bias=bias), nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """A user's own: one matrix for queries, one for keys, one for values, softmax written out."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.mix = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = (
+            part(x).view(b, s, self.heads, h // self.heads).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        scores = (q @ k.transpose(2, 3) / (h // self.heads) ** 0.5).softmax(-1)
+        return self.mix((scores @ v).transpose(1, 2).reshape(b, s, h))
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained one of rank 2 beside it (Hu et al. 2021), and an output that is of inputs alone."""
+
+    def __init__(self, hidden: int, ffn: int):
+        super().__init__()
+        self.frozen = nn.Linear(hidden, ffn).requires_grad_(False)
+        self.down, self.up = nn.Linear(hidden, 2, bias=False), nn.Linear(2, ffn, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.frozen(x) + self.up(self.down(x))), x.mean(0)
+
+
+class Odd(nn.Module):
+    """What no transformer has: shapes that few meshes divide, a sort, a slice, sums, several outputs, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 15), nn.Linear(15, 6, bias=False)
+        self.scale = nn.Parameter(torch.rand(6, dtype=torch.float64))
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("shift", torch.arange(6.0, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.second(torch.relu(self.first(self.norm(x))))
+        z = torch.sort(y + x, dim=-1).values * self.scale - self.shift
+        return z[:, 1:4].sum(-1), torch.cat([y, z], 1).amax(1).tanh()
+
+
+def transformer(family: str, layers: int = 1, **change) -> Transformer:
+    """A small model of shoal's own, in float64."""
+    shape = model_shape("tiny" if family == "llama" else "tiny-gpt")
+    small = {"layers": layers, "hidden": 16, "heads": 4, "kv_heads": 2 if family == "llama" else 4, "head_dim": 4,
+             "ffn": 24, "vocab": 32, "max_sequence": 8}  # fmt: skip
+    return Transformer(shape.model_copy(update=small | change)).double()
+
+
+def builder(graph, name: str, mesh: NamedMesh, microbatches: int = 1) -> Builder:
+    """Priced on a cluster of the catalog, in bf16."""
+    return Builder(graph, Prices.on(cluster(name), mesh, "bf16", 2), BF16, microbatches)
+
+
+def any_plan(build, rng):
+    """One that random costs make the cheapest: splits that no cluster would ask for are among its choices."""
+    problem = build.problem()
+    moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in problem.decisions]
+    chosen = solve(replace(problem, decisions=moved)).chosen
+    return plan_of(build, problem, Solution(chosen, problem.cost(chosen)))

@@ -1,0 +1,137 @@
+"""Any plan of any module, the cheapest as well as random ones, computes on real ranks what one device computes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from shoal.base.errors import UsageError
+from shoal.cli.plan_auto import verdict
+from shoal.engine.models.transformer import initialise
+from shoal.labs.autoshard.capture.trace import graph_of
+from shoal.labs.autoshard.execute import compare, reference, worst_of
+from shoal.labs.autoshard.intra.ilp import solve
+from shoal.labs.autoshard.notation.notation import NamedMesh
+from shoal.labs.autoshard.plan import plan_of, shard
+from shoal.labs.autoshard.rivals import rivals
+from tests.labs.autoshard.modules import MLP, Attention, LoRA, Odd, any_plan, builder, transformer
+
+LINE, GRID = NamedMesh("x", (4,)), NamedMesh("xy", (2, 2))
+
+
+def example(name):
+    """A module and its inputs, filled with numbers."""
+    torch.manual_seed(0)
+    if name in ("llama", "gpt"):
+        module = transformer(name)
+        initialise(module, 0)
+        tokens = torch.randint(0, 32, (4, 8))
+        return module, (tokens, tokens.roll(1, 1))
+    modules = {"mlp": MLP(12, 20, bias=True), "attention": Attention(16, 4), "odd": Odd(), "lora": LoRA(12, 20)}
+    module = modules[name].double()
+    shape = {"mlp": (8, 12), "attention": (2, 6, 16), "odd": (10, 6), "lora": (8, 12)}[name]
+    return module, (torch.randn(shape, dtype=torch.float64),)
+
+
+@pytest.mark.parametrize("name, mesh", [
+    ("llama", GRID), ("gpt", LINE), ("mlp", LINE), ("attention", GRID), ("odd", NamedMesh("xy", (3, 2))),
+    ("lora", LINE),
+], ids=str)  # fmt: skip
+def test_plans_compute_what_one_device_computes(pool, name, mesh):
+    module, inputs = example(name)
+    graph = graph_of(module, inputs, input_gradients=name != "lora")
+    trained = {f"update {parameter}" for parameter, p in module.named_parameters() if p.requires_grad}
+    rng = np.random.default_rng(len(name) + mesh.ranks)
+    kinds = set()
+    for _ in range(1 if name in ("llama", "gpt") else 2):
+        plan = any_plan(builder(graph, "4xA100", mesh), rng)
+        kinds.update(transfer.move.kind for move in plan.found for transfer in move.transfers)
+        given, expected = reference(module, inputs, plan.graph)
+        assert {op for op in expected if op.startswith("update ")} == trained
+        results = pool.run(compare, mesh.ranks, plan, given, expected)
+        assert all(len(errors) == len(expected) + len(trained) for errors in results)
+        assert worst_of(results)[0] < 1e-10
+    if name not in ("odd", "lora"):
+        assert {"all-reduce", "all-gather"} <= kinds
+
+
+def test_a_wrong_move_is_seen(pool):
+    module, inputs = example("mlp")
+    plan = any_plan(builder(graph_of(module, inputs), "4xA100", LINE), np.random.default_rng(0))
+    given, expected = reference(module, inputs, plan.graph)
+    reduced = next(key for key, path in plan.moves.items() if [t.move.kind for t in path] == ["all-reduce"])
+    broken = replace(plan, moves=plan.moves | {reduced: ()})
+    assert worst_of(pool.run(compare, 4, broken, given, expected))[0] > 1e-6
+
+
+def test_what_is_no_number_is_seen(pool, capsys):
+    """A NaN in a block of one rank, behind differences that are none."""
+    module, inputs = example("mlp")
+    graph = graph_of(module, inputs)
+    plan = shard(builder(graph, "4xA100", LINE))
+    given, expected = reference(module, inputs, plan.graph)
+    given["input x"] = given["input x"].index_fill(0, torch.tensor([7]), torch.nan)
+    results = pool.run(compare, 4, plan, given, expected)
+    assert any(np.isfinite(list(errors.values())).any() for errors in results)
+    assert verdict(results, "outputs", Console()) == 1
+    assert "not what one device computes: given " in capsys.readouterr().out
+    assert verdict([{"first": 1e-14, "second": float("nan"), "third": 1e-15}], "outputs", Console()) == 1
+    assert "second is off" in capsys.readouterr().out
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state():
+    module, inputs = example("lora")
+    build = builder(graph_of(module, inputs), "4xA100", LINE)
+    problem = build.problem()
+    plan = plan_of(build, problem, solve(problem))
+    assert {name for name, (*_, state) in plan.weights().items() if state is None} == {"frozen.weight", "frozen.bias"}
+    frozen, trained = 12 * 20 + 20, 2 * (12 + 20)
+    whole = 2 * frozen + (2 + 4 + 12) * trained  # bytes in bf16, with gradients and AdamW's states of what is trained
+    assert whole / 4 <= plan.memory <= whole
+    sharded = rivals(build, problem)["FSDP (ZeRO-3)"].problem
+    fsdp = plan_of(build, sharded, solve(sharded))
+    kept, _, state = fsdp.weights()["frozen.weight"]
+    assert kept.used and state is None
+    moved = [(t.move.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.found for t in move.transfers]
+    assert ("all-gather", 12 * 20) in moved, "frozen weights are gathered too"
+
+
+class Lists(nn.Module):
+    """Inputs in a dict, rare tokens that count more, the same output twice and behind a dropout of nothing, a constant,
+    and an output of ten dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(8, 8, padding_idx=0, scale_grad_by_freq=True), nn.Linear(8, 8)
+
+    def forward(self, given):
+        y = self.mix(self.embed(given["tokens"][0]) * given["scale"])
+        return {"y": y, "again": [y, nn.functional.dropout(y, 0.0), torch.arange(4)],
+                "dims": y.tanh().view(4, 2, 1, 2, 1, 2, 1, 2, 2, 1)}  # fmt: skip
+
+
+def test_odd_inputs_and_outputs_are_planned_and_run(pool):
+    torch.manual_seed(0)
+    inputs = ({"tokens": [torch.randint(0, 4, (4, 4))], "scale": torch.randn(8, dtype=torch.float64)},)
+    module = Lists().double()
+    graph = graph_of(module, inputs)
+    plan = any_plan(builder(graph, "4xA100", GRID), np.random.default_rng(0))
+    given, expected = reference(module, inputs, plan.graph)
+    assert worst_of(pool.run(compare, 4, plan, given, expected))[0] < 1e-10
+
+
+@pytest.mark.parametrize("shape, words", [
+    ((0, 4), r"input input has the shape \[0, 4\]: there is nothing in it to split"),
+    ((4, 4, *[1] * 25), "has 27 dims, and shardings have a letter for 26"),
+])  # fmt: skip
+def test_shapes_without_a_sharding_are_refused(shape, words):
+    with pytest.raises(UsageError, match=words):
+        graph_of(nn.Sequential(nn.Flatten(1), nn.Linear(4, 8)), (torch.empty(shape),))
+
+
+def test_what_has_nothing_to_train_is_refused():
+    with pytest.raises(UsageError, match="nothing in it is trained"):
+        graph_of(MLP(4, 8).requires_grad_(False), (torch.randn(2, 4),))

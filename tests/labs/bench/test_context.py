@@ -1,0 +1,46 @@
+"""The benchmarks of context parallelism measure what they say, at a small scale."""
+
+import re
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.labs.bench.context import Attention, makes_room, ratios, seconds_of_a_step
+
+
+def test_a_ring_beside_its_bound() -> None:
+    seconds = seconds_of_a_step(Attention(ranks=3, tokens=48, heads=4, kv_heads=2, head_dim=8), repeats=2)
+    assert {way: len(times) for way, times in seconds.items()} == {"ring": 2, "bound": 2}
+    assert all(time > 0 for times in seconds.values() for time in times)
+    assert ratios({"ring": [3.0, 1.0], "bound": [4.0, 2.0]}) == [0.75, 0.5]
+
+
+def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.CaptureFixture) -> None:
+    words = ["--ranks", "4", "--tokens", "1024", "--layers", "1", "--steps", "2", "--budget-mib", "8"]
+    assert main(["bench", "long-context", *words]) == 0
+    out = capsys.readouterr().out
+    alone, most = (float(share) for share in re.findall(r"B +\S? +(\d+\.\d+)", out.replace("│", " ").replace("┃", " ")))
+    assert alone > 1 > most
+    assert alone / 4 == pytest.approx(most, rel=0.02), "a quarter on each of 4 ranks"
+    first, second = re.search(r"losses ([\d.]+), ([\d.]+)", out).groups()
+    assert float(first) == pytest.approx(5.55, abs=0.1), "ln 257"
+    assert first != second
+
+
+def test_an_only_step_is_timed(capsys: pytest.CaptureFixture) -> None:
+    main(["bench", "long-context", "--ranks", "2", "--tokens", "256", "--layers", "1", "--steps", "1"])
+    seconds, unit = re.search(r"([\d.]+) (\w+) a step", capsys.readouterr().out).groups()
+    assert float(seconds) > 0 and unit in ("ms", "s"), "of forward and backward, not of nothing"
+
+
+@pytest.mark.parametrize(("budget", "made"), [(1.0, False), (8.0, True), (20.0, True), (1000.0, False)])
+def test_a_budget_that_shows_nothing_fails(budget: float, made: bool) -> None:
+    """Too small for a rank, or enough for one device."""
+    assert makes_room(alone=32, most=8, budget=budget) is made
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "context", "--ranks", "1"]) == 2
+    assert "give 2 ranks or more" in capsys.readouterr().err
+    assert main(["bench", "long-context", "--tokens", "7"]) == 2
+    assert "too short for cp 4" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""The experiment compares what it says, and its numbers are what its runs say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.engine.data.batches import SyntheticDataset
+from shoal.engine.models.transformer import Transformer, initialise
+from shoal.labs.bench.learning.mixture_of_depths import (
+    DENSE,
+    EQUAL,
+    KINDS,
+    LENGTH,
+    LESS,
+    SHORTER,
+    Run,
+    config_of,
+    draw,
+    one_by_one,
+    write_csv,
+)
+from shoal.training.step.mixture_of_depths import Foreseen
+
+
+@pytest.mark.parametrize("capacity", [0.125, 0.25])
+def test_equal_flops_are_as_many_layers_as_they_pay_for(capacity: float) -> None:
+    shapes = {
+        kind: config_of(kind, 0, steps=10, capacity=capacity).model.shape(vocab=257, sequence_length=LENGTH)
+        for kind in KINDS
+    }
+    flops = {kind: shape.flops_per_token(LENGTH) for kind, shape in shapes.items()}
+    assert shapes[LESS].layers == shapes[DENSE].layers < shapes[EQUAL].layers
+    assert flops[LESS] < flops[EQUAL] <= flops[DENSE]
+    steps = config_of(SHORTER, 0, steps=1000, capacity=capacity).train.steps
+    assert steps * flops[SHORTER] == pytest.approx(1000 * flops[LESS], rel=1e-3)
+    deeper = shapes[EQUAL].model_copy(update={"layers": shapes[EQUAL].layers + 1})
+    assert deeper.flops_per_token(LENGTH) > flops[DENSE]
+
+
+def test_a_dense_model_loses_nothing_token_by_token() -> None:
+    """And one whose layers take some tokens has another loss by what is foreseen."""
+    samples = SyntheticDataset(257, LENGTH, 0)
+    batch = samples.batch([0, 1])
+    losses = {}
+    for kind in (DENSE, LESS):
+        model = Transformer(config_of(kind, 0, steps=1, capacity=0.25).model.shape(vocab=257, sequence_length=LENGTH))
+        initialise(model, 0)
+        for layer in model.layers.values():
+            if layer.depth is not None:
+                layer.depth.router.data.normal_(0, 50, generator=torch.Generator().manual_seed(0))
+        together = float(model(batch.tokens, batch.targets).detach()) / batch.unmasked()
+        losses[kind] = (one_by_one(model, samples, 2), together)
+    assert losses[DENSE][0] == pytest.approx(losses[DENSE][1], rel=1e-5)
+    assert losses[LESS][0] != pytest.approx(losses[LESS][1], rel=1e-5)
+
+
+def test_the_plot_is_over_flops_and_the_table_has_every_validation(tmp_path: Path) -> None:
+    told = Foreseen(0.9, 0.5, 0.2, 0.3)
+    runs = [
+        Run(kind, seed, (10, 20), (3.0, 2.0 + seed / 10), 2.5, None if kind == DENSE else told, 4, 100, 10**6)
+        for seed in range(2) for kind in KINDS
+    ]
+    assert runs[0].points()[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
+    picture = draw(runs, "Depths")
+    assert all(f">{kind}, 4 layers<" in picture for kind in KINDS)
+    write_csv(runs, tmp_path / "depths.csv")
+    lines = (tmp_path / "depths.csv").read_text().splitlines()
+    assert lines[:2] == ["model,layers,flops_per_token,seed,step,validation_loss", "dense,4,1000000,0,10,3.0000"]
+    assert len(lines) == 17

@@ -1,0 +1,85 @@
+"""`shoal bench optimizers`: what races against each other computes the same."""
+
+import pytest
+import torch
+
+from shoal.cli.main import main
+from shoal.engine.models import products
+from shoal.engine.optim.build import RULES
+from shoal.labs.bench import optimizers
+from shoal.labs.bench.optimizers import FUSED, Timing, flat, rivals, shapes_of
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import OptimizerConfig
+
+SHAPES = {"layers.0.mlp.up.weight": (32, 512), "layers.0.mlp_norm.weight": (48,), "layers.0.mlp.gate.weight": (64, 256)}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_all_contenders_make_the_same_updates(rule):
+    config = OptimizerConfig(name=rule, hessian_every=10**9)
+    ours, others = flat(config, SHAPES), {name: make() for name, make in rivals(config, SHAPES).items()}
+    assert set(others) == ({"fused", "foreach"} if rule in FUSED else {"plain loop"})
+    start = ours().clone()
+    for other in others.values():
+        other()
+    for _ in range(7):
+        weights = ours()
+        tensors = [other() for other in others.values()]
+    moved = (weights - start).norm()
+    for theirs in tensors:
+        # 8-bit codes: what lies at a border between two may fall to either side
+        allowed = 2e-2 if rule == "adam8bit" else 2e-3
+        assert (weights - torch.cat([t.flatten() for t in theirs])).norm() < allowed * moved
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_rivals_alone_multiply_by_torchs_library_where_that_is_asked(equal, monkeypatch):
+    said = {}
+
+    def made(name):
+        def step():
+            said.setdefault(name, set()).add(torch.get_float32_matmul_precision())
+
+        return step
+
+    monkeypatch.setattr(optimizers, "flat", lambda *_, compile=False: made("ours"))
+    monkeypatch.setattr(optimizers, "_rival", lambda *_: made("rival"))
+    monkeypatch.setattr(products, "_by_onednn", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        optimizers.measure("muon", SHAPES, 2, products=equal)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert said == {"ours": {"medium"}, "rival": {"medium" if equal else "highest"}}
+
+
+def test_shapes_have_at_least_the_parameters_asked_for():
+    for parameters in (1_000_000, 10_000_000, 100_000_000):
+        count = sum(torch.Size(shape).numel() for shape in shapes_of(parameters).values())
+        assert parameters <= count < 1.4 * parameters + 3_200_000
+    for name, matrices in (("llama-3.2-1b", 7), ("gpt2-124m", 6)):
+        shapes = shapes_of(100_000_000, model_shape(name))
+        assert 100_000_000 <= sum(torch.Size(shape).numel() for shape in shapes.values()) < 170_000_000
+        assert [len(shape) for shape in shapes.values()].count(2) % matrices == 0
+    assert shapes["layers.1.mlp.up.weight"] == (3072, 768)
+
+
+def test_a_ratio_is_of_the_medians_and_the_fastest_rival():
+    rivals = {"fused": [5.0, 4.0, 9.0], "foreach": [6.0, 6.0, 6.0]}
+    timing = Timing("adam", 1, {"shoal": [1.0, 3.0, 2.0], "compiled": [8.0] * 3}, rivals)
+    assert (timing.rival, timing.target, timing.met) == ("fused", 1.0, True)
+    assert (timing.ratio("shoal"), timing.ratio("compiled")) == (2.5, 0.625)
+    assert not Timing("adam", 1, {"compiled": [8.0] * 3}, rivals).met
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["bench", "optimizers", "--rules", "sgd,radam", "--parameters", "100000", "--turns", "2"]) in (0, 1)
+    out = capsys.readouterr().out
+    assert "radam" in out and "plain loop" in out
+    assert main(["bench", "optimizers", "--rules", "adm"]) == 2
+    assert "did you mean 'adam'" in capsys.readouterr().err
+    for model, said in (("llama-3.2-1", "did you mean"), ("mixtral-8x7b", "it has experts")):
+        assert main(["bench", "optimizers", "--model", model]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,347 @@
+"""What comes out of a race, and that contenders which do different work are refused."""
+
+import csv
+import io
+import json
+import os
+import signal
+import tempfile
+import time
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+
+from shoal.base.errors import UsageError
+from shoal.cli.bench import main, step
+from shoal.engine.models.products import _multiplies_faster
+from shoal.labs.bench import collectives, context, transport
+from shoal.labs.bench.attention import measure
+from shoal.labs.bench.crew import Contender, Crew, Failed, Turn
+from shoal.labs.bench.peak import Product
+from shoal.labs.bench.race import Disagreement, Lap, Race, Row, check_agreement, rows, run
+from shoal.labs.bench.step import torch_baselines
+from shoal.labs.bench.step.comparisons import NAMES, races
+from shoal.labs.bench.step.torch_pipelining import SCHEDULES
+from shoal.labs.bench.step.workload import Workload
+from shoal.labs.collectives.description import Collective
+
+WORK = Workload()
+
+
+def lap(name: str, *turns: list[float], losses: float = 1.0) -> Lap:
+    contender = Contender(name, build, WORK)
+    return Lap(contender, [Turn(seconds, seconds, [losses] * len(seconds)) for seconds in turns])
+
+
+def build(workload: Workload, rank: int, ranks: int, fails: bool = False):
+    """A contender whose losses tell who and where it is."""
+
+    def step(number: int) -> float:
+        if fails and number == 2:
+            raise ValueError("third step")
+        return number + 0.25 * rank
+
+    return step
+
+
+def test_ratio_is_that_of_medians_against_the_fastest_reference():
+    ours, slow, fast = lap("ours", [1.0, 9.0], [1.0, 1.0]), lap("slow", [4.0], [4.0]), lap("fast", [2.0], [3.0])
+    race = Race("x", (ours.contender,), (slow.contender, fast.contender), target=2.6)
+    first, second, third = rows(race, [ours, slow, fast])
+    assert first.ratio == pytest.approx(2.5)  # median of 2 and 3, over that of 1, 9, 1, 1
+    assert first.met is False and first.tokens_per_second == WORK.tokens
+    assert second.ratio == pytest.approx(2.5 / 4) and second.target is None and second.met is None
+    assert third.ratio == 1.0 and third.spread == (1.0, 1.0)
+
+
+def test_of_several_only_the_fastest_may_have_to_reach_the_target():
+    slow, fast, other = lap("slow", [4.0], [4.0]), lap("fast", [1.0], [1.0]), lap("other", [2.0], [2.0])
+    for fastest, met in ((True, [None, True, None]), (False, [False, True, None])):
+        race = Race("x", (slow.contender, fast.contender), (other.contender,), target=1.5, fastest=fastest)
+        assert [row.met for row in rows(race, [slow, fast, other])] == met
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ranks", "targets"),
+    [(8, 2, {"dp": 1.05, "tp": 1.4}), (2, 2, {"dp": 1.2, "tp": 1.9}), (8, 4, {"dp": 1.05, "tp": 1.6})],
+)
+def test_targets_are_those_of_the_tokens_and_ranks(sequences, ranks, targets):
+    every = {race.name: race for race in races(Workload(sequences=sequences), ranks)}
+    assert {name: every[name].target for name in targets} == targets
+    assert every["pp best"].target == 1.1 and len(every["pp best"].references) == len(SCHEDULES)
+    assert every["pp one-process"].target == 0.93
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_torchs_contenders_alone_have_torchs_products_where_that_is_asked(products):
+    for race in races(WORK, products=products):
+        for contender in (*race.ours, *race.references, *race.also, *race.bounds):
+            build = getattr(contender.build, "func", contender.build)
+            torchs = build.__module__.rpartition(".")[2] in ("references", "pipelining", "threads")
+            bound = build is torch_baselines.independent
+            assert contender.products == (products or not torchs or bound or not contender.tuned), contender.name
+
+
+def multiplies(workload: Workload, rank: int, ranks: int):
+    """A contender whose losses tell who makes its products."""
+    return lambda number: float(torch.get_float32_matmul_precision() == "medium")
+
+
+def test_a_crew_multiplies_by_the_library_of_its_contender():
+    for products, medium in ((False, False), (True, _multiplies_faster())):
+        with Crew(Contender("c", multiplies, WORK, products=products)) as crew:
+            assert crew.run(1).losses == [float(medium)]
+
+
+def test_share_of_a_peak_compares_flops():
+    ours = lap("ours", [2.0])
+    product = Lap(Contender("product", build, Product(side=1000)), [Turn([1.0], [1.0], [0.0])])
+    race = Race("x", (ours.contender,), (product.contender,), target=0.5)
+    assert rows(race, [ours, product])[0].ratio == pytest.approx(WORK.flops / 2.0 / 2e9)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_peak_is_told_for_each_library_that_multiplies(tuned, monkeypatch):
+    monkeypatch.setattr(main, "tune_products", lambda: tuned)
+    out = io.StringIO()
+    assert main.matrix_peak(main.PeakOptions(sides=(64,)), Console(file=out, width=120)) == 0
+    assert out.getvalue().count("fp32") == 1 + tuned and out.getvalue().count("bf16") == 1
+    assert ("oneDNN" in out.getvalue()) == tuned
+
+
+def test_flops_of_a_step_are_those_of_the_definition():
+    shape = WORK.shape
+    matrices = 8 * (4 * 256 * 256 + 3 * 256 * 688) + 8192 * 256
+    assert WORK.flops == 2048 * (6 * matrices + 12 * 8 * 256 * 256)
+    assert shape.parameters() == matrices + 8192 * 256 + 17 * 256
+
+
+def test_different_losses_are_refused():
+    check_agreement([lap("a", [1.0]), lap("b", [1.0], losses=1.0001)], 1e-3)
+    with pytest.raises(Disagreement, match=r"a has the loss 1\.000000, b 1\.100000"):
+        check_agreement([lap("a", [1.0]), lap("b", [1.0], losses=1.1)], 1e-3)
+
+
+def test_crew_steps_on_from_turn_to_turn_and_adds_the_shares_of_the_ranks():
+    with Crew(Contender("c", build, WORK, ranks=2)) as crew:
+        assert crew.run(2).losses == [0.25, 2.25]
+        turn = crew.run(1)
+    assert turn.losses == [4.25] and len(turn.seconds) == len(turn.cpu_seconds) == 1
+
+
+def test_crew_tells_which_contender_failed_and_why():
+    with Crew(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as crew:
+        crew.run(2)
+        with pytest.raises(Failed, match=r"broken, rank \d[\s\S]*third step"):
+            crew.run(1)
+
+
+def unbuildable(workload: Workload, rank: int, ranks: int):
+    """A contender that cannot be built, for a reason of two lines."""
+    raise ValueError("no such kernel\nand no other")
+
+
+def test_a_crew_that_has_ended_before_it_is_asked_says_why():
+    with Crew(Contender("broken", unbuildable, WORK)) as crew:
+        crew._processes[0].join()  # as when others are built for longer
+        with pytest.raises(Failed, match=r"Traceback[\s\S]*no such kernel\nand no other") as failed:
+            crew.run(1)
+    assert failed.value.reason == "broken, rank 0: ValueError: no such kernel"
+
+
+def sleeping(workload: Workload, rank: int, ranks: int):
+    """A contender that hangs in step 8."""
+
+    def step(number: int) -> float:
+        time.sleep(60 if number == 8 else 0.1)
+        return 0.0
+
+    return step
+
+
+def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monkeypatch):
+    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+        assert len(crew.run(3).seconds) == 3
+        monkeypatch.setattr("shoal.labs.bench.crew.TIMEOUT", 0.05)
+        assert len(crew.run(5).seconds) == 5
+        with pytest.raises(Failed, match=r"sleeper: no answer in \d+ s"):
+            crew.run(1)
+
+
+def test_a_first_turn_of_many_steps_is_given_time_by_its_first_step(monkeypatch):
+    limits: list[float] = []
+    answers = Crew._answers
+    monkeypatch.setattr(Crew, "_answers", lambda crew, limit: limits.append(limit) or answers(crew, limit))
+    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+        assert len(crew.run(4).losses) == 4
+    assert limits[0] == 300 and limits[1] > 300 + 10 * 3 * 0.1
+
+
+def test_batches_of_the_parts_make_up_the_step():
+    whole = WORK.batch(5)
+    parts = [WORK.batch(5, part, 2) for part in range(2)]
+    assert torch.equal(whole.tokens, torch.cat([part.tokens for part in parts]))
+    assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
+    assert torch.equal(whole.tokens, WORK.batch(9).tokens) and not torch.equal(whole.tokens, WORK.batch(6).tokens)
+
+
+def test_attention_kernels_agree():
+    timing = measure(32, "fp32", torch.device("cpu"), tokens=64, heads=2, head_dim=8, repeats=1)
+    assert timing.difference < 1e-5 and set(timing.seconds) == {"sdpa", "explicit"}
+
+
+def test_every_race_can_be_asked_for():
+    assert {race.name.split()[0] for race in races(WORK)} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["stpe"], "did you mean 'step'"),
+        (["step", "--only", "dp,fsdq"], "did you mean 'fsdp'"),
+        (["step", "--out", "table.xls"], "ending in .csv or .json"),
+        (["step", "--out", "none/table.csv"], "there is no folder none"),
+        (["step", "--turns", "0"], "turns = 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(args, message):
+    with pytest.raises(UsageError, match=message):
+        main.main(args)
+
+
+def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypatch):
+    def asked_to_end(options: main.PeakOptions, console: Console) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setitem(main.COMMANDS, "peak", (main.PeakOptions, asked_to_end))
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not this process, whatever the command does
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main.main(["peak"])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not list(tmp_path.iterdir())
+
+
+def test_foreign_allocator_settings_are_refused(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    with pytest.raises(UsageError, match="unset MALLOC_MMAP_MAX_"):
+        main.main(["step", "--quick"])
+
+
+@pytest.mark.parametrize("ending", ["csv", "json"])
+def test_table_is_written(tmp_path, ending):
+    ours, theirs = lap("ours", [1.0]), lap("theirs", [2.0])
+    table = rows(Race("x", (ours.contender,), (theirs.contender,), target=1.5), [ours, theirs])
+    out = tmp_path / f"table.{ending}"
+    step.write(table, out)
+    if ending == "csv":
+        records = list(csv.DictReader(out.open()))
+        assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
+    else:
+        assert json.loads(out.read_text())["rows"][0]["ratio"] == 2.0
+
+
+def toy(name: str, **changes: bool) -> Race:
+    """A race of two contenders of no work."""
+    ours, theirs = (Contender(who, partial(build, **changes), WORK) for who in ("ours", "theirs"))
+    return Race(name, (ours,), (theirs,), target=0.0)
+
+
+def test_a_race_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
+    out = tmp_path / "table.csv"
+    assert main.main(["step", "--quick", "--out", str(out)]) == 1
+    assert [record["race"] for record in csv.DictReader(out.open())] == ["dp", "dp", "single", "single"]
+    said = capsys.readouterr().out
+    assert "tp failed: ours, rank 0: ValueError: third step\n" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monkeypatch, capsys):
+    def run(race: Race, *_: object, **__: object) -> list[Row]:
+        if race.name == "tp":
+            raise end
+        return rows(race, [lap("ours", [1.0]), lap("theirs", [2.0])])
+
+    ours, theirs = lap("ours", [1.0]).contender, lap("theirs", [2.0]).contender
+    every = [Race(name, (ours,), (theirs,), target=1.5) for name in ("dp", "tp")]
+    monkeypatch.setattr(step, "races", lambda *_, **__: every)
+    monkeypatch.setattr(step, "run", run)
+    out = tmp_path / "table.json"
+    with pytest.raises(end):
+        main.main(["step", "--out", str(out)])
+    assert [row["race"] for row in json.loads(out.read_text())["rows"]] == ["dp", "dp"]
+    assert "one training step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", ["step --out", "collectives --out", "collectives --plot"])
+def test_a_table_is_not_written_over_another(options, tmp_path):
+    there, folder = (tmp_path / f"{name}.{'svg' if 'plot' in options else 'csv'}" for name in ("there", "folder"))
+    there.write_text("measured for hours")
+    folder.mkdir()
+    for path, message in ((there, "not overwritten"), (folder, "it is a folder")):
+        with pytest.raises(UsageError, match=message):
+            main.main([*options.split(), str(path)])
+
+
+def test_all_contenders_of_a_small_model_do_the_same_work():
+    """Every kind of reference beside one of ours, on the tiny model: equal losses show that equal work is compared."""
+    small = Workload("tiny", sequence_length=16, sequences=8)
+    ddp, dtensor, pipeline = "DDP, buckets of 8 MB", "DTensor, inputs prepared", "torch ZBVZeroBubble"
+    wanted = {"shoal tp", "FSDP2 fully_shard", ddp, dtensor, pipeline}
+    of_name = {c.name: c for race in races(small) for c in (*race.ours, *race.references)}
+    laps = []
+    for contender in map(of_name.get, wanted):
+        with Crew(contender) as crew:
+            laps.append(Lap(contender, [crew.run(3)]))
+    assert {lap.contender.name for lap in laps} == wanted
+    check_agreement(laps, 1e-5)
+
+
+def test_all_transports_are_timed():
+    (timing,) = transport.measure(2, [4096], repeats=1)
+    assert timing.size == 4096
+    for way in transport.WAYS:
+        assert timing.gain(way) == timing.seconds["gloo"] / timing.seconds[way] > 0
+
+
+@pytest.mark.parametrize(("few", "many", "least"), [
+    (transport.seconds_at_most(2, [4096], 15), transport.seconds_at_most(4, [4096, 1 << 30], 15), 3000),
+    (collectives.seconds_at_most(2, Collective.REDUCE, 64, 9),
+     collectives.seconds_at_most(2, Collective.REDUCE, 1 << 30, 999), 50_000),
+    (context.seconds_at_most(context.Attention(2, 4096, 8, 4, 64), 7),
+     context.seconds_at_most(context.Attention(2, 131_072, 8, 4, 64), 7), 100_000),
+])  # fmt: skip
+def test_limits_grow_with_what_is_asked_for(few: float, many: float, least: float):
+    assert few < 2000 < least < many
+
+
+def test_a_bound_need_not_agree():
+    """It leaves a part of the work out; it is shown, and its time is compared as any."""
+    race, *_ = races(Workload("tiny", sequence_length=16, sequences=8))
+    (bound,) = race.bounds
+    race = Race("x", race.ours[:1], race.references[:1], target=0.0, bounds=race.bounds, tolerance=1e-5)
+    assert [row.contender for row in run(race, 3, 1, 1, str)][-1] == bound.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("transport --ranks 1", "2 or more"),
+        ("step --ranks 1", "2 or more"),
+        ("step --only pp --sequences 12", "Give 16"),
+        ("step --only dp --sequences 3", "Give 4"),
+        ("step --only overlap-network --ranks 3", "Give 9"),
+        ("step --only tp --ranks 3", "bench step, tp: parallel.tp = 3"),
+    ],
+)
+def test_work_that_cannot_be_shared_out_is_refused(arguments: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        main.main(arguments.split())

@@ -1,0 +1,94 @@
+"""What the experiment makes of its runs; the runs themselves are tests/train/relaxed."""
+
+import csv
+import io
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+from rich.console import Console
+
+from shoal.base.errors import UsageError
+from shoal.cli.bench import relaxed as relaxed_command
+from shoal.cli.bench.relaxed import RelaxedOptions, relaxed
+from shoal.labs.bench.learning.relaxed import (
+    METHODS,
+    OVER_LINKS,
+    REFERENCE,
+    Run,
+    config_of,
+    draw,
+    seconds_at_most,
+    summaries,
+    write_csv,
+)
+from shoal.training.check import check
+
+RUNS = [
+    Run(REFERENCE, 0, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.0), Run(REFERENCE, 1, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.2),
+    Run("hogwild", 0, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.1), Run("hogwild", 1, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.5),
+]
+
+
+def test_a_method_is_compared_with_the_synchronous_run_over_the_same_seeds():
+    base, hogwild = summaries(RUNS)
+    assert (base.method, base.difference, base.faster) == (REFERENCE, 0.0, 1.0)
+    assert hogwild.validation == pytest.approx(3.3) and hogwild.difference == pytest.approx(0.2)
+    assert hogwild.faster == pytest.approx(2.0) and hogwild.spread == pytest.approx(0.2828, abs=1e-4)
+
+
+def test_the_plot_and_the_csv_hold_every_run(tmp_path):
+    root = ET.fromstring(draw(RUNS, "a < b"))
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", REFERENCE, "hogwild", "seconds in steps"} <= set(words) and "diloco" not in words
+    lines = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-linejoin")]
+    assert len(lines) == 2 * 3  # for each method the mean and two seeds
+    write_csv(RUNS, tmp_path / "runs.csv")
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(rows) == 12 and rows[-1] == {
+        "method": "hogwild", "seed": "1", "seconds": "2.000", "training_loss": "3.2000", "validation_loss": "3.5000"}
+
+
+@pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])
+def test_runs_of_few_or_endless_losses_are_drawn(losses):
+    times = tuple(map(float, range(1, len(losses) + 1)))
+    text = draw([Run(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
+    ET.fromstring(text)
+    assert "nan" not in text and "inf" not in text
+
+
+@pytest.mark.parametrize(("end", "code"), [(3.1, 0), (3.9, 1), (nan, 1), (inf, 1)])
+def test_a_loss_that_is_not_a_number_is_beyond_any_margin(end, code, monkeypatch):
+    runs = [replace(run, validation=end) if run.method == "hogwild" and run.seed == 0 else run for run in RUNS]
+    monkeypatch.setattr(relaxed_command, "measure", lambda *_, **__: runs)
+    console = Console(file=io.StringIO(), width=120)
+    assert relaxed(RelaxedOptions(only="hogwild", margin=0.5), console) == code
+    assert ("beyond their margin: hogwild" in console.file.getvalue()) == bool(code)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_experiment_can_run(method):
+    check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="3=2"))
+    if method in OVER_LINKS:
+        check(config_of(method, 0, ranks=4, steps=100, pace=0.01, straggler="", link_gbs=0.1))
+
+
+def test_the_limit_of_a_run_grows_with_its_steps_and_how_slow_they_are_asked_to_be():
+    def limit(**changes: object) -> float:
+        settings = {"ranks": 4, "steps": 120, "pace": 0.04, "straggler": "3=3", **changes}
+        return seconds_at_most(config_of("diloco", 0, **settings), 100_000)
+
+    assert limit() < 1000
+    assert limit(steps=5000) > 10_000 and limit(pace=1.0) > 10 * 120 * 3
+    assert limit(straggler="3=30") > 3000 and limit(link_gbs=1e-4) > 10 * 120 * 8
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"only": "dilocow"}, "did you mean 'diloco'"), ({"ranks": 1}, "--ranks of 2 or more"),
+    ({"out": "/no/such/folder"}, "there is no such folder"),
+    ({"only": "sgp", "link_gbs": 0.1}, "its replicas share memory, over which no network can lie"),
+])
+def test_what_cannot_be_measured_is_refused(options, expected):
+    with pytest.raises(UsageError, match=expected):
+        relaxed(RelaxedOptions.model_validate(options), Console(quiet=True))

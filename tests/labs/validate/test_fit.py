@@ -1,0 +1,157 @@
+"""A fit finds the constants that made the measurements, and its intervals hold what they say."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.labs.validate.fit import at_bounds, fitted
+from shoal.labs.validate.rows import read_row
+from shoal.labs.validate.score import score, totals
+from shoal.labs.validate.unseen import folds_of, held_out, held_out_intervals, intervals, spreads
+from shoal.planning.cost.batched_runs import Runs
+from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
+from tests.labs.validate.published import MODELS, measured, points_of, sweep, write
+
+HOPPER = GENERATIONS.index("hopper")
+
+
+def other() -> Calibration:
+    """Shoal's constants, some of them changed."""
+    own = calibration()
+    product = own["product"].copy()
+    product[HOPPER] *= 0.5
+    return own.with_values(
+        {
+            "product": product,
+            "kept_hidden": 3 * own["kept_hidden"],
+            "fragmentation": 5 * own["fragmentation"],
+            "update": 2 * own["update"],
+        }
+    )
+
+
+@cache
+def rows() -> list[dict[str, str]]:
+    return measured(sweep(), other(), noise=0.03)
+
+
+def test_a_fit_finds_what_made_the_measurements() -> None:
+    points = points_of(rows())
+    assert score(points, calibration()).time.median > 0.2
+    assert score(points, calibration()).memory.median > 0.05
+    after = score(points, fitted(points, calibration()))
+    assert after.time.median < 0.03
+    assert after.memory.median < 0.03
+
+
+def test_a_fit_begins_at_what_is_expected_and_stays_inside_bounds() -> None:
+    points = points_of(rows())
+    one, two = (fitted(points, start, iterations=2) for start in (calibration(), other()))
+    for name, of in one.constants.items():
+        if of.fitted:
+            assert np.array_equal(one[name], two[name]), f"{name} depends on what others found"
+            assert (one[name] >= (of.least or 0) * 0.999).all() and (one[name] <= (of.most or np.inf) * 1.001).all()
+    low = calibration().constants["product"].model_copy(update={"most": 0.3})
+    bound = Calibration(calibration().constants | {"product": low})
+    held = fitted(points, bound, iterations=2)
+    assert held["product"][HOPPER] == pytest.approx(0.3)
+    assert "product, hopper is at 0.3, the most that it can be" in at_bounds(held, points)
+
+
+def test_a_model_is_one_whatever_its_file_and_its_name() -> None:
+    other_name = [dict(r, model=f"{r['model']} again", seq="1024", n_gpus=r["n_gpus"]) for r in rows()]
+    points = [*points_of(rows()), *(read_row(r, "another") for r in other_name)]
+    folds = folds_of(points)
+    for model in MODELS:
+        assert len({f for f, p in zip(folds, points, strict=True) if p.model.startswith(model)}) == 1
+    assert len(set(folds)) == len(MODELS)
+
+
+def test_what_is_held_out_is_not_seen() -> None:
+    """Nothing that is measured of a fold changes what is said of it."""
+    points = points_of(rows())
+    folds = folds_of(points)
+    one = folds == folds[0]
+    twice = [replace(p, seconds=p.seconds and 2 * p.seconds) if o else p for p, o in zip(points, one, strict=True)]
+    before, after = (held_out(p, calibration(), folds, iterations=1) for p in (points, twice))
+    assert np.array_equal(before[0][one], after[0][one])
+    assert not np.allclose(before[0][~one], after[0][~one], rtol=1e-3)
+
+
+def test_an_interval_holds_four_fifths_of_what_a_fit_has_not_seen() -> None:
+    points = points_of(rows())
+    folds = folds_of(points)
+    found = held_out(points, calibration(), folds)
+    spread, _ = held_out_intervals(points, calibration(), found, folds)
+    unseen = np.abs(np.log(found[0] / np.array([p.seconds or np.nan for p in points])))
+    known = ~np.isnan(unseen)
+    assert 0.6 < np.mean(unseen[known] <= spread[known]) < 0.95
+    assert np.median(unseen[known]) < 0.06, "models that were not seen are estimated nearly as well"
+
+
+def test_an_interval_of_a_fold_is_of_the_errors_of_the_others() -> None:
+    points = points_of(rows())
+    folds = folds_of(points)
+    worst = folds == folds[0]
+    measured_seconds = np.array([p.seconds or 1.0 for p in points])
+    found = np.stack([measured_seconds * np.where(worst, 1.5, 1.02), np.ones(len(points)), np.ones(len(points))])
+    spread, _ = held_out_intervals(points, calibration(), found, folds)
+    assert (spread[worst] < 0.1).all(), "their own errors are no part of it"
+    assert np.quantile(spread[~worst], 0.1) > 0.3, "but of that of all others"
+    wide, _ = intervals(Runs.of([p.run for p in points]), spreads(points, calibration(), found))
+    assert (wide[worst] > 0.3).all()
+
+
+def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
+    write(tmp_path, rows())
+    constants, page = tmp_path / "fitted.toml", tmp_path / "page.html"
+    assert main(["validate", str(tmp_path), "--fit", str(constants), "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "Models that a fit had not seen" in said and "did not fit" in said
+    assert page.read_text().count("<circle") >= len(points_of(rows()))
+    again = read_calibration(constants)
+    assert again["product"][HOPPER] == pytest.approx(0.5 * calibration()["product"][HOPPER], rel=0.2)
+    assert main(["validate", str(tmp_path), "--constants", str(constants)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("quality A and M"))
+    assert float(line.split()[6]) < 5, f"median error of times in percent: {line}"
+
+
+def test_the_score_counts_what_did_not_fit() -> None:
+    made = rows()
+    points = points_of(made)
+    count, precision, recall = score(points, other()).out_of_memory
+    assert count == sum(r["status"] == "oom" for r in made) > 0
+    assert precision == recall == 1
+    good, families = score(points, other()).best
+    assert families == 6 and good >= 5
+    twice = points_of([r | {"gpu": gpu} for r in made for gpu in ("H100-SXM-80GB", "H800-80GB")])
+    assert score(twice, other()).best[1] == 12, "families are of one accelerator"
+    twice = points_of([r | {"precision": kind} for r in made for kind in ("bf16", "fp8")])
+    assert score(twice, other()).best[1] == 12, "and of one number format"
+    assert totals(score(points, other()))["quality A and M, all"].time.rows == sum(bool(r["step_time_s"]) for r in made)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere"], "no such folder"),
+        (["."], "no row of any CSV file"),
+        ([".", "--out", "page.pdf"], "must end in .html"),
+        ([".", "--fit", "constants"], "must end in .toml"),
+        ([".", "--constants", "missing.toml"], "no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused(args: list[str], message: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_constants_must_be_shoals(tmp_path) -> None:
+    (tmp_path / "few.toml").write_text('[hbm]\nmeaning = "x"\nexpected = 1\nvalue = 1\n')
+    with pytest.raises(UsageError, match="these differ"):
+        read_calibration(tmp_path / "few.toml")

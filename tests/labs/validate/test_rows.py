@@ -1,0 +1,146 @@
+"""Published rows become points; what cannot is counted with its reason."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.base.errors import UsageError
+from shoal.labs.validate import words
+from shoal.labs.validate.rows import Inexpressible, read_folder, read_row
+from shoal.labs.validate.score import score
+from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
+from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, calibration
+from shoal.spec.catalog.clusters import nodes
+from tests.labs.validate.published import COLUMNS, row, write
+
+
+def test_a_row_is_what_it_says() -> None:
+    point = read_row(row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB"), "file")
+    assert point.seconds == 3.5
+    assert point.bytes == 40 * 2**30
+    assert (point.run["dp"], point.run["tp"], point.run["pp"], point.run["b"]) == (4, 2, 2, 2)
+    assert point.run["microbatches"] == 64 / (4 * 2)
+    assert point.run["shard"] == 4
+    assert GENERATIONS[point.run["generation"]] == "hopper"
+    assert not point.assumed
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kind": "theoretical"}, "kind theoretical"),
+        ({"status": "other_failure"}, "status other_failure"),
+        ({"layers": ""}, "layers not stated"),
+        ({"gpu": "a new one"}, "accelerator a new one is not in the catalog"),
+        ({"recompute": "a third of the layers"}, "recompute: a third of the layers"),
+        ({"n_gpus": 24}, "dp x tp x pp x cp is not the number of accelerators"),
+        ({"global_batch": ""}, "global_batch not stated"),
+        ({}, "neither time nor memory"),
+    ],
+)
+def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
+    with pytest.raises(Inexpressible, match=reason):
+        read_row(row(**change), "file")
+
+
+def test_what_is_not_stated_is_assumed_and_said() -> None:
+    point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
+    assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("FSDP", 64), ("HSDP", 8), ("HSDP, shard group=16", 16), ("ZeRO-1, optimizer shard group=4", 4)]
+)
+def test_how_many_ranks_have_a_share(mode: str, ranks: int) -> None:
+    assert read_row(row(layout=(64, 1, 1), dp_mode=mode, zero_stage=3, step_time_s=1), "file").run["shard"] == ranks
+
+
+def test_what_is_computed_again_has_a_name() -> None:
+    said = {"none": "none", "selective": "selective", "selective (op-level SAC)": "operators", "full": "full"}
+    found = {text: read_row(row(recompute=text, step_time_s=1), "file").run["recompute"] for text in said}
+    assert {text: RECOMPUTE[mode] for text, mode in found.items()} == said
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "kind"),
+    [
+        ("flash_attention2 + RMS kernel", "AA-Scaling", "flash-2"),
+        ("flash_attentionv1.0.8", "AA-Scaling", "flash-1"),
+        ("flash-attn3", "Megatron-Core", "flash-3"),
+        ("flash-attn", "Megatron-Core", "flash-2"),
+        ("flash-attn", "llm-foundry/Composer FSDP1", "flash-1"),
+        ("flash-attn", "Megatron-LM 2020", "flash-2"),
+        ("torch", "AA-Scaling", "unfused"),
+        ("fused", "AA-Scaling", "fused-softmax"),
+        ("", "Megatron-LM 2020", "fused-softmax"),
+    ],
+)
+def test_which_kernel_attention_is(text: str, framework: str, kind: str) -> None:
+    run = read_row(row(attn_kernel=text, framework=framework, year=2023, step_time_s=1), "file").run
+    assert ATTENTION[run["attention"]] == kind
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "peak", "bandwidth", "per_node"),
+    [
+        ("H100-SXM-80GB", "80", 989.4e12, 3350e9, 8),
+        ("H100-96GB HBM2e 500W (Grand Teton)", "96", 989.4e12, 2400e9, 8),
+        ("GB200", "186", 2500e12, 8000e9, 72),
+        ("GB300", "288", 2500e12, 8000e9, 72),
+        ("B300", "288", 2250e12, 8000e9, 8),
+    ],
+)
+def test_what_a_published_accelerator_is(gpu: str, memory: str, peak: float, bandwidth: float, per_node: int) -> None:
+    run = read_row(row(gpu=gpu, gpu_mem_gb=memory, step_time_s=1), "file").run
+    assert (run["peak"], run["hbm"], run["per_node"]) == (peak, bandwidth, per_node)
+
+
+def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:
+    assert read_row(row(tokens_per_s_per_gpu=1000), "file").seconds == pytest.approx(64 * 2048 / (1000 * 8))
+    assert read_row(row(kind="measured_oom", status="oom", step_time_s=1), "file").seconds is None
+
+
+@pytest.mark.parametrize(
+    ("text", "per_accelerator", "kind"),
+    [
+        ("NVLink3; 4x100Gb RoCE per node", 50e9 / 8, "roce"),
+        ("4 Omni-Path links per node (100Gb/s each)", 50e9 / 8, "omni-path"),
+        ("1600 Gbps/node RoCE", 25e9, "roce"),
+        ("NVLink4 450GB/s; 400Gb/s NDR IB per GPU", 50e9, "infiniband"),
+        ("InfiniBand 200 GB/s per node", 25e9, "infiniband"),
+        ("Selene: NVLink3; 8x200Gb/s HDR IB per node", 25e9, "infiniband"),
+        ("", 50e9, "infiniband"),
+    ],
+)
+def test_what_leaves_a_node(text: str, per_accelerator: float, kind: str) -> None:
+    given = {"interconnect": text}
+    assert words.leaving(given, nodes()["H100"], 8) == pytest.approx(per_accelerator)
+    assert words.network(given) == kind
+    assert kind in NETWORKS
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(COLUMNS), st.sampled_from(["", "0", "3", "-1", "nan", "1e9", "?", "full", "fp8"]), max_size=4
+    )
+)
+def test_any_row_is_estimated_or_has_a_reason(garbled: dict[str, str]) -> None:
+    given_row = row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB") | garbled
+    try:
+        point = read_row(given_row, "file")
+    except (Inexpressible, UsageError) as reason:
+        assert str(reason)
+        return
+    scored = score([point], calibration())
+    assert np.isfinite([scored.seconds[0], scored.bytes[0], scored.part[0]]).all()
+
+
+def test_a_folder_keeps_count(tmp_path) -> None:
+    good = row(step_time_s=1) | {"a column that nobody knows": "x"}
+    write(tmp_path, [good, row(), row(layers="", step_time_s=1), row(layers="", step_time_s=1)])
+    (tmp_path / "hardware.csv").write_text("accelerator,peak\nH100,989\n")
+    points, left = read_folder(tmp_path)
+    assert len(points) == 1
+    assert left == {("made", "neither time nor memory"): 1, ("made", "layers not stated"): 2}

@@ -1,0 +1,40 @@
+"""Shoal's own constants beside published measurements, where these are: what is wanted of them."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shoal.labs.validate.by_estimate import played
+from shoal.labs.validate.rows import read_folder
+from shoal.labs.validate.score import Scored, score, totals
+from shoal.spec.catalog.calibration import calibration
+
+FOLDER = Path(__file__).parents[4] / "shared" / "measured"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published measurements are not in {FOLDER}")
+
+
+@cache
+def scored() -> Scored:
+    return score(read_folder(FOLDER)[0], calibration())
+
+
+def test_estimates_are_as_near_as_they_should_be() -> None:
+    few, many, every = totals(scored()).values()
+    assert (few.time.rows, many.time.rows, every.memory.rows) > (2000, 100, 1000)
+    assert few.time.median <= 0.05 and few.time.ninetieth <= 0.15
+    assert many.time.median <= 0.08 and many.time.ninetieth <= 0.20
+    assert every.memory.median <= 0.04
+    _, precision, recall = every.out_of_memory
+    assert precision >= 0.95 and recall >= 0.95
+    for part in (few.time, many.time, every.memory):
+        assert 0.75 <= part.inside <= 0.95, "of the 80 % interval"
+    good, families = scored().where(lambda p: p.quality == "A").best
+    assert good / families > 0.7, "of families whose predicted best is as good as their best"
+
+
+def test_what_is_scored_is_what_an_estimate_says() -> None:
+    """The closed forms and the program that is played agree, where both are told the same."""
+    steps = played(scored().points, calibration(), most=60)
+    assert len(steps.points) >= 50
+    assert steps.apart < 0.05

@@ -1,0 +1,358 @@
+"""Launching, through real processes: the cause of a death, no orphans, a clean stop, joining torchrun and SLURM."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.base.errors import UsageError
+from shoal.engine.cpu_allocator import allocator_environment
+from shoal.launch.local_launcher import Crew, launch, rank_environment, start_nursery
+from shoal.launch.prefork import Nursery
+from shoal.launch.rank_env import Membership, _expand_counts, _first_host, joined
+from shoal.launch.watch.watchdog import Watchdog
+from shoal.spec.config import FailoverConfig
+from shoal.training.stop import StopRequests
+from tests.trainings.forked import ORDER, Command
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import json, os, signal, sys, time
+from dataclasses import asdict
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from shoal.engine.device import destroy_world
+from shoal.base.errors import UsageError
+from shoal.launch.rank_env import become_rank, read_payload
+
+payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
+member = become_rank("cpu", timeout=60)
+folder, act, me = Path(payload["folder"]), payload["act"], member.rank
+if act == "stop":
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append("SIGTERM"))
+    signal.signal(signal.SIGINT, lambda *_: signals.append("SIGINT"))
+total = torch.ones(1)
+dist.all_reduce(total)
+(folder / f"{me}.json").write_text(json.dumps({
+    "pid": os.getpid(), "total": total.item(), "threads": torch.get_num_threads(), **asdict(member)}))
+if act == "stop":
+    while not signals:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    (folder / f"signals-{me}.json").write_text(json.dumps(signals))
+elif act != "finish":
+    if act == "die slowly":
+        if me == 0:
+            raise ConnectionError("peer closed the connection")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who is being killed is past other signals
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me == 1:
+        if act == "raise":
+            raise ArithmeticError("the real cause")
+        if act == "usage":
+            raise UsageError("steps = -1; allowed: 1 or more")
+        if act == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)  # never completes: rank 1 sleeps, or is gone
+    if me == 1 or act == "sleep":
+        time.sleep(1000)
+if me == 0:
+    print("rank 0 is heard")
+destroy_world()
+"""
+
+PARENT = """
+import json, os, sys
+from pathlib import Path
+from shoal.training.resilience import nursery
+from shoal.launch.local_launcher import launch
+from tests.trainings.forked import fork_nursery
+nursery.Popen = fork_nursery
+payload = json.loads(os.environ["PAYLOAD"])
+sys.exit(launch("program", payload, 2, Path(payload["folder"], "logs"), device="cpu"))
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """Where the programs are, and shoal."""
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "parent.py").write_text(PARENT)
+    return f"{folder}{os.pathsep}{ROOT}"
+
+
+@pytest.fixture
+def folder(path, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def nursery(path, tmp_path_factory) -> Iterator[Nursery]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        with start_nursery(2, tmp_path_factory.mktemp("nursery"), "cpu") as nursery:
+            yield nursery
+
+
+@pytest.fixture
+def one_nursery(nursery, monkeypatch) -> None:
+    """Each launch has the same one, so that it pays for no imports."""
+    monkeypatch.setattr("shoal.launch.local_launcher.start_nursery", lambda *_: nullcontext(nursery))
+
+
+def forked(nursery: Nursery, module: str, folder: Path, act: str, **environment: object) -> Command:
+    """``python -m MODULE`` as a process of its own, and for the parent of ranks also its nursery, without imports."""
+    payload = json.dumps({"folder": str(folder), "act": act})
+    given = {name: str(value) for name, value in environment.items()}
+    log = Path(tempfile.mkstemp(dir=folder, suffix=".log")[1])
+    return Command(nursery.fork(module, {**os.environ, "PAYLOAD": payload, **given}, log, heard=False), log)
+
+
+def reports(folder: Path, ranks: int = 2, seconds: float = 60) -> list[dict]:
+    """What each rank wrote, once all have."""
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(file.exists() and file.read_text().endswith("}") for file in files):
+            return [json.loads(file.read_text()) for file in files]
+        time.sleep(0.02)
+    raise TimeoutError([log.read_text() for log in folder.glob("logs/*")])
+
+
+def all_gone(pids: list[int], seconds: float = 5) -> bool:
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(alive, timeout=seconds)[1]
+
+
+def test_ranks_meet_and_finish(folder, capfd):
+    assert launch("program", {"folder": str(folder), "act": "finish"}, 2, folder / "logs", device="cpu") == 0
+    for rank, report in enumerate(reports(folder)):
+        assert (report["rank"], report["world_size"], report["how"], report["total"]) == (rank, 2, "local", 2.0)
+        assert report["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert capfd.readouterr().out == "rank 0 is heard\n"
+
+
+@pytest.mark.parametrize("act, code, said", [
+    ("raise", 1, "rank 1 exited with code 1; the other ranks were stopped"),
+    ("die", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
+    ("die slowly", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
+])
+def test_a_death_takes_all_down_and_shows_one_cause(folder, one_nursery, capfd, act, code, said):
+    start = time.monotonic()
+    assert launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu") == code
+    assert time.monotonic() - start < 30  # far below the 60 s that the peer's collective would wait
+    assert all_gone([report["pid"] for report in reports(folder)], seconds=0)
+    shown = capfd.readouterr().err
+    assert said in shown
+    if act == "raise":
+        assert "program.py" in shown and "ArithmeticError: the real cause" in shown
+    assert shown.count("Traceback") == (1 if act == "raise" else 0)  # the peer's own error is in its log alone
+
+
+@given(st.permutations([-signal.SIGKILL, 1, 1, -signal.SIGABRT]), st.randoms())
+def test_the_cause_is_found_among_its_consequences(codes, random):
+    """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
+    with tempfile.TemporaryDirectory() as folder:
+        crew = Crew(Path(folder), Path(folder), "cpu", StopRequests(), None, FailoverConfig())
+        crew.watchdog = Watchdog(FailoverConfig(), 4)
+        for rank, code in enumerate(codes):
+            crew.processes.append(Mock(returncode=code, poll=lambda code=code: code, pid=0))
+            Path(folder, f"rank-{rank}.log").touch()
+            if code == 1:
+                Path(folder, f"failure-{rank}.json").write_text(json.dumps({"when": random.random(), "report": "lost"}))
+        ending = crew._watch()
+        assert ending.code == 128 + signal.SIGKILL and codes[ending.cause.rank] == -signal.SIGKILL
+
+
+def test_a_log_goes_on_where_the_last_launch_died(folder, one_nursery, capfd):
+    for act in ("raise", "die"):
+        launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu")
+    log = (folder / "logs" / "rank-1.log").read_text()
+    assert len(re.findall(r"^---- started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d by process \d+ ----$", log, re.M)) == 2
+    assert "the real cause" in log
+    shown = capfd.readouterr().err
+    assert "the real cause" not in shown[shown.index("was killed by SIGKILL"):]  # that is what the first launch said
+
+
+def test_a_usage_error_passes_through_without_traceback(folder, one_nursery, capfd):
+    assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
+    assert capfd.readouterr().err == "shoal: error: steps = -1; allowed: 1 or more\n"
+
+
+def test_a_killed_parent_leaves_no_orphan(folder, nursery):
+    parent = forked(nursery, "parent", folder, "sleep")
+    pids = [report["pid"] for report in reports(folder)]
+    parent.kill()
+    parent.wait(10)
+    assert all_gone(pids)
+
+
+def test_a_request_to_stop_reaches_each_rank_once(folder, nursery):
+    parent = forked(nursery, "parent", folder, "stop")
+    reports(folder)
+    os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    assert parent.wait(30) == 0
+    assert parent.communicate()[0] == "rank 0 is heard\n"
+    for rank in range(2):
+        assert json.loads((folder / f"signals-{rank}.json").read_text()) == ["SIGTERM"]
+
+
+def test_the_second_request_kills(folder, nursery):
+    parent = forked(nursery, "parent", folder, "stop")
+    pids = [report["pid"] for report in reports(folder)]
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(10) == 128 + signal.SIGKILL
+    assert all_gone(pids, seconds=0)
+
+
+def test_torchrun_joins(folder, nursery):
+    """Its agent and workers are forks; in `test_train_command` they are interpreters of their own."""
+    agent = ("--standalone", "--nproc-per-node", "2")
+    order = json.dumps({"words": ["-m", "program"], "cwd": str(folder), "agent": agent})
+    run = forked(nursery, "tests.trainings.forked", folder, "finish", **{ORDER: order})
+    assert run.wait(60) == 0, run.communicate()[0]
+    assert [(r["rank"], r["local_world_size"], r["how"], r["total"]) for r in reports(folder)] == [
+        (0, 2, "torchrun", 2.0), (1, 2, "torchrun", 2.0)]
+
+
+def test_slurm_joins(folder, nursery):
+    def task(rank: int) -> Command:
+        variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+                     "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567}
+        return forked(nursery, "program", folder, "finish", **variables)
+
+    for process in [task(0), task(1)]:
+        assert process.wait(60) == 0, process.communicate()[0]
+    assert [(r["rank"], r["local_rank"], r["how"], r["total"]) for r in reports(folder)] == [
+        (0, 0, "slurm", 2.0), (1, 1, "slurm", 2.0)]
+
+
+def clear(monkeypatch) -> None:
+    for name in list(os.environ):
+        if re.match("SLURM_|RANK$|WORLD_SIZE$|LOCAL_|MASTER_", name):
+            monkeypatch.delenv(name)
+
+
+def test_started_plainly_nothing_is_joined(monkeypatch):
+    clear(monkeypatch)
+    assert joined() is None
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "9"}.items():
+        monkeypatch.setenv(name, value)  # inside an sbatch script, but not by srun
+    assert joined() is None
+
+
+def test_slurm_on_several_nodes(monkeypatch):
+    clear(monkeypatch)
+    for name, value in {"SLURM_PROCID": "6", "SLURM_NTASKS": "7", "SLURM_LOCALID": "0", "SLURM_NODEID": "3",
+                        "SLURM_STEP_NODELIST": "gpu[007-009,12]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+                        "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert joined() == Membership(6, 7, 0, 1, "slurm", ("gpu007", 20036))
+
+
+def test_a_slurm_task_bound_to_one_gpu_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = {"rank": 3, "world_size": 4, "local_rank": 3, "local_world_size": 4}
+    assert Membership(**place, how="slurm").device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="local rank 3 has no CUDA device"):
+        Membership(**place, how="torchrun").device("cuda")
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("a1", "a1"), ("a1,b2", "a1"), ("gpu[007-009,12],login", "gpu007"), ("n[3,5]", "n3"), ("r[1-2]n[04-09],x", "r1n04"),
+])
+def test_first_host(nodes, first):
+    assert _first_host(nodes) == first
+
+
+def test_expand_counts():
+    assert _expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert _expand_counts("8") == [8]
+
+
+def test_half_a_torchrun_is_refused(monkeypatch):
+    clear(monkeypatch)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"):
+        joined()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UsageError, match="WORLD_SIZE = 'two' is not a number"):
+        joined()
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", 2), ("RANK", -1), ("LOCAL_RANK", 1), ("MASTER_PORT", 65536)])
+def test_a_place_that_there_is_not_is_refused(monkeypatch, name, value):
+    clear(monkeypatch)
+    there = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for variable, right in there.items():
+        monkeypatch.setenv(variable, str(right))
+    assert joined().rank == 1
+    monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match=f"{name} = {value} is not one of 0 to"):
+        joined()
+
+
+FAULTS = """
+import os, resource, sys, torch
+from shoal.engine.cpu_allocator import tune_allocator
+
+for how in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    if how == "tuned":
+        assert tune_allocator()
+    for i in range(40):
+        if i == 30:  # posix_memalign leaves splinters: the heap grows a few times before it serves the same size
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(10 << 20)  # 40 MiB, above any threshold that glibc would grow to
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+                    reason="another C library than glibc")
+def test_the_allocator_reuses_pages():
+    def faults(environment: dict[str, str], *hows: str) -> list[int]:
+        """Of a process each, forked from one that has imported torch with these variables."""
+        python = [sys.executable, "-c", FAULTS, *hows]
+        return [int(count) for count in subprocess.check_output(python, env={**os.environ, **environment}).split()]
+
+    plain, tuned = faults({}, "plain", "tuned")
+    by_variables, = faults(allocator_environment(), "plain")
+    assert plain > 2000
+    assert tuned < 500 and by_variables < 500
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
+    for name in allocator_environment():
+        monkeypatch.delenv(name, raising=False)
+    found = rank_environment(0, 1, Path("scratch"), device, parent=1).keys() & allocator_environment().keys()
+    assert found == (allocator_environment().keys() if device == "cpu" else set())

@@ -1,0 +1,137 @@
+"""Ranks that are forks: they must be what a fresh interpreter would be, and end as one would."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.launch.prefork import Child, Nursery, NurseryEnded
+from tests.trainings.runs import ROOT, alive, wait_for
+
+RANK = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+import torch
+import shoal.training.trainer
+if __name__ == "__main__":
+    act = os.environ["ACT"]
+    print("said aloud", act, flush=True)
+    print("said aside", act, file=sys.stderr, flush=True)
+    Path(os.environ["REPORT"]).write_text(json.dumps({
+        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "argv": sys.argv, "name": __name__,
+        "threads": threading.active_count(), "kernel threads": len(os.listdir("/proc/self/task")),
+        "torch threads": torch.get_num_threads(), "omp": os.environ["OMP_NUM_THREADS"], "home": "HOME" in os.environ,
+        "handlers": [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)],
+        "fds": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                      if os.path.exists(f"/proc/self/fd/{fd}")),
+        "loaded": [name in sys.modules for name in ("torch._dynamo", "torch.utils.tensorboard")],
+        "sum": float(torch.ones(1000).sum()),
+    }))
+    if act == "sleep":
+        time.sleep(1000)
+    if act == "raise":
+        raise ArithmeticError("a rank's own")
+    sys.exit(int(act))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "forked.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    return tmp_path
+
+
+def started(here: Path) -> Nursery:
+    return Nursery({**os.environ, "OMP_NUM_THREADS": "1"}, here / "nursery.log")
+
+
+@pytest.fixture
+def own(here):
+    with started(here) as nursery:
+        yield nursery
+
+
+def fork(nursery: Nursery, here: Path, act: str, name: str = "rank", heard: bool = False) -> Child:
+    environment = {"ACT": act, "REPORT": str(here / f"{name}.json"), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    return nursery.fork("forked", environment, here / f"{name}.log", heard=heard)
+
+
+def report(here: Path, name: str = "rank") -> dict:
+    file = here / f"{name}.json"
+    wait_for(lambda: file.exists() and file.read_text().endswith("}"))
+    return json.loads(file.read_text())
+
+
+def test_a_request_that_comes_before_a_fork_has_its_own_handlers_is_not_lost(own, here):
+    """The nursery leaves such requests to the ranks, and the kernel throws away what a process ignores."""
+    for number in range(20):
+        child = fork(own, here, "sleep", f"stopped-{number}")
+        os.kill(child.pid, signal.SIGTERM)
+        wait_for(lambda child=child: child.poll() is not None, 30)
+        assert child.returncode == -signal.SIGTERM
+
+
+def test_a_fork_is_a_process_of_its_own(here, capfd):
+    with started(here) as own:  # here, since it inherits the stdout of now
+        first, second = fork(own, here, "0", "first", heard=True), fork(own, here, "7", "second")
+        assert (first.wait(), second.wait()) == (0, 7)
+        assert fork(own, here, "raise").wait() == 1
+        assert len(os.listdir(f"/proc/{own.pid}/task")) == 1  # else a fork would not be sound
+    said = report(here, "first")
+    assert (said["pid"], said["parent"], said["session"]) == (first.pid, own.pid, first.pid)
+    assert (said["argv"], said["name"], said["sum"]) == ([str(here / "forked.py")], "__main__", 1000.0)
+    assert said["threads"] == said["kernel threads"] == said["torch threads"] == 1
+    assert all(said["loaded"])  # what takes seconds to import when a model is first built, or a metric first written
+    assert not said["home"]  # its environment is what was given, no more
+    assert said["handlers"] == [True] * 3
+    assert not any("socket" in file for file in said["fds"])  # it cannot speak as the nursery
+    assert capfd.readouterr().out == "said aloud 0\n"
+    assert (here / "first.log").read_text() == "said aside 0\n"
+    assert sorted((here / "second.log").read_text().splitlines()) == ["said aloud 7", "said aside 7"]
+    assert "ArithmeticError: a rank's own" in (here / "rank.log").read_text()
+    assert (here / "nursery.log").read_text() == ""
+
+
+def test_signals_to_all_processes_of_a_job_leave_the_nursery(own, here):
+    rank = fork(own, here, "sleep")
+    report(here)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(own.pid, signum)
+    time.sleep(0.2)
+    assert rank.poll() is None and not own.ended
+    rank.terminate()
+    assert rank.wait() == -signal.SIGTERM
+    rank.terminate()  # nothing is sent to one that has ended
+
+
+def test_a_killed_nursery_takes_its_ranks_along_and_says_so(own, here):
+    rank = fork(own, here, "sleep")
+    process = psutil.Process(report(here)["pid"])
+    os.kill(own.pid, signal.SIGKILL)
+    assert rank.wait() == -signal.SIGKILL
+    wait_for(lambda: not alive(process), 5)
+    with pytest.raises(NurseryEnded, match="has ended"):
+        fork(own, here, "0")
+
+
+def test_what_it_cannot_import_is_in_its_log(here, monkeypatch):
+    (here / "shoal").mkdir()  # hides the real one
+    (here / "shoal" / "__init__.py").write_text("raise ImportError('no shoal here')")
+    monkeypatch.chdir(here)
+    with Nursery({**os.environ}, here / "nursery.log") as nursery, pytest.raises(NurseryEnded):
+        fork(nursery, here, "0")
+    assert "no shoal here" in (here / "nursery.log").read_text()
+
+
+def test_leaving_ends_everything(here):
+    with Nursery({**os.environ}, here / "nursery.log") as nursery:
+        fork(nursery, here, "sleep")
+        process = psutil.Process(report(here)["pid"])
+    assert sys.platform != "linux" or not psutil.pid_exists(nursery.pid)
+    wait_for(lambda: not alive(process), 5)

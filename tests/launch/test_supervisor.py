@@ -1,0 +1,155 @@
+"""A run loses a rank, in every way there is, and ends with the same bits; what no restart can help ends at once."""
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.launch.supervisor import PROCESSES_FILE
+from shoal.spec.config import save
+from shoal.training.resilience.events import read_events
+from shoal.training.stop import PREEMPTED
+from tests.trainings.runs import alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
+from tests.trainings.supervised import STEPS, config_of
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    return [event for event in read_events(folder) if event["event"] == kind]
+
+
+FAULTS = {
+    "kill@7:0:F": "was killed by SIGKILL in step 7, forward of micro-batch 0 on stage 0",
+    "kill@7:1:B": "was killed by SIGKILL in step 7, backward of micro-batch 0 on stage 0",
+    "kill@7:1:R": "was killed by SIGKILL in step 7, reducing gradients",
+    "kill@6:0:S": "was killed by SIGKILL in step 6, the optimizer's step",
+    "exit@7:1:F": "exited with code 0, though it was not done in step 7, forward of micro-batch 0 on stage 0",
+    "raise@7:0:R": "exited with code 1 in step 7, reducing gradients",
+    "stop@7:1:B": r"is stopped \(SIGSTOP\) since [\d.]+ s and was ended, in step 7, backward of micro-batch 0",
+    "hold@7:0:F": r"is silent since [\d.]+ s and was ended, in step 7, forward of micro-batch 0",
+    "stall@7:1:F": r"is stuck since [\d.]+ s and was ended, in step 7, forward of micro-batch 0",
+}
+
+
+TOGETHER = {"ended": list(FAULTS)[:6], "lost": list(FAULTS)[6:]}  # of one run, an attempt for each
+
+
+@pytest.mark.parametrize("faults", TOGETHER.values(), ids=TOGETHER)
+def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbed, corpus, capfd):
+    limit = len(faults)
+    code, folder = supervised(config_of(corpus, failover={"restarts": limit}), ",".join(faults))
+    said = capfd.readouterr().err
+    assert code == 0, said
+    assert curve(folder) == curve(undisturbed)
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+
+    failures, recoveries, [end] = events(folder, "failure"), events(folder, "recovered"), events(folder, "end")
+    for fault, failure, recovered in zip(faults, failures, recoveries, strict=True):
+        rank = fault.split(":")[1]
+        assert re.search(f"rank {rank} {FAULTS[fault]}", said), said
+        step = int(fault.partition("@")[2].split(":")[0])
+        assert (failure["rank"], failure["step"]) == (int(rank), step - 1)
+        assert (recovered["step"], recovered["lost"]) == (4, step - 1 - 4)
+        assert recovered["seconds"] < 20
+        if fault.startswith(("stop", "stall")):
+            assert "faulty.py" in failure["report"]  # where it stood
+        if fault.startswith("stall"):  # and not the one that waits for it
+            assert "stuck_here" in failure["report"]
+    assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit + 1))
+    assert end["code"] == 0 and end["failures"] == limit and 0 < end["effective"] < 1
+    assert f"effective training time {end['effective']:.1%}" in said
+    assert not (folder / PROCESSES_FILE).exists() and not list((folder / "checkpoints").glob(".staging*"))
+
+
+def test_before_the_first_checkpoint_it_begins_anew(supervised, undisturbed, corpus):
+    code, folder = supervised(config_of(corpus), "kill@2:0:B")
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    assert [event["step"] for event in events(folder, "recovered")] == [0]
+
+
+def test_restarts_without_progress_are_bounded(supervised, corpus, capfd):
+    code, folder = supervised(config_of(corpus), "raise@6:1:B", always=True)
+    assert code == 1
+    assert [event["step"] for event in events(folder, "failure")] == [5, 5, 5]
+    said = capfd.readouterr().err
+    assert "not restarted: 2 restarts brought it no further than step 5" in said
+    assert said.count("ArithmeticError: the planted fault") == 3
+
+
+def test_restarts_with_progress_are_not(supervised, corpus, capfd):
+    """Each attempt dies in its second step: every one gets a step further, so that five are not too many."""
+    config = config_of(corpus, train={"steps": 6}, checkpoint={"every": 1}, failover={"restarts": 1})
+    code, folder = supervised(config, "kill@+2:1:B", always=True)
+    assert code == 0, capfd.readouterr().err
+    assert len(events(folder, "failure")) == 5
+
+
+def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, capfd):
+    code, folder = supervised(config_of(corpus), "raise@0:1:", always=True)
+    assert code == 1
+    assert len(events(folder, "failure")) == 1 and "it never came to its first step" in capfd.readouterr().err
+
+
+def test_a_rank_lost_after_the_last_step_costs_none(supervised, undisturbed, corpus):
+    code, folder = supervised(config_of(corpus), "exit@end:1:")
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    [failure] = events(folder, "failure")
+    assert failure["where"].startswith("ending after step 10") and not events(folder, "recovered")
+
+
+def test_a_usage_error_is_not_restarted(supervised, corpus, capfd):
+    code, folder = supervised(config_of(corpus), "usage@6:1:B", always=True)
+    assert code == 2 and len(events(folder, "failure")) == 1
+    assert capfd.readouterr().err.strip() == "shoal: error: the planted fault"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_stop_is_saved_and_has_its_code(signum, code, supervised, corpus, tmp_path):
+    """Ctrl-C is the user's own wish; who sends SIGTERM or SIGUSR1 will start the run again."""
+    assert PREEMPTED == 75
+    config = config_of(corpus, train={"steps": 4000}, checkpoint={"every": 0})
+
+    def stop() -> None:
+        wait_for(lambda: logged(tmp_path / "run") >= 5)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    found, folder = supervised(config)
+    thread.join()
+    assert found == code
+    assert max(checkpoints(folder)) == logged(folder) >= 5
+    assert not events(folder, "failure")
+
+
+def test_a_dead_nursery_is_replaced(corpus, tmp_path, undisturbed):
+    """Killing it kills all ranks at once."""
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    save(config_of(corpus, train={"pace": 0.2}), file)
+    process = start("train", file, "--run-folder", folder)
+    wait_for(lambda: process.poll() is not None or logged(folder) >= 5)
+    who = json.loads((folder / PROCESSES_FILE).read_text())
+    os.kill(who["nursery"], signal.SIGKILL)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+    assert not any(psutil.pid_exists(pid) and alive(psutil.Process(pid)) for pid in who["ranks"])
+
+
+def test_a_killed_supervisor_leaves_nobody_and_loses_nothing(corpus, tmp_path, undisturbed):
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    save(config_of(corpus, train={"pace": 0.2}), file)
+    process = start("train", file, "--run-folder", folder)
+    wait_for(lambda: process.poll() is not None or logged(folder) >= 6)
+    who = json.loads((folder / PROCESSES_FILE).read_text())
+    process.kill()
+    process.communicate()
+    gone = [psutil.Process(pid) for pid in (who["nursery"], *who["ranks"]) if psutil.pid_exists(pid)]
+    wait_for(lambda: not any(alive(one) for one in gone), 5)
+    code, said = shoal("train", "--resume", folder)
+    assert code == 0 and "resumed after step 4" in said, said
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])

@@ -1,0 +1,83 @@
+"""What ended an attempt is named by the next one, from what its ranks left behind; and bad input is not tried again."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.launch.rank_env import Membership, record_end
+from shoal.launch.torch_elastic import refuse_again
+from shoal.launch.watch import peer_watch
+from shoal.launch.watch.postmortem import Last, cause, former
+from shoal.pipeline.program import Action, Op
+from shoal.training.resilience import heartbeat
+from shoal.training.resilience.heartbeat import Beat, Phase
+
+MEMBER = Membership(0, 2, 0, 2, "torchrun", ("localhost", 4321))
+LEFT = Last("4321 2", 2, 0, "a", 10.0, "in step 5", 4, done=False, report="", usage=False, told=False)
+RAISED = replace(LEFT, report="Traceback")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Of the attempt before, with a rank that was in its fifth step."""
+    monkeypatch.setattr(peer_watch.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)  # no more signs of life
+    made = peer_watch.shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of the attempt now
+    rank = Beat(heartbeat.record_path(made, 1))
+    rank.begun(4)
+    rank.phase(Phase.STEP)
+    rank.begin(Action(Op.BACKWARD, 0, 0))
+    return made
+
+
+def test_what_a_rank_left_behind_is_read(folder):
+    [last] = former(MEMBER)
+    assert (last.rank, last.world_size, last.step, last.done, last.report, last.told) == (1, 2, 4, False, "", False)
+    assert last.where.startswith("in step 5, backward")
+    record_end(folder, 1, ArithmeticError("the cause"))
+    assert "ArithmeticError: the cause" in former(MEMBER)[0].report
+    peer_watch.ended_path(folder, 1).touch()
+    assert former(MEMBER)[0].told
+
+
+def test_what_a_faster_rank_of_this_attempt_has_made_is_not_of_the_one_before(folder):
+    peer_watch.folder_of(MEMBER).mkdir(mode=0o700)
+    assert [last.rank for last in former(MEMBER)] == [1]
+
+
+def test_what_an_agent_of_the_same_number_left_long_ago_is_not(folder):
+    os.utime(folder, (1, 1))
+    assert former(MEMBER) == []
+
+
+@pytest.mark.parametrize(("every", "rank", "how"), [
+    ([LEFT, replace(RAISED, rank=1, ended=9.0)], 0, "ended without a word"),
+    ([replace(RAISED, ended=11.0), replace(RAISED, rank=1)], 1, "raised an exception"),
+    ([replace(LEFT, ended=11.0), replace(LEFT, rank=1)], 1, "ended without a word"),
+    ([replace(RAISED, rank=1)], 0, "left no trace"),
+    ([replace(LEFT, attempt="1 2", ended=1.0), RAISED, replace(RAISED, rank=1, ended=9.0)], 1, "raised"),
+])
+def test_the_cause_is_named(every, rank, how):
+    found = cause(every)
+    assert found["rank"] == rank and found["how"].startswith(how)
+
+
+@pytest.mark.parametrize("every", [
+    [], [replace(LEFT, done=True)], [replace(LEFT, told=True), replace(RAISED, rank=1)],
+])
+def test_nothing_is_said_twice_nor_of_who_was_done(every):
+    assert cause(every) is None
+
+
+def test_bad_input_is_not_tried_again(folder):
+    again = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
+    record_end(folder, 1, ArithmeticError("the cause"))
+    refuse_again(MEMBER, again)
+    record_end(folder, 1, UsageError("token id 999"))
+    with pytest.raises(UsageError, match="token id 999"):
+        refuse_again(MEMBER, again)
+    refuse_again(MEMBER, {**again, "TORCHELASTIC_RESTART_COUNT": "0"})  # another run of the command, mended

@@ -1,0 +1,220 @@
+"""What formulas say a forward leaves for its backward is what autograd keeps."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.base.section import plain
+from shoal.launch.worker_pool import Pool
+from shoal.planning.cost.memory import activations
+from shoal.planning.cost.memory.activations import Saved, korthikanti
+from shoal.planning.cost.memory.float8 import EightBits
+from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.partition import parts_of
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import Float8Config, RunConfig, build
+from shoal.spec.layout import Layout
+from shoal.training.step.engine import Engine
+from tests.engine.parallel.counting import engine_of
+from tests.testing.verify.runs import small_run
+
+
+def kept(engine: Engine) -> dict[int, int]:
+    """Bytes by address of everything that autograd keeps of one forward of this rank's first stage."""
+    stage = engine.stages[0]
+    weights = {bucket.full.untyped_storage().data_ptr() for bucket in stage.parameters.buckets}
+    found, alive = {}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    batch = engine.runtime._own(engine._batch(engine.samples, 0, 0))
+    local = engine.runtime.hidden_shape
+    hidden = torch.zeros(local, dtype=engine.policy.compute, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = stage.module(batch.tokens, batch.targets, batch.documents, hidden)
+    assert output.requires_grad
+    return found
+
+
+def both(config: RunConfig) -> tuple[int, int]:
+    """Bytes kept on this rank, and those that the formulas say autograd keeps."""
+    engine = engine_of(config)
+    layout = config.parallel
+    run = Pass(
+        engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
+        kernel=config.train.attention,
+        masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
+        eight=EightBits.of(engine.policy.formats, config.float8),
+    )
+    part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
+    said = activations.stage(run, part.layers, first=part.first, last=part.last)
+    return sum(kept(engine).values()), activations.total([s for s in said if kept_by_autograd(s, layout)])
+
+
+def kept_by_autograd(saved: Saved, layout: Layout) -> bool:
+    """The runtime keeps a stage's ends, and the closure of a layer to be recomputed what all layers share."""
+    if saved.what in ("stage input", "stage output"):
+        return False
+    return not (layout.recompute == "full" and saved.what in ("cos, sin", "mask"))
+
+
+def with_depths(config: RunConfig, **fields: object) -> RunConfig:
+    depths = {"depths": {"capacity": 0.5, "predictor": 5, **fields}}
+    return config.model_copy(update={"model": build({"model": plain(config)["model"] | depths}).model})
+
+
+def run_of(
+    family: str, recompute: str, kernel: str, masked: bool, precision: str, s: int = 24, **parallel: object
+) -> RunConfig:
+    model = {"name": family, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 80, "vocab": 300}
+    config = small_run({"recompute": recompute, **parallel}, model, precision=precision, attention=kernel)
+    data = config.data.model_copy(update={"sequence_length": s, "document_mask": masked})
+    return config.model_copy(update={"data": data})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str, shared: int) -> None:
+    """To the byte but for two scalars, which losses keep."""
+    config = run_of(family, "none", "sdpa", False, precision, s=96)
+    experts = {"count": 4, "per_token": 2, "ffn": 40, "shared": shared, "every": 2}
+    model = config.model_copy(update={"model": build({"model": plain(config)["model"] | {"experts": experts}}).model})
+    ((found, said),) = pool.run(both, 1, model)
+    assert 0 <= found - said <= 16
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("family", "precision"), [("tiny", "fp32"), ("tiny", "bf16"), ("tiny-gpt", "bf16")])
+@pytest.mark.parametrize("weight", ["score", "sigmoid"])
+def test_what_a_layer_of_some_tokens_keeps(
+    pool: Pool, weight: str, family: str, precision: str, recompute: str
+) -> None:
+    """To the byte."""
+    base = run_of(family, recompute, "sdpa", False, precision, s=96)
+    ((found, said),), ((before, said_before),) = (
+        pool.run(both, 1, config) for config in (with_depths(base, weight=weight), base)
+    )
+    assert found - before == said - said_before
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}])
+def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
+    """Where ranks share sequences not as many of each rank's own tokens are among them."""
+    config = with_depths(run_of("tiny", "none", "sdpa", True, "fp32", s=96, **parallel))
+    for found, said in pool.run(both, 2, config):
+        assert said == pytest.approx(found, rel=0.02 if set(parallel) == {"tp"} else 0.1)
+
+
+@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(["tiny", "tiny-gpt"]),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(["sdpa", "explicit"]),
+    st.booleans(),
+    st.sampled_from(["fp32", "bf16", "fp64", "fp8", "mxfp8"]),
+)
+def test_what_one_device_keeps(
+    pool: Pool, family: str, recompute: str, kernel: str, masked: bool, precision: str
+) -> None:
+    config = run_of(family, recompute, kernel, masked, precision)
+    ((found, said),) = pool.run(both, 1, config)
+    assert said == pytest.approx(found, rel=0.005)
+
+
+def test_attention_in_blocks_keeps_fewer_scores(pool: Pool) -> None:
+    ((found, said),) = pool.run(both, 1, run_of("tiny", "none", "explicit", False, "fp32", s=600))
+    assert said == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "float8"), [
+    ("tiny", "fp8", "sdpa", "none", {}),
+    ("tiny-gpt", "fp8", "explicit", "none", {"scales": "row"}),
+    ("tiny", "fp8", "sdpa", "selective", {"keep": ["layers.0.*", "*.attention.k", "*.down"]}),
+    ("tiny", "mxfp8", "explicit", "none", {}),
+])  # fmt: skip
+def test_what_products_in_8_bits_keep(
+    pool: Pool, family: str, precision: str, kernel: str, recompute: str, float8: dict
+) -> None:
+    """Codes of their inputs, once where several share one; what attention itself needs as it is."""
+    config = run_of(family, recompute, kernel, False, precision)
+    ((found, said),) = pool.run(both, 1, config.model_copy(update={"float8": Float8Config(**float8)}))
+    assert said == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_tensor_parallel_ranks_keep(
+    pool: Pool, tp: int, sequence_parallel: bool, family: str, recompute: str
+) -> None:
+    parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
+    config = run_of(family, recompute, "sdpa", False, "bf16", **parallel)
+    for found, said in pool.run(both, tp, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "parallel"), [
+    ("tiny", "fp32", "sdpa", "none", {}),
+    ("tiny", "bf16", "sdpa", "none", {"sequence_parallel": True}),
+    ("tiny-gpt", "bf16", "explicit", "none", {"sequence_parallel": True}),
+    ("tiny-gpt", "fp32", "sdpa", "selective", {"cp": 2}),
+    ("tiny", "bf16", "sdpa", "none", {"cp": 2, "ulysses": 2}),
+    ("tiny", "bf16", "sdpa", "full", {"cp": 2}),
+])
+def test_what_ranks_of_a_grid_keep(
+    pool: Pool, family: str, precision: str, kernel: str, recompute: str, parallel: dict
+) -> None:
+    heads = 8 if "ulysses" in parallel else 4
+    config = run_of(family, recompute, kernel, False, precision, s=48, tp=4, tp_x=2, **parallel)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"heads": heads, "head_dim": 6})})
+    for found, said in pool.run(both, config.parallel.world_size, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 4, "ulysses": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True}],
+    ids=["ring", "exchange", "both", "sequence-parallel"],
+)
+def test_what_context_parallel_ranks_keep(pool: Pool, parallel: dict, recompute: str) -> None:
+    family, masked = ("tiny-gpt", False) if parallel == {"cp": 2} else ("tiny", True)
+    config = run_of(family, recompute, "sdpa", masked, "bf16", s=48, **parallel)
+    for found, said in pool.run(both, config.parallel.world_size, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
+def test_what_a_stage_keeps(pool: Pool, family: str) -> None:
+    config = run_of(family, "none", "sdpa", False, "fp32", pp=3)
+    for found, said in pool.run(both, 3, config):
+        assert said == pytest.approx(found, rel=0.02)
+
+
+def test_the_papers_forms() -> None:
+    """Korthikanti et al. 2022: equations 1, 2, 4 and 6 for GPT-3; selective recomputation saves 70 %."""
+    s, b, h, a, t = 2048, 1, 12288, 96, 8
+    sbh = s * b * h
+    assert korthikanti(s, b, h, a) == sbh * (34 + 5 * a * s / h) == 114 * sbh
+    assert korthikanti(s, b, h, a, t) == sbh * (10 + 24 / t + 5 * a * s / (h * t)) == 23 * sbh
+    assert korthikanti(s, b, h, a, t, sequence_parallel=True) == 114 * sbh / t
+    assert korthikanti(s, b, h, a, t, sequence_parallel=True, recompute="selective") == 34 * sbh / t
+    assert korthikanti(s, b, h, a, recompute="full") == 2 * sbh
+    selective = korthikanti(s, b, h, a, recompute="selective")
+    assert 1 - selective / korthikanti(s, b, h, a) == pytest.approx(0.70, abs=0.005)
+
+
+def test_ours_is_the_papers_without_dropout_and_scores() -> None:
+    """GPT-3: 34 less the masks of two dropouts, no scores with a fused kernel; and what norms and softmax sum up."""
+    shape = model_shape("gpt3-175b")
+    run = Pass(shape, Layout(), 2048, 2)
+    ours = activations.total(activations.layer(run)) / (2048 * shape.hidden)
+    assert ours == pytest.approx(34 - 2, abs=0.05)

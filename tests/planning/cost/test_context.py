@@ -1,0 +1,71 @@
+"""What formulas say a context-parallel rank sends is what it sends."""
+
+import pytest
+
+from shoal.engine.parallel.context.token_order import count, spread
+from shoal.launch.worker_pool import Pool
+from shoal.planning.cost.context import layer_bytes, tokens_here
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
+from tests.engine.parallel.counting import engine_of, sent_in_a_step
+from tests.testing.verify.runs import small_run
+
+LAYERS, MICROBATCHES = 2, 2
+
+
+def sent(config: RunConfig) -> dict[tuple[str, str], float]:
+    """Bytes of a step that is not the first, by axis and kind of collective."""
+    return dict(sent_in_a_step(engine_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute"), [("fp32", "none"), ("fp32", "selective"), ("fp32", "full"), ("bf16", "none")]
+)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"cp": 2}, {"cp": 4}, {"cp": 2, "ulysses": 2}, {"cp": 4, "ulysses": 4}, {"cp": 4, "ulysses": 2},
+     {"cp": 2, "ulysses": 2, "tp": 2}],
+    ids=["ring-2", "ring-4", "exchange-2", "exchange-4", "both", "tp"],
+)  # fmt: skip
+def test_a_layer_sends_what_the_formulas_say(pool: Pool, parallel: dict, recompute: str, precision: str) -> None:
+    """Two key/value heads: of 4 that exchange heads, or 2 with tp 2, two get the same."""
+    config = small_run(
+        {**parallel, "recompute": recompute}, {"layers": LAYERS}, global_batch=2 * MICROBATCHES, precision=precision
+    )
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 16})})
+    layout, itemsize = config.parallel, {"fp32": 4, "bf16": 2}[precision]
+    shape = config.model.shape(vocab=257, sequence_length=16)
+    said = layer_bytes(shape, layout, 16, itemsize)
+    passes = LAYERS * MICROBATCHES
+    round_the_ring, exchange = said.step(recompute)
+    for found in pool.run(sent, layout.world_size, config):
+        ring = found.get(("ring", "send"), 0)
+        exchanged = found.get(("ulysses", "all-to-all"), 0)
+        assert (ring, exchanged) == (passes * round_the_ring, passes * exchange)
+        assert ring + exchanged > 0
+
+
+@pytest.mark.parametrize("order", ["zig-zag", "striped", "contiguous"])
+@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize(("cp", "ulysses"), [(2, 1), (3, 1), (4, 2), (6, 3), (6, 2)])
+def test_the_fullest_rank(cp: int, ulysses: int, tp: int, order: str) -> None:
+    layout = Layout(cp=cp, ulysses=ulysses, cp_order=order, tp=tp, sequence_parallel=tp > 1)
+    for units in range(2 * cp, 5 * cp):
+        held = spread(layout, units * tp)
+        assert tokens_here(layout, units * tp) == held.fullest
+        assert held.fullest == max(count(held.chunks(rank)) for rank in range(cp))
+
+
+def test_what_a_ring_sends_does_not_fall_with_its_places_and_what_an_exchange_sends_does() -> None:
+    """Liu et al. 2023: a block of keys and values in every step; Jacobs et al. 2023, section 3.2: 4 N h / P."""
+    shape = model_shape("gpt2-124m")  # as many key/value heads as heads
+    s, h = 3 * 2**14, shape.hidden
+    for n in (2, 3, 6, 12):
+        ring, exchange = (layer_bytes(shape, Layout(cp=n, ulysses=u), s, 2) for u in (1, n))
+        assert ring.ring_forward == (n - 1) * 2 * 2 * s // n * h
+        assert exchange.exchange == pytest.approx(4 * 2 * s * h / n * (n - 1) / n)
+    grouped = shape.model_copy(update={"kv_heads": 3})
+    few, many = (layer_bytes(some, Layout(cp=4), s, 2) for some in (grouped, shape))
+    assert few.block * 4 == many.block
+    assert few.gradient == 2 * few.block, "sums of gradients stay in float32"

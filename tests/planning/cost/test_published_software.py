@@ -1,0 +1,99 @@
+"""What software keeps in memory besides what its model needs."""
+
+import numpy as np
+import pytest
+
+from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.memory.device import outside
+from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.time.step import stages_of
+from shoal.spec.catalog.calibration import Calibration, calibration
+from tests.planning.cost.test_step import LLAMA
+
+SPLIT = LLAMA | {"tp": 4, "dp": 2, "shard": 2, "sequence_parallel": 1, "overlap_tensor": 1}
+WHOLE = 2 * 8192 * 4096  # bytes of [b, s, h]
+
+
+ROOM = {"memory": 1e15}  # so that nothing is taken back
+
+
+def allocated(**change: float) -> float:
+    return float(footprint(Runs.of([SPLIT | change]), calibration()).allocated[0])
+
+
+def unread(constants: Calibration, **change: float) -> float:
+    """Bytes that collectives on a stream of their own add to what is reserved."""
+    runs = Runs.of([SPLIT | change | {"reduced_apart": apart} for apart in (2, 0)])
+    apart, none = footprint(runs, constants).reserved
+    return float(apart - none)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_a_host_that_runs_ahead_holds_what_collectives_have_not_read(pp: int) -> None:
+    """A device with nothing to wait for but its launches holds that of all but two micro-batches in flight."""
+    layers, layout = 32 // pp, {"pp": pp, "vocab": 1, **ROOM}
+    solid = calibration().with_values({
+        "queue": np.float64(100), "fragmentation": np.zeros_like(calibration()["fragmentation"])
+    })  # fmt: skip
+    at_once = unread(solid, **layout, peak=1e30, hbm=1e30, inside=1e30)
+    assert at_once == pytest.approx(2 * layers * max(pp - 2, 0) * WHOLE, abs=1)
+    assert unread(solid, **layout, peak=1e9) == pytest.approx(2 * layers * pp * WHOLE, rel=0.01)
+    full = solid.with_values({"queue": np.float64(3)})
+    assert unread(full, **layout, peak=1e9) == pytest.approx(2 * 3 * WHOLE), "the queue of launches has an end"
+    assert unread(solid, **layout, tp=1) == 0, "no collectives, nothing to read"
+
+
+def test_a_host_gains_more_in_a_backward_than_in_a_forward() -> None:
+    layout = {"vocab": 1, "s": 1024, **ROOM}
+    one, two = (unread(calibration(), **layout, microbatches=m, dp=1, shard=1) for m in (1, 2))
+    assert 1.9 * one < two, "four times as much, or all"
+
+
+def test_what_is_unread_is_taken_back_where_memory_ends() -> None:
+    row = SPLIT | {"reduced_apart": 2, "peak": 1e9, "b": 4, **ROOM}
+    much = footprint(Runs.of([row]), calibration())
+    between = (much.needed[0] + much.process[0]) / 2 / float(calibration()["usable"])
+    assert between > 80e9, "as much as others need beside the allocator"
+    little = footprint(Runs.of([row | {"memory": between}]), calibration())
+    assert little.fits[0] and little.needed[0] == much.needed[0]
+    assert little.process[0] == pytest.approx(little.capacity[0])
+
+
+def test_holes_come_about_where_forwards_follow_backwards() -> None:
+    few, many = ({"pp": 4, "dp": 4, "shard": 4, "microbatches": m, **ROOM} for m in (4, 5))
+    first, steady = footprint(Runs.of([SPLIT | few, SPLIT | many]), calibration()).reserved
+    solid = calibration().with_values({"fragmentation": np.zeros_like(calibration()["fragmentation"])})
+    none = footprint(Runs.of([SPLIT | few, SPLIT | many]), solid).reserved
+    assert first == none[0] == none[1] < steady
+
+
+def test_buckets_are_kept_where_there_are_replicas() -> None:
+    plain = LLAMA | {"zero": 0, "shard": 1, "bucket_copies": 2}
+    runs = Runs.of([plain | {"dp": 1}, plain | {"dp": 1, "bucket_copies": 0}, plain, plain | {"bucket_copies": 0}])
+    alone, without, several, bare = footprint(runs, calibration()).allocated
+    assert alone == without == bare
+    assert several - bare == pytest.approx(2 * 8.03e9, rel=0.001)
+
+
+def test_ties_go_to_the_first_stage_where_software_cuts_so() -> None:
+    """Sixteen layers and a head that costs four: five for each of four stages, or one more where that is met."""
+    model = LLAMA | {
+        "layers": 16, "hidden": 2048, "kv_heads": 32, "head_dim": 64, "ffn": 8192, "vocab": 131072, "pp": 4,
+        "balanced": 1,
+    }  # fmt: skip
+    stages = stages_of(Runs.of([model, model | {"ties_first": 1}]))
+    assert (stages.first == [5, 6]).all() and (stages.last == [1, 0]).all()
+    uneven = stages_of(Runs.of([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
+    assert np.ptp(uneven.first) == 0, "only ties are cut in another way"
+
+
+@pytest.mark.parametrize(("kept", "tensors"), [(4, 0), (3, 1), (2, 2)])
+def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
+    assert allocated() - allocated(kept_ffn=kept) == pytest.approx(tensors * 32 * 2 * 8192 * 14336 / 4)
+
+
+def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_has() -> None:
+    constants = calibration()
+    whole = float(constants["context"]) * 1e9
+    assert outside(80e9, constants) == outside(192e9, constants) == pytest.approx(whole)
+    assert outside(16e9, constants) == pytest.approx(whole / 5)

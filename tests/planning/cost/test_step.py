@@ -1,0 +1,138 @@
+"""The closed forms of time and memory behave as physics does."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.time.kernels import Kernels
+from shoal.planning.cost.time.step import share_of, stages_of, step, weights_of_stage
+from shoal.spec.catalog.calibration import calibration
+
+LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocab": 128256,
+    "s": 8192, "b": 1, "microbatches": 8, "peak": 989e12, "hbm": 3.35e12, "memory": 80e9, "inside": 450e9, "nic": 50e9,
+    "dp": 8, "zero": 1, "shard": 8,
+}  # fmt: skip
+
+
+def seconds(**change: float) -> float:
+    return float(step(Runs.of([LLAMA | change]), calibration()).seconds[0])
+
+
+def test_a_layer_has_its_parameters() -> None:
+    runs = Runs.of([LLAMA])
+    assert weights_of_stage(runs, stages_of(runs).most)[0] == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_utilisation_is_that_of_well_shaped_runs() -> None:
+    flops = 6 * 8.03e9 * 8 * 8 * 8192 + 12 * 32 * 4096 * 8192 * 8 * 8 * 8192
+    assert 0.3 < flops / (seconds() * 8 * 989e12) < 0.75
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["hbm", "peak", "inside", "nic"]),
+    st.sampled_from(
+        [{}, {"tp": 8, "dp": 1, "shard": 1, "zero": 0}, {"zero": 3}, {"pp": 4, "dp": 16, "shard": 16, "tp": 2}]
+    ),
+    st.sampled_from([0, 1, 2]),
+)
+def test_faster_hardware_is_never_slower(name: str, layout: dict, recompute: int) -> None:
+    assert (
+        seconds(**layout, recompute=recompute, **{name: 2 * LLAMA[name]})
+        <= seconds(**layout, recompute=recompute) * 1.0001
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 16), st.integers(0, 2), st.sampled_from([1, 2, 4, 8]))
+def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: int) -> None:
+    given = LLAMA | {"microbatches": count, "recompute": recompute, "tp": tp}
+    runs = Runs.of([given, given | {"microbatches": count + 1}, given | {"b": 2}, given | {"layers": 40}])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).reserved
+    assert (times[1:] > times[0]).all()
+    assert sizes[1] >= sizes[0] and (sizes[2:] > sizes[0]).all()
+
+
+def test_rows_of_experts_travel() -> None:
+    """There and back, forward and backward; what leaves a node by one adapter each takes longer."""
+    sparse = LLAMA | {"experts": 16, "active": 2}
+    runs = Runs.of([sparse | {"ep": ep} for ep in (1, 8)] + [sparse | {"ep": 16, "dp": 16, "shard": 16}])
+    k = Kernels(runs, calibration())
+    assert k.routed[0] == 0
+    each = 2 * 8192 * 2 * 4096
+    reached = runs.inside[1] * float(calibration()["inside"][2])
+    assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).latency[1]))
+    assert k.routed[2] > each / 2 / 50e9
+    alone = Kernels(Runs.of([sparse]), calibration())
+    assert k.forward[1] - alone.forward[0] == pytest.approx(2 * k.routed[1])
+    assert k.backward[1] - alone.backward[0] == pytest.approx(2 * k.routed[1])
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    runs = Runs.of([LLAMA | {"recompute": mode, "attention": 0} for mode in (0, 1, 2)])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
+    assert (np.diff(times) > 0).all()
+    assert (np.diff(sizes) < 0).all()
+
+
+def test_operators_are_between_a_layer_and_its_attention() -> None:
+    runs = Runs.of([LLAMA | {"recompute": mode} for mode in (0, 3, 2)])
+    times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
+    assert (np.diff(times) > 0).all()
+    assert (np.diff(sizes) < 0).all()
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
+    """Of 8 ranks with ep 2, 4 have the same experts: each has a quarter of their states, an eighth of all others."""
+    sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
+    runs = Runs.of([sparse, sparse | {"ep": 1}, LLAMA])
+    layers = stages_of(runs).most
+    weights = weights_of_stage(runs, layers)
+    matrices = 32 * 3 * 4096 * 14336
+    share, dense = share_of(runs, weights, layers), (weights[0] - 4 * matrices) / 8
+    assert share[0] == pytest.approx(dense + 4 * matrices / 4)
+    assert share[1] == pytest.approx(dense + 8 * matrices / 8)
+    assert share[2] == pytest.approx(weights[2] / 8)
+
+
+def test_hybrid_sharding_reduces_shards_between_its_groups() -> None:
+    nodes = {"zero": 3, "dp": 64, "nic": 5e9}
+    hybrid, everywhere, quick = seconds(**nodes, shard=8), seconds(**nodes, shard=64), {"nic": 50e9}
+    assert hybrid < everywhere  # parameters stay inside the nodes
+    assert seconds(**nodes | quick, shard=8) < hybrid
+
+
+def test_the_bubble_is_the_papers() -> None:
+    """(p - 1)/m of the work, over the stages of a rank (Narayanan et al. 2021, section 2.2), without messages."""
+    plain = LLAMA | {"pp": 8, "dp": 1, "shard": 1, "zero": 0, "vocab": 1, "overlap_pipeline": 1}
+    runs = Runs.of([plain, plain | {"virtual": 2}, plain | {"warmup": 1 / 3}, plain | {"warmup": 0}])
+    nothing = {"hop": np.float64(0), "hide_pipeline": np.float64(1), "accumulate": np.float64(0)}
+    found = step(runs, calibration().with_values(nothing))
+    hops = found.bubble[3]
+    assert (found.bubble - hops) / found.busy == pytest.approx(7 / 8 * np.array([1, 1 / 2, 1 / 3, 0]), rel=0.01)
+
+
+def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
+    small = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "s": 256}
+    pipeline = {"pp": 4, "dp": 2, "shard": 2, "tp": 1}
+    ways = [LLAMA | pipeline | sizes | {"ahead": ahead} for sizes in (small, {}) for ahead in (0, 1)]
+    found, launched = step(Runs.of(ways), calibration()), Kernels(Runs.of(ways), calibration()).launches_of_both
+    assert found.busy[1] > 8 * 8 * launched[1] and found.bubble[1] == 0 < found.bubble[0]
+    assert found.bubble[2] == pytest.approx(found.bubble[3], rel=0.01)  # where computing takes much longer
+
+
+def test_many_runs_are_what_each_is_alone() -> None:
+    rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
+    together = step(Runs.of(rows), calibration()).seconds
+    assert together == pytest.approx([seconds(**row) for row in rows], rel=1e-12)
+
+
+def test_collectives_of_a_node_and_of_many() -> None:
+    kernels = Kernels(Runs.of([LLAMA, LLAMA]), calibration())
+    inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).gather(np.array([1e9, 1e9]))
+    assert outside > inside > 7 / 8 * 1e9 / 450e9
+    assert kernels.group(np.array([1.0, 1.0]), 1.0).reduce(np.array([1e9, 1e9])).max() == 0

@@ -1,0 +1,74 @@
+"""What else a search answers: the fewest devices, the fastest for some money, a map; each as asking one by one says."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.planning.run import Run
+from shoal.planning.search.queries import affordable, best, fewest, sized
+from shoal.planning.search.space import Space
+from shoal.spec.catalog import model_shape
+from shoal.spec.catalog.clusters import cluster
+from shoal.spec.layout import Layout
+
+FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
+SMALL = "--global-batch 30 --seq 512 --fix recompute=none,micro-batch=1"
+
+
+def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
+    run = Run(model_shape("llama-2-13b"), Layout(), cluster("2x8xH100"), 4096, 12)
+    assert fewest(run, FEW).run.cluster.size == 3
+    assert all(best(replace(run, cluster=sized(run.cluster, 1, n)), FEW) is None for n in (1, 2))
+
+
+def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 sequences divide into 2, 6 and 10 replicas: 4 nodes are dearer than 5, and 2 than 3."""
+    run = Run(model_shape("llama-3.2-1b"), Layout(), cluster("5x2xH100"), 4096, 30)
+    few = replace(FEW, fixed={"recompute": "selective"})
+    every = [best(replace(run, cluster=sized(run.cluster, n)), few) for n in range(1, 6)]
+    prices = [answer.found.seconds * answer.run.cluster.size for answer in every]
+    assert prices[1] > prices[2] and prices[3] > prices[4], "they do not rise with the nodes"
+    for limit in (1.0001 * prices[2], 1.0001 * prices[4], 0.99 * min(prices)):
+        cheap = [answer for answer, price in zip(every, prices, strict=True) if price <= limit]
+        found = affordable(run, few, limit)
+        fastest = min(cheap, key=lambda answer: answer.found.seconds, default=None)
+        assert (found and found.found.seconds) == (fastest and fastest.found.seconds)
+    monkeypatch.setattr("shoal.planning.search.queries.best", None)
+    assert affordable(run, few, 0.1 * min(prices)) is None, "nothing is sought where the products alone take longer"
+
+
+def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:
+    words = f"plan --model gpt2-124m --cluster 5x2xH100 {SMALL} --tokens 1e12 --price 2"
+    assert main([*words.split(), "--budget", "1e9"]) == 0
+    said = capsys.readouterr().out
+    rows = {int(row[1]): (float(row[2]), int(row[3].replace(",", ""))) for row in
+            re.finditer(r"^(\d+) +([\d.]+) +\$([\d,]+) ", said, re.M)}  # fmt: skip
+    assert set(rows) == {2, 4, 8, 10} and "over budget" not in said
+    assert min(days for days, _ in rows.values()) == rows[10][0]
+    for size, (days, dollars) in rows.items():
+        assert dollars == pytest.approx(days * 24 * size * 2, rel=0.02)
+    assert "$1,000,000,000: 10 devices" in said
+    assert main([*words.split(), "--budget", "1"]) == 1
+    assert "do not pay for 1e+12 tokens on 1 to 5 nodes" in capsys.readouterr().out
+
+
+def test_the_fewest_are_said(capsys: pytest.CaptureFixture) -> None:
+    words = "plan --model gpt2-124m --cluster 2x2xH100 --global-batch 4 --seq 512 --fix schedule=1f1b --fewest"
+    assert main(words.split()) == 0
+    assert "1 x h100-sxm are the fewest that hold gpt2-124m" in capsys.readouterr().out
+    assert main([*["plan", "--model", "llama-3-405b", "--cluster", "8xH100", "--global-batch", "8", "--fewest"]]) == 1
+    assert "does not fit on any number of h100-sxm" in capsys.readouterr().out
+
+
+def test_a_map_has_a_cell_for_each_model_and_number_of_nodes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    out = tmp_path / "map.svg"
+    words = f"plan --model gpt2-124m,llama-3-405b --cluster 2x2xH100 {SMALL} --map 1,3 --out {out}"
+    assert main(words.split()) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^gpt2-124m +2 +\d", said, re.M) and re.search(r"^gpt2-124m +6 +\d", said, re.M)
+    assert said.count("does not fit") == 2
+    figure = out.read_text()
+    assert figure.count("MFU") == 2 and figure.count("does not fit") == 2 and "3 nodes" in figure

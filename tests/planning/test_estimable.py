@@ -1,0 +1,143 @@
+"""What is planned or estimated is what `shoal train` takes, and nothing is priced as if it were something else."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.cli.plan import PlanOptions, described
+from shoal.engine.optim.from_torch import TORCH
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import Run
+from shoal.planning.search.search import search
+from shoal.planning.search.space import Space, fits, meshes
+from shoal.report.planning.tables import run_toml
+from shoal.spec.catalog import model_shape, tables
+from shoal.spec.catalog.clusters import cluster
+from shoal.spec.config import build, load
+from shoal.spec.layout import Layout
+from shoal.spec.optimizers import ELEMENTWISE
+from shoal.training.check import check
+
+OWN = """
+[models.mine]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 4
+kv_heads = 2
+ffn = 128
+vocab = 300
+max_sequence = 128
+tied = true
+source = "mine"
+[models.mine.experts]
+count = 4
+per_token = 2
+ffn = 32
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model deepseek-v3", "multi-head latent attention is counted"),
+        ("--model olmoe-1b-7b --precision fp8", "train.precision = 'fp8' with a model of experts"),
+        ("--model llama-3.2-1b --optimizer sophia-h", "optimizer.name = 'sophia-h' with train.precision = 'bf16'"),
+        ("--model olmoe-1b-7b --optimizer sophia-g", "optimizer.name = 'sophia-g' with experts"),
+        ("--model llama-3.2-1b --precision bf16-all --optimizer muon", "with optimizer.name = 'muon'"),
+        ("--model llama-3.2-1b --precision fp8 --cluster 8xV100", "no fp8 peak"),
+    ],
+)
+def test_what_no_layout_makes_a_run_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    """By the estimate too, but for what it has no option for."""
+    for command in ("plan", "estimate"):
+        assert main([command, *words.split()]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("precision", "optimizer", "model"), [
+    ("fp8", "adamw", "llama-3.2-1b"), ("mxfp8", "adamw", "llama-3.2-1b"), ("bf16-all", "sgd", "tiny"),
+])  # fmt: skip
+def test_every_mesh_that_is_searched_is_one_that_train_takes(precision: str, optimizer: str, model: str) -> None:
+    shape, sizes = model_shape(model), {"data": {"sequence_length": 8192}}
+    run = Run(shape, Layout(), cluster("16xB200"), 8192, 16, precision, optimizer)
+    train = {"global_batch": 16, "precision": precision}
+    found = list(meshes(run, Space()))
+    for degrees in found:
+        parallel = {name: value for name, value in degrees.items() if value is not None}
+        check(build({"model": {"name": model, "vocab": shape.vocab}, "parallel": parallel, **sizes, "train": train,
+                     "optimizer": {"name": optimizer}}), ranks=16)  # fmt: skip
+    if precision == "fp8":
+        assert {d["tp"] for d in found} == {1, 2, 4, 8} and {d["cp"] for d in found} == {1}
+        assert not fits(run, Layout(tp=16)) and fits(replace(run, precision="bf16"), Layout(tp=16))
+
+
+def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
+    own, out = tmp_path / "own.toml", tmp_path / "run.toml"
+    own.write_text(OWN)
+    words = "--model mine --cluster 2xH100 --seq 128 --global-batch 8 --fix recompute=none,micro-batch=1"
+    try:
+        assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(out)]) == 0
+        shape = model_shape("mine")
+        tables.forget()
+        config = load(out)
+        made = config.model.shape(vocab=257, sequence_length=128)
+        assert made.model_copy(update={"max_sequence": 128}) == shape
+        check(config, ranks=2)
+        own.write_text(OWN.replace("tied = true", "tied = true\nrope_theta = 77.0"))
+        assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(tmp_path / "other.toml")]) == 2
+        assert main(["plan", *words.split(), "--catalog", str(own)]) == 0
+    finally:
+        tables.forget()
+
+
+def test_a_model_of_the_catalog_is_named() -> None:
+    options = PlanOptions(model="llama-3.2-1b", global_batch="8", cluster="2xH100")
+    section = tomllib.loads(run_toml(options.model, described(options, options.model), Layout(dp=2)))["model"]
+    assert section == {"name": "llama-3.2-1b", "vocab": 128256}
+
+
+def test_products_in_8_bits_take_their_own_time() -> None:
+    """Their own peak, and what large ones attain of it: the layers' alone, not attention's or the head's."""
+    wide = Run(model_shape("llama-3-70b"), Layout(tp=8, micro_batch=4), cluster("8xH100"), 8192, 4)
+    plain, eight = Estimate(wide), Estimate(replace(wide, precision="fp8"))
+    assert eight.peak == pytest.approx(2 * plain.peak, rel=1e-3)
+    ratio = plain.layer().products / eight.layer().products
+    constants = plain.constants
+    attained = float(constants["product_fp8"][2]) * eight.peak / (float(constants["product"][2]) * plain.peak)
+    assert ratio == pytest.approx(attained, rel=0.02) and ratio > 1.5
+    assert eight.layer().attention == plain.layer().attention and eight.layer().head == plain.layer().head
+    assert eight.step_seconds < plain.step_seconds and eight.mfu < plain.mfu
+    blocks = Estimate(replace(wide, precision="mxfp8"))
+    assert (blocks.step_seconds, blocks.peak) == (plain.step_seconds, plain.peak), "multiplied in bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("estimate --parallel.dp 8 --parallel.sync diloco", "parallel.sync = diloco: what replicas exchange"),
+        ("estimate --parallel.pp 8 --parallel.schedule terapipe", "parallel.schedule = terapipe: what a slice"),
+        ("simulate --schedule terapipe --pp 4 --microbatches 4 --cluster 4xH100", "schedule = terapipe: what a slice"),
+    ],
+)
+def test_what_has_no_formula_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(words.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_rules_of_every_element_are_torchs_and_two_more() -> None:
+    assert set(ELEMENTWISE) == {*TORCH, "radam", "sage"}
+
+
+def test_a_plan_in_8_bits_is_a_run() -> None:
+    run = Run(model_shape("llama-3.2-1b"), Layout(), cluster("8xH100"), 2048, 8, "fp8")
+    best = search(run, Space(("1f1b",), uneven=False), count=1).best[0]
+    options = PlanOptions(model="llama-3.2-1b", cluster="8xH100", precision="fp8", seq=2048, global_batch="8")
+    try:
+        check(build(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)
+    except UsageError as error:
+        pytest.fail(str(error))

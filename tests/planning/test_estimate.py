@@ -1,0 +1,375 @@
+"""An estimate hangs together, answers at once, and refuses what cannot be."""
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from shoal.base.errors import UsageError
+from shoal.cli.estimate import EstimateOptions, bound, described
+from shoal.cli.main import main
+from shoal.engine.data.tokenizer import train_bpe
+from shoal.engine.optim.muon import is_hidden_matrix
+from shoal.engine.optim.muon_distribution import turns_of
+from shoal.engine.optim.orthogonal import orthogonal_flops
+from shoal.planning.cost.memory.state import state_bytes
+from shoal.planning.cost.parameters import StagePart, units_of
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import Run
+from shoal.report.planning.estimate_page import operations
+from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.catalog.clusters import cluster
+from shoal.spec.config import RunConfig, build
+from shoal.spec.layout import Layout
+from shoal.spec.number_formats import FORMATS
+from tests.testing.verify.runs import runs
+
+
+def estimate(layout: Layout, machine: str = "64x8xH100", batch: int = 512, model: str = "llama-3-70b") -> Estimate:
+    return Estimate(Run(model_shape(model), layout, cluster(machine), 8192, batch))
+
+
+LAYOUT = Layout(tp=8, pp=4, dp=16, zero=1, sequence_parallel=True)
+
+
+def test_an_answer_takes_less_than_a_fifth_of_a_second() -> None:
+    assert estimate(LAYOUT).step_seconds, "and now all is imported and read"
+    begin = time.process_time()
+    found = estimate(LAYOUT)
+    assert found.step_seconds and found.breakdown and found.fullest
+    assert time.process_time() - begin < 0.2
+
+
+def test_the_times_add_up_to_the_step() -> None:
+    found = estimate(LAYOUT)
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert 0.3 < found.mfu == found.hfu < 0.8
+
+
+def test_an_interval_is_wider_where_more_can_be_off() -> None:
+    one, many = estimate(Layout(tp=8), "8xH100", batch=8), estimate(LAYOUT)
+    for found in (one, many):
+        low, high = found.interval
+        assert low < found.step_seconds < high
+        assert 1.1 < high / low < 3
+        low, high = found.memory_interval
+        assert low < found.fullest.reserved < high and 1.1 < high / low < 2
+
+
+def test_a_layer_is_slower_than_its_roofline() -> None:
+    found = estimate(Layout(tp=8), "8xH100", batch=8)
+    run, layer = found.run, found.layer()
+    flops = 2 * run.shape.layer_matrices(0) / 8 * run.sequence_length
+    assert layer.products > flops / found.peak
+    assert layer.attention > 2 * run.shape.hidden / 8 * run.sequence_length**2 / found.peak
+
+
+def test_a_host_ahead_of_its_accelerator_is_a_floor_under_the_step() -> None:
+    """It launches in the bubble, too: more stages are no slower for it than their share of the layers."""
+    shape, machine = model_shape("llama-3-8b"), cluster("8xH100")
+    found = [Estimate(Run(shape, Layout(pp=8, dp=1), machine, length, 64)) for length in (32, 8192)]
+    few, many = found
+    launches = few.layer().launches + few.layer().launches_backward
+    assert 64 * 4 * launches < few.step_seconds < 1.5 * 64 * 4 * launches
+    assert few.breakdown["launches"] > 0.1 * few.step_seconds and few.step_seconds > few.timeline.step_time
+    assert many.breakdown["launches"] == 0 and many.step_seconds == many.timeline.step_time
+    for one in found:
+        assert sum(one.breakdown.values()) == pytest.approx(one.step_seconds)
+
+
+def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
+    found = estimate(LAYOUT)
+    for part, times in zip(found.parts, found.stages, strict=True):
+        moved = (2 + 4 + 4) * sum(found.elements_of(part))  # bfloat16, and sums in float32
+        assert times.adding == pytest.approx(found.slower * moved / found.hbm, rel=1e-4)
+        assert times.backward_weight == times.matrices + times.adding
+
+
+def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
+    shape = model_shape("llama-3-8b").model_copy(update={"layers": 4, "vocab": 64})
+    machine = cluster("2xH100")
+    beside, itself = (
+        Estimate(Run(shape, Layout(pp=2, dp=1), replace(machine, at_once=cores), 512, 8)) for cores in (None, 2)
+    )
+    times, layer = itself.stages[0], itself.layer()
+    assert times.launches > 2 * layer.launches  # of its two layers, and what a micro-batch takes besides
+    assert times.launches_backward == pytest.approx(2 * layer.launches_backward)
+    assert times.forward == pytest.approx(beside.stages[0].forward + times.launches)
+    assert times.launched == 0 < beside.stages[0].launched
+    assert itself.step_seconds > 1.2 * beside.step_seconds, "the bubble is as much longer"
+
+
+def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:
+    """A reduce-scatter and an all-gather each take as long as an all-reduce, but for their bytes."""
+    shape, machine = model_shape("llama-3-8b"), cluster("4xH100")
+
+    def exchange(*, cores: int | None, sequence_parallel: bool, sequences: int) -> float:
+        layout = Layout(tp=4, sequence_parallel=sequence_parallel, micro_batch=sequences)
+        return Estimate(Run(shape, layout, replace(machine, at_once=cores), 64, 4)).layer().exchange
+
+    latencies = []
+    for sequences in (1, 4):
+        sums, parts = (exchange(cores=2, sequence_parallel=way, sequences=sequences) for way in (False, True))
+        assert sums < parts < 2 * sums
+        latencies.append(parts - sums)
+    assert latencies[0] == pytest.approx(latencies[1])
+    beside = [exchange(cores=None, sequence_parallel=way, sequences=1) for way in (False, True)]
+    assert beside[0] == pytest.approx(beside[1])
+
+
+@pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])
+def test_the_bubble_is_the_papers(microbatches: int, stages: int) -> None:
+    """(K-1)/(M+K-1) of equal stages (GPipe, section 2.3); here a head of almost nothing, and no messages."""
+    shape = model_shape("llama-3-8b").model_copy(update={"vocab": 8, "layers": 8 * stages})
+    layout = Layout(pp=stages, schedule="gpipe")
+    found = Estimate(Run(shape, layout, cluster(f"{stages}xH100"), 8192, microbatches))
+    # The last stage has a layer less or as many, and the head.
+    assert found.timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1), abs=0.02)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(runs())
+def test_any_layout_that_trains_can_be_estimated(config: RunConfig) -> None:
+    layout, s = config.parallel, config.data.sequence_length
+    shape = config.model.shape(vocab=1, sequence_length=s)
+    machine = cluster(f"{layout.world_size}xGB200" if layout.world_size > 1 else "h100-sxm")
+    found = Estimate(Run(shape, layout, machine, s, config.train.global_batch, "bf16"))
+    assert 0 < found.mfu <= found.hfu < 1
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds, rel=0.02)
+    assert all(memory.allocated < memory.reserved for memory in found.memory)
+
+
+@pytest.mark.parametrize(
+    ("change", "faster"),
+    [({"sequence_parallel": False}, False), ({"recompute": "full"}, False), ({"schedule": "zb-h1"}, True)],
+)
+def test_what_a_change_of_layout_does(change: dict, faster: bool) -> None:
+    plain, changed = estimate(LAYOUT), estimate(LAYOUT.model_copy(update=change))
+    assert (changed.step_seconds < plain.step_seconds) == faster
+
+
+def test_memory_falls_with_recomputation_and_sharding() -> None:
+    modes = [estimate(LAYOUT.model_copy(update={"recompute": mode})) for mode in ("none", "selective", "full")]
+    kept = [found.fullest.activations for found in modes]
+    assert kept == sorted(kept, reverse=True)
+    stages = [estimate(LAYOUT.model_copy(update={"zero": zero})).fullest for zero in (0, 1, 2, 3)]
+    state = [memory.parameters + memory.gradients + memory.optimizer for memory in stages]
+    assert state == sorted(state, reverse=True)
+
+
+def test_sophias_passes_are_a_part_of_every_step() -> None:
+    layout = Layout(dp=4, tp=2, zero=1)
+    plain, g, h = (
+        Estimate(Run(model_shape("llama-3-8b"), layout, cluster("8xH100"), 4096, 8, "fp32", rule, hessian_every=5))
+        for rule in ("adamw", "sophia-g", "sophia-h")
+    )
+    np.testing.assert_allclose(g.times, plain.times * (1 + 1 / 5))
+    np.testing.assert_allclose(h.times, plain.times * (1 + 2 / 5))
+    np.testing.assert_allclose(h.finishing[:, 0], plain.finishing[:, 0] * (1 + 2 / 5))
+    assert h.mfu == pytest.approx(plain.mfu * plain.step_seconds / h.step_seconds)
+    shard = 2 * 4 * plain.run.shape.parameters() / 8  # two numbers, while a backward goes on
+    assert h.fullest.allocated - g.fullest.allocated == pytest.approx(shard, rel=1e-3)
+
+
+def test_muons_products_and_exchange_by_hand() -> None:
+    """Two layers of four matrices [1024, 1024], with 5 (4 + 2) 2^30 FLOPs each, and three of [1024, 4096], with
+    5 (16 + 2) 2^30."""
+    shape = ModelShape(
+        family="llama", layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=8, max_sequence=512,
+        tied=True,
+    )  # fmt: skip
+    flops, elements = 2 * (4 * 30 + 3 * 90) * 2**30, 2 * (4 + 3 * 4) * 2**20
+
+    def update(ranks: int, faster: float) -> tuple[float, Estimate]:
+        machine = cluster(f"{ranks}xH100" if ranks > 1 else "h100-sxm")
+        peaks = {kind: faster * peak for kind, peak in machine.accelerator.peak_flops.items()}
+        machine = replace(machine, accelerator=machine.accelerator.model_copy(update={"peak_flops": peaks}))
+        found = Estimate(Run(shape, Layout(dp=ranks, zero=int(ranks > 1)), machine, 512, ranks, "bf16", "muon"))
+        return found.finishing[0, 1], found
+
+    (alone, one), (shared, four) = update(1, 1), update(4, 1)
+    (alone_moved, _), (shared_moved, _) = update(1, 1e9), update(4, 1e9)  # products of no time
+    rate = flops / (alone - alone_moved)
+    assert 0.3 < rate / one.peak < 1
+    assert flops / 4 / (shared - shared_moved) == pytest.approx(rate), "equal shares"
+    exchange = 2 * four.group("dp").all_gather(4 * elements)
+    assert shared_moved - alone_moved / 4 == pytest.approx(exchange, rel=0.01)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64, 1000])
+def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int, wide: bool) -> None:
+    shape = model_shape("llama-3.2-1b")
+    said = state_bytes(shape, Layout(), FORMATS["bf16"], "muon", [StagePart(range(shape.layers))]).orthogonal
+    hidden = {held.name: held.whole for unit in units_of(shape, Layout(), StagePart(range(shape.layers)))
+              for held in unit if is_hidden_matrix(held.name, held.whole)}  # fmt: skip
+    owners = zip(*turns_of(hidden, ranks, wide=wide), strict=True)
+    each = [sum(orthogonal_flops(m.shape, wide=wide) for turn in owner for m in turn) for owner in owners]
+    assert sum(each) == said.busiest(1, wide=wide)
+    assert said.busiest(ranks, wide=wide) <= max(each) <= 4 / 3 * said.busiest(ranks, wide=wide)
+
+
+def test_zero_3_waits_for_a_message_of_every_unit() -> None:
+    """80 layers and both ends, each gathered twice and reduced once a micro-batch: over 64 nodes latencies alone take
+    more than half a second."""
+    found = estimate(Layout(dp=512, zero=3))
+    ring, size = found.group("shard"), 2 * found.run.shape.parameters()
+    once = ring.all_gather(0.0)
+    gather, reduce = found.sharding(found.parts[0])
+    assert gather == pytest.approx(82 * once + 511 / 512 * size / ring.bandwidth)
+    assert reduce == pytest.approx(82 * once + 511 / 512 * 2 * size / ring.bandwidth)
+    assert 3 * 82 * once > 0.5
+
+
+@pytest.mark.parametrize(("layout", "machine", "first"), [
+    (Layout(tp=8), "8xH100", "matrix products"),
+    (Layout(dp=64, tp=8, zero=3), "64x8xH100-ETH10", "gathers and reductions"),
+    (Layout(pp=8, dp=64), "64x8xH100", "bubble"),
+    (Layout(pp=8, tp=8, dp=8), "64x8xH100-ETH10", "messages between stages"),
+])  # fmt: skip
+def test_what_takes_longest_is_said_to_bound_it(layout: Layout, machine: str, first: str) -> None:
+    found = estimate(layout, machine, model="llama-3-8b")
+    parts = sorted(found.breakdown.items(), key=lambda part: -part[1])
+    assert parts[0][0] == first
+    assert re.match(rf"Bound by {first}(, then by {parts[1][0]})?\.", bound(found))
+    assert (found.breakdown["messages between stages"] > 0) == (layout.pp > 1)
+
+
+def test_a_roofline_has_what_a_rank_multiplies() -> None:
+    dense = operations(estimate(Layout(tp=8, dp=64)))
+    assert dense["k"].flops == dense["q"].flops / 8, "8 key/value heads for 64"
+    halves = operations(estimate(Layout(tp=8, cp=2, dp=32)))
+    assert all(halves[name].flops == dense[name].flops / 2 for name in dense)
+    run = estimate(Layout(tp=8, dp=64)).run
+    narrow = operations(Estimate(replace(run, precision="fp8")))
+    assert 1.5 < narrow["up"].intensity / dense["up"].intensity < 2 and narrow["head"] == dense["head"]
+    experts = operations(estimate(Layout(dp=64, tp=8, ep=8), model="mixtral-8x7b"))
+    assert "up" not in experts and experts["expert's up"].flops == 2 * 8192 * 2 * 4096 * 14336 / 8
+
+
+def test_a_slower_network_never_helps() -> None:
+    layout = Layout(dp=64, tp=8, zero=3)
+    steps = [estimate(layout, f"64x8xH100-{name}").step_seconds for name in ("IB800", "IB400", "IB100", "ETH10")]
+    assert steps == sorted(steps)
+
+
+def test_replicas_fill_the_cluster() -> None:
+    found = described(EstimateOptions(model="llama-3-70b", cluster="64x8xH100"), None, Layout(tp=8, pp=4))
+    assert found.layout.dp == 16
+    assert found.tokens == pytest.approx(4 * 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize("words", ["--parallel.dp 1", "--parallel.dp=1", "FILE"])
+def test_replicas_that_are_given_do_not(words: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "run.toml").write_text("[parallel]\ndp = 1\n")
+    assert main(["estimate", *words.replace("FILE", str(tmp_path / "run.toml")).split(), "--cluster", "8xH100"]) == 2
+    assert "pp 1 x dp 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "says"),
+    [
+        ({"model": "lama-3-70b"}, {}, "did you mean 'llama-3-70b'"),
+        ({"cluster": "8xH10O"}, {}, "did you mean 'H100'"),
+        ({"cluster": "8xH100"}, {"tp": 3}, "pp 1 x dp 1 x tp 3|tp = 3"),
+        ({"cluster": "8xH100"}, {"pp": 64}, "cannot fill 64 stages"),
+        ({"precision": "bf61"}, {}, "did you mean 'bf16'"),
+        ({"optimizer": "adamm"}, {}, "did you mean 'adam"),
+        ({"global_batch": 7}, {}, "not a multiple of dp 8"),
+        ({"cluster": "8xV100", "precision": "fp8"}, {}, "no fp8 peak"),
+        ({"cluster": "8xV100"}, {}, r"no bf16 peak of v100.*\n  Give --precision fp16 or "),
+        ({"cluster": "v5p-16", "precision": "fp64"}, {}, r"no fp64 peak of tpu-v5p, but of bf16"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict, layout: dict, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        described(EstimateOptions(**options), None, Layout(**layout))
+
+
+def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    words = "estimate --model llama-3-70b --cluster 64x8xH100 --parallel.tp 8 --parallel.pp 4 --parallel.zero 1"
+    assert main([*words.split(), "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    for word in ("MFU", "memory of the fullest rank", "bubble", "money", "energy", "What would change that"):
+        assert word in said
+    html = page.read_text()
+    assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
+    (bound,) = (line for line in said.splitlines() if line.startswith("It does not fit"))
+    assert f"<p>{escape(bound)}</p>" in html
+    assert "http-equiv" in html and "<script src" not in html
+    assert main(["estimate", "--cluster", "8xH101"]) == 2
+
+
+def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
+    """Its tokenizer's vocabulary, its attention kernel, and masks between documents."""
+    values = {
+        "model": {"name": "llama-3.2-1b"}, "data": {"sequence_length": 4096}, "train": {"global_batch": 8},
+        "parallel": {"dp": 8},
+    }  # fmt: skip
+
+    def read(**changed: dict) -> Estimate:
+        config = build({**values, **changed})
+        return Estimate(described(EstimateOptions(cluster="8xH100", precision="bf16"), config, config.parallel))
+
+    plain = read()
+    assert plain.run.shape.vocab == 257, "bytes and an end"
+    trained = train_bpe(["a b c d e " * 20, "f g h"], 260, tmp_path / "tokenizer.json").vocab_size
+    other = read(data={"sequence_length": 4096, "tokenizer": str(tmp_path / "tokenizer.json")})
+    assert other.run.shape.vocab == trained != 257
+    assert read(model={"name": "llama-3.2-1b", "vocab": 1000}).run.shape.vocab == 1000
+    written = read(train={"global_batch": 8, "attention": "explicit"})
+    assert written.step_seconds > 1.1 * plain.step_seconds
+    assert written.fullest.activations > 2 * plain.fullest.activations, "scores are kept"
+    masked = read(data={"sequence_length": 4096, "document_mask": True})
+    assert masked.layer().attention == pytest.approx(2 * plain.layer().attention)
+    assert masked.fullest.activations > plain.fullest.activations, "and the mask"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--measure", "--measure: only with --dry-run"),
+        ("--rank 3", "--rank 3: only with --dry-run"),
+        ("--steps 2", "--steps 2: only with --dry-run"),
+        ("--dry-run --tokens 1e9", "--tokens 1000000000.0: a dry run"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["estimate", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [
+    "estimate --model llama-3-8b --cluster 8xH100 --parallel.tp 8",
+    "estimate --cluster=v5p-16 --sequence_length=1024 --optimizer sgd --tokens 1e12",
+    "plan --model llama-3.2-1b --cluster 2xH100 --global-batch 8 --seq 1024 --fix tp=2",
+])
+def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
+    """torch takes longer to import than everything else together, tyro and numpy as long as an estimate, all sections
+    of a run's config a fifth of it, and to look for pydantic's plugins a seventh."""
+    forbidden = {"torch", "tyro", "scipy", "importlib.metadata"}
+    forbidden |= {"numpy", "shoal.spec.config.run", "shoal.cli.options"} if words.startswith("estimate") else set()
+    code = (
+        "import sys; from shoal.__main__ import main; code = main(); "
+        f"sys.exit(code or ', '.join(sys.modules.keys() & {forbidden}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-300:]
+
+
+def test_what_another_pydantic_asks_of_its_plugins_it_gets() -> None:
+    code = (
+        "import sys; from shoal.__main__ import _without_plugins as without; without(); import pydantic; "
+        "from pydantic.plugin import _loader; assert _loader.get_plugins is tuple; "
+        "from pydantic.plugin._loader import _loading_plugins; assert _loading_plugins is False"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-300:]

@@ -1,0 +1,150 @@
+"""Clusters by name, and a user's own catalog."""
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.base.errors import UsageError
+from shoal.spec.catalog import accelerator, accelerator_names, model_shape, tables
+from shoal.spec.catalog.clusters import cluster, node_names
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerators", "nodes", "nic"),
+    [
+        ("8xH100", 8, 1, None),
+        ("64x8xH100", 512, 64, "infiniband-ndr"),
+        ("64x8xH100-IB200", 512, 64, "infiniband-hdr"),
+        ("1024xA100", 1024, 128, "infiniband-hdr"),
+        ("2x4xh200-eth100", 8, 2, "ethernet-100g"),
+        ("4x72xGB200", 288, 4, "infiniband-ndr"),
+        ("h100-sxm", 1, 1, None),
+        ("macbook-m3", 1, 1, None),
+        ("4x8xH100-EFA400", 32, 4, "efa-400g"),
+        ("2xA100-PCIe-40GB-IB100", 2, 1, None),
+        ("9408x4xMI250X", 37632, 9408, "slingshot-11"),
+    ],
+)
+def test_a_name_says_what_there_is(name, accelerators, nodes, nic):
+    found = cluster(name)
+    assert (found.size, found.nodes, found.nic and found.nic.name) == (accelerators, nodes, nic)
+
+
+def test_slices_of_pods_are_named_as_their_maker_does():
+    """Of v4 and v5p the number counts TensorCores, two a chip; of v5e and v6e chips."""
+    assert cluster("v5p-4096").torus == (8, 16, 16)
+    assert cluster("v5p-17920").torus == (16, 20, 28), "the whole pod"
+    assert cluster("v6e-256").torus == cluster("tpu-v5e-256").torus == (16, 16)
+
+
+@given(st.integers(1, 8960))
+def test_a_torus_has_all_its_chips(chips):
+    assert prod(cluster(f"v5p-{2 * chips}").torus) == chips
+
+
+@pytest.mark.parametrize("name", node_names())
+def test_every_node_type_makes_a_cluster(name):
+    pod = name.startswith("v")
+    found = cluster(f"{name}-64" if pod else f"2x2x{name}")
+    assert found.size == (64 // (1 + ("v4" in name or "v5p" in name)) if pod else 4)
+    assert found.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("8xH101", "did you mean 'H100'"),
+        ("64x8xH100-IB401", "did you mean 'IB400'"),
+        ("12xH100", "Write nodes and accelerators of each, as 2x8xH100"),
+        ("2x9xH100", "a node has at most 8 H100"),
+        ("0x8xH100", "at least one node"),
+        ("v5p-1000000", "The largest is v5p-17920"),
+        ("v5p-3", "counts 2 for each"),
+        ("8xv5p", "slices of a pod"),
+        ("", "Write 8xH100"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(name, says):
+    with pytest.raises(UsageError, match=says):
+        cluster(name)
+
+
+@pytest.fixture
+def own(tmp_path):
+    yield tmp_path / "own.toml"
+    tables.forget()
+
+
+def test_users_add_their_own(own):
+    own.write_text(
+        '[accelerators.abacus]\npeak_flops = {bf16 = 1e12}\nmemory_bytes = 1e9\nmemory_bandwidth = 1e9\n'
+        'source = "mine"\n'
+        '[links.string]\nbandwidth = 1e9\nlatency = 1e-3\nsource = "mine"\n'
+        '[nodes.shelf]\naccelerator = "abacus"\nper_node = 4\ninside = "string"\nnic = "string"\nnics = 1\n'
+        'source = "mine"\n'
+        '[models.mine]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 4\nffn = 128\nvocab = 99\n'
+        'max_sequence = 128\ntied = true\nsource = "mine"\n'
+    )
+    tables.add(own)
+    assert cluster("3x4xshelf").accelerator.peak_flops == {"bf16": 1e12}
+    assert model_shape("mine").vocab == 99
+    assert "h100-sxm" in accelerator_names()
+    tables.forget()
+    assert "abacus" not in accelerator_names()
+
+
+MINE = """
+[models.mine]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 4
+ffn = 128
+vocab = 99
+max_sequence = 128
+tied = true
+source = "mine"
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "says"),
+    [
+        ("heads = 4", "", r"own.toml: \[models.mine\] heads: field required"),
+        ("heads = 4", "heads = 0", r"\[models.mine\] heads: input should be greater than 0"),
+        ("heads = 4", "heads = 7", "hidden: 64 is no multiple of heads 7"),
+        ("heads = 4", 'heads = "four"', r"\[models.mine\] heads: input should be a valid integer"),
+        ("heads = 4", "heads = 4\nkv_heads = 3", "kv_heads: 3 does not divide heads 4"),
+        ("layers = 2", "layers = -2", r"\[models.mine\] layers: input should be greater than 0"),
+        ("layers = 2", "layer = 2", r"\[models.mine\] layers: field required"),
+        ("layers = 2", 'layers = 2\nname = "x"', "name: the table's own name is it"),
+        ('family = "llama"', 'same_as = "llama-3-8"', "same_as: there is no model 'llama-3-8'; did you mean"),
+    ],
+)
+def test_a_wrong_model_is_refused(own, given, instead, says):
+    assert given in MINE
+    own.write_text(MINE.replace(given, instead))
+    tables.add(own)
+    with pytest.raises(UsageError, match=says):
+        model_shape("mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[accelerator.a]\nx = 1", "did you mean 'accelerators'"),
+        ("[accelerators]\nx = 1", "holds tables with a name"),
+        ("[accelerators", "is not TOML"),
+        ("[accelerators.abacus]\npeak_flops = {}\nmemory_bytes = -1\nsource = 'x'", "memory_bytes"),
+        (None, "no such file"),
+    ],
+)
+def test_a_wrong_file_is_refused(own, text, says):
+    if text is not None:
+        own.write_text(text)
+    with pytest.raises(UsageError, match=says) as error:
+        tables.add(own)
+        accelerator("abacus")
+    assert own.name in str(error.value)

@@ -1,0 +1,194 @@
+"""The run's config: read back as written, refused in the words of the file."""
+
+import types
+from pathlib import Path
+from typing import Literal, Union, get_args, get_origin
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from shoal.base.errors import UsageError
+from shoal.base.options import docstrings
+from shoal.base.section import plain
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build, load, save
+from shoal.spec.layout import Schedule
+
+WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
+
+
+def values_of(annotation, metadata=()):
+    """A strategy for every value that a field admits."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):  # Annotated[T, bounds]
+        return values_of(annotation.__origin__, (*metadata, *annotation.__metadata__))
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, types.UnionType):
+        return st.one_of([st.none() if a is type(None) else values_of(a, metadata) for a in args])
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return st.lists(values_of(args[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values_of, args))
+    if origin is dict:
+        return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = annotation.model_fields.items()
+        return st.fixed_dictionaries({key: values_of(f.annotation, tuple(f.metadata)) for key, f in fields})
+    if annotation is bool:
+        return st.booleans()
+    if annotation in (int, float):
+        return numbers(annotation, metadata)
+    return {str: WORDS, Path: WORDS.map(Path)}[annotation]
+
+
+def numbers(kind, metadata):
+    bounds = [b for m in metadata for b in (m.metadata if hasattr(m, "metadata") else [m])]
+    low = max([b.gt if isinstance(b, Gt) else b.ge for b in bounds if isinstance(b, Gt | Ge)], default=-1000)
+    high = min([b.lt if isinstance(b, Lt) else b.le for b in bounds if isinstance(b, Lt | Le)], default=10**9)
+    open_low, open_high = any(isinstance(b, Gt) for b in bounds), any(isinstance(b, Lt) for b in bounds)
+    if kind is int:
+        return st.integers(low + open_low, high - open_high)
+    return st.floats(low, high, exclude_min=open_low, exclude_max=open_high)
+
+
+SCHEDULES = st.sampled_from(get_args(Schedule)) | WORDS.map(lambda word: f"file:{word}.csv")
+
+
+@st.composite
+def configs(draw) -> RunConfig:
+    return RunConfig(
+        **{
+            name: {
+                key: draw(SCHEDULES if key == "schedule" and name == "parallel"
+                          else values_of(field.annotation, tuple(field.metadata)))
+                for key, field in section.annotation.model_fields.items()
+            }
+            for name, section in RunConfig.model_fields.items()
+        }
+    )
+
+
+@given(config=configs())
+def test_any_config_reads_back_as_written(tmp_path_factory, config):
+    file = tmp_path_factory.getbasetemp() / "run.toml"
+    save(config, file)
+    assert load(file) == config
+    assert build(plain(config)) == config
+
+
+def test_every_field_says_what_it_means():
+    for name, section in RunConfig.model_fields.items():
+        for key in section.annotation.model_fields:
+            assert docstrings(section.annotation).get(key), f"{name}.{key} has no docstring"
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().train.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[parallel]\nzreo = 1", "there is no key 'parallel.zreo'; did you mean 'zero'?"),
+        ("[paralel]\nzero = 1", "there is no key 'paralel'; did you mean 'parallel'?"),
+        ("[train]\ntp = 2", "there is no key 'train.tp'; did you mean 'parallel.tp'?"),
+        ("steps = 2", "there is no key 'steps'; did you mean 'train.steps'?"),
+        ("[checkpoint]\nxyz = 2", "there is no key 'checkpoint.xyz'; allowed: asynchronous, every, folder, keep"),
+        ("[parallel]\ntp = 0", "parallel.tp = 0: input should be greater than 0"),
+        ("[parallel]\nzero = 4", "parallel.zero = 4: input should be 0, 1, 2 or 3"),
+        ("[parallel]\nschedule = 'zb-h'", "'zb-h': there is no such schedule; did you mean 'zb-h2'?"),
+        ("[train]\nsteps = 'many'", "train.steps = 'many': input should be a valid integer"),
+        ("[train]\nsteps = 1.5", "train.steps = 1.5: input should be a valid integer"),
+        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan: input should be a finite number"),
+        ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas = 1.0: input should be less than 1"),
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas = "),
+        ("[data]\nvalidation_fraction = 0.5", "data.validation_fraction = 0.5: input should be less than 0.5"),
+        ("train = 3", "train = 3: input should be a table"),
+        ("[train", "is not TOML"),
+        ("\xff", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path, toml, message):
+    file = tmp_path / "run.toml"
+    file.write_bytes(toml.encode("latin-1"))
+    with pytest.raises(UsageError) as error:
+        load(file)
+    assert message in str(error.value)
+    assert str(file) in str(error.value)
+    assert "pydantic" not in str(error.value)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(UsageError) as error:
+        build({"train": {"steps": 0}, "parallel": {"pp": -1}, "dta": {}}, where="run.toml")
+    assert [line.split(":")[1].split()[0] for line in str(error.value).splitlines()] == [
+        "parallel.pp", "train.steps", "there",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["nothing.toml", "."])
+def test_a_missing_file_is_named(tmp_path, name):
+    with pytest.raises(UsageError, match="no such file: "):
+        load(tmp_path / name)
+
+
+# ---- the model's shape ---------------------------------------------------------------------------------------------
+
+
+def shape(vocab=257, sequence_length=256, **fields):
+    return ModelConfig(**fields).shape(vocab=vocab, sequence_length=sequence_length)
+
+
+def test_the_tokenizer_decides_the_vocabulary_unless_overridden():
+    assert shape(name="gpt2-124m").vocab == 257
+    assert shape(name="gpt2-124m", vocab=300).vocab == 300
+    assert ModelConfig(vocab=512).shape(vocab=257, sequence_length=8).vocab == 512
+    with pytest.raises(UsageError, match=r"model.vocab = 100 is smaller than the tokenizer's 257 ids"):
+        ModelConfig(vocab=100).shape(vocab=257, sequence_length=8)
+
+
+def test_without_overrides_the_shape_is_the_catalogs():
+    for name in ("tiny", "llama-3.2-3b"):
+        assert shape(name=name, vocab=model_shape(name).vocab) == model_shape(name)
+
+
+def test_overrides_carry_what_follows_from_them():
+    wide = shape(hidden=512)
+    assert (wide.head_dim, wide.heads, wide.kv_heads) == (64, 8, 4)
+    many = shape(heads=16)
+    assert (many.head_dim, many.kv_heads) == (16, 16)
+    assert shape(heads=16, kv_heads=2, head_dim=64).head_dim == 64
+
+
+def test_a_gpt_has_a_position_for_every_token_and_never_fewer_than_its_own():
+    assert shape(name="gpt2-124m", sequence_length=2048).max_sequence == 2048
+    assert shape(name="gpt2-124m", sequence_length=128).max_sequence == 1024
+    assert shape(name="llama-3-8b", sequence_length=65536).max_sequence == 8192  # rotary positions have no table
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 7}, "model.hidden = 256 is not a multiple of model.heads = 7"),
+        ({"kv_heads": 3}, "model.kv_heads = 3 does not divide model.heads = 8"),
+        ({"head_dim": 33}, "model.head_dim = 33 is odd"),
+        ({"name": "tinny"}, "model.name = 'tinny' is not in the catalog; did you mean 'tiny'?"),
+    ],
+)
+def test_impossible_shapes_are_refused(fields, message):
+    with pytest.raises(UsageError) as error:
+        shape(**fields)
+    assert message in str(error.value)
+
+
+def test_odd_heads_are_fine_without_rotation():
+    assert shape(name="tiny-gpt", head_dim=33).head_dim == 33
+
+
+def test_paths_are_a_tuple():
+    assert DataConfig(paths=["a", "b"]).paths == ("a", "b")

@@ -1,0 +1,139 @@
+"""`shoal chaos`: moments are drawn fairly, trials pass where nothing is lost, and a trial that should fail does."""
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli.chaos import rows
+from shoal.cli.main import main
+from shoal.spec.config import save
+from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial
+from shoal.testing.chaos.comparison import differences, last
+from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
+from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
+from tests.trainings.runs import shoal
+from tests.trainings.supervised import STEPS, config_of
+
+
+@pytest.fixture(scope="module")
+def chaos(corpus, nursery, tmp_path_factory) -> Chaos:
+    """Of ten steps on two replicas, what is said in a file."""
+    folder = tmp_path_factory.mktemp("chaos")
+    config = config_of(corpus, failover={"stragglers_every": 2})
+    log = folder / "said.log"
+    log.touch()
+    return Chaos(config, folder, nursery, log)
+
+
+@given(name=st.sampled_from(sorted(set(KINDS) - NEED_MOUNTS - {"kill-supervisor"})), seed=st.integers(0, 10**6))
+def test_every_moment_that_is_drawn_comes(chaos, name, seed):
+    """A rank, a step and an action that the run has; what needs a checkpoint comes when there is one."""
+    kind = KINDS[name]
+    for planted in chaos.draw(name, random.Random(seed)):
+        assert 0 <= planted.rank < chaos.ranks and 0 <= planted.step < STEPS and 0 <= planted.fraction <= 1
+        if planted.op in (STAGING, COMMITTING):
+            assert planted.step < STEPS - chaos.config.checkpoint.every  # another save follows
+        else:
+            assert planted.nth < chaos.actions[0].count(planted.op)
+        if kind.late:
+            assert planted.step >= 2 * chaos.config.checkpoint.every
+
+
+@pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "truncated-checkpoint",
+                                  "missing-file", "bit-shard", "lost-node", "returned-node", "slow"])
+def test_a_trial_passes(name, chaos, capfd):
+    """The faults which a rank does to itself or its files; those of `test_supervisor` are the same deeds."""
+    try:
+        trial = chaos.trial(name, random.Random(3), 0)
+    finally:
+        out, err = capfd.readouterr()
+        chaos.log.write_text(chaos.log.read_text() + out + err)
+    judged_without = {f"no message says {KINDS[name].says!r}"}  # the log was filled only now
+    assert set(trial.problems) <= judged_without, trial.problems
+    if KINDS[name].deed not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the nursery began
+        assert _says(KINDS[name].says, err)
+
+
+def _says(pattern: str, said: str) -> bool:
+    return any(re.search(pattern.replace("RANK", rank), said) for rank in ("0", "1"))
+
+
+def test_another_last_state_is_found(chaos, tmp_path):
+    good = last(chaos.reference)
+    assert differences(good, good, None) == differences(good, good, ROUGH) == []
+    assert differences(good, None, None) == [f"the last checkpoint is None, not {good.name}"]
+    other = chaos.folder / "other"
+    changed = chaos.config.model_copy(update={"train": chaos.config.train.model_copy(update={"seed": 1})})
+    same, chaos.config = chaos.config, changed
+    try:
+        assert chaos._supervise(other, {}) == 0
+    finally:
+        chaos.config = same
+    for rounding in (None, ROUGH):
+        assert "differ" in differences(good, last(other), rounding)[0]
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+def test_damage_is_done_once(how, tmp_path):
+    file, content = tmp_path / "file", bytes(range(256))
+    file.write_bytes(content)
+    assert damage([file], how, random.Random(1)) == file
+    if how == "remove":
+        assert not file.exists()
+    elif how == "truncate":
+        assert content.startswith(file.read_bytes()) and file.stat().st_size < 256
+    else:
+        assert sum((a ^ b).bit_count() for a, b in zip(content, file.read_bytes(), strict=True)) == 1
+
+
+def test_the_table_counts():
+    trials = [
+        Trial("stop", "", [], [1, 2], [3.0, 5.0]), Trial("stop", "", ["bad"], [6], [4.0]), Trial("slow", ""),
+    ]
+    assert rows(trials) == [
+        ("stop", "2", "1", "3.0", "6", "4.0", "5.0"), ("slow", "1", "1", "-", "-", "-", "-"),
+        ("all", "3", "2", "3.0", "6", "4.0", "5.0"),
+    ]
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--faults", "kil-forward"], "--faults kil-forward: there is none; did you mean 'kill-forward'?"),
+    (["--out", "page.pdf"], "page.pdf"),
+    (["--trials", "0"], "trials"),
+    (["--parallel.tp", "3"], "parallel.tp = 3 does not divide"),
+])
+def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
+    save(config_of(corpus), tmp_path / "run.toml")
+    assert main(["chaos", str(tmp_path / "run.toml"), *words]) == 2
+    assert says in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
+    """`shoal chaos` of five faults, or of three where no disk can be mounted: its code, what it says and its page."""
+    folder = tmp_path_factory.mktemp("command")
+    save(config_of(corpus, train={"steps": 8}, failover={"stragglers_every": 2}), folder / "run.toml")
+    faults = ",".join(["kill-backward", "exit-0", "slow", *sorted(NEED_MOUNTS)])
+    words = ["--trials", "5", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
+    code, said = shoal("chaos", folder / "run.toml", *words)
+    return code, said, (folder / "page.html").read_text()
+
+
+def test_the_command(commanded):
+    """Five trials, the table and the page."""
+    code, said, page = commanded
+    assert code == 0, said
+    assert said.count("passed") == 5 and "kill-backward" in said
+    assert "5 of 5 faults survived" in page
+
+
+def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):
+    """Real ones, while it trains: it ends and says so, and goes on when there is room."""
+    code, said, _ = commanded
+    if "no file system can be mounted here" in said:
+        pytest.skip("no file system can be mounted here, not even in a namespace of its own")
+    assert code == 0, said
+    assert all(re.search(rf"{name}.*passed", said) for name in NEED_MOUNTS), said

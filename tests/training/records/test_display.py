@@ -1,0 +1,129 @@
+"""The display: fits 80 columns, draws any layout, plain when it is not on a terminal."""
+
+import doctest
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shoal.spec.layout import Layout
+from shoal.training.records import display
+from shoal.training.records.display import Display, binary, duration, grid_of_ranks, short
+from shoal.training.records.metrics import StepMetrics
+
+LAYOUT = Layout(dp=2, zero=1, tp=2, pp=2)
+STEP = StepMetrics(step=10, steps=200, loss=5.5, learning_rate=1e-3, gradient_norm=0.83, tokens_per_second=20480,
+                   tokens_per_second_per_rank=5120, memory_bytes=1 << 29, seconds_left=72, mfu=0.413)
+
+
+def show(width: int, *, terminal: bool = False, steps: int = 45) -> str:
+    file = io.StringIO()
+    with Display(Console(file=file, width=width, force_terminal=terminal, legacy_windows=False)) as view:
+        view.banner(model="llama-tiny", parameters=10_432_000, tokens_per_step=4096, layout=LAYOUT, device="cpu",
+                    precision="fp32", threads=1, folder=Path("runs/one"))
+        for step in range(1, steps + 1):
+            view.progress(step, 200)
+            view.step(replace(STEP, step=step))
+        view.validation(2.25, 45, dropped=0.0625)
+        view.note("checkpoint saved: step 45")
+        view.finish(folder=Path("runs/one"), seconds=184, validation_loss=1.875, prompt="def ",
+                    sample="main(x):\n  \x1b[31mreturn [bold]x[/bold]\n")
+    return file.getvalue()
+
+
+def test_examples_in_the_docstrings():
+    assert doctest.testmod(display).failed == 0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
+    shown = show(width)
+    assert "\x1b" not in shown  # neither from the display nor from the generated text
+    lines = shown.splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+    assert sum(line.split()[:2] == ["step", "loss"] for line in lines) == 3  # the header again every 20 lines
+    assert "llama-tiny, 10.4M parameters, 4,096 tokens per step" in shown
+    assert "dp 2 (ZeRO-1) x tp 2 x pp 2 (1f1b) = 8 ranks" in shown
+    assert "runs/one" in shown
+    assert "  def main(x):\n    �[31mreturn [bold]x[/bold]\n" in shown
+    assert "step 45: validation loss 2.2500 nats per token, experts dropped 6.2%" in shown
+    assert "finished in 3m04s: validation loss 1.8750 nats per token" in shown
+    (row,) = [line.split() for line in lines if line.split()[:1] == ["10"]]
+    assert row[:9] == ["10", "5.5000", "20.5k", "5.12k", "41.3%", "0.83", "1.0e-03", "512Mi", "1m12s"]
+
+
+def test_wide_output_shows_more():
+    assert "validation  tokens/s" in show(120)
+    assert "validation  tokens/s" not in show(80)
+
+
+def test_a_terminal_gets_a_progress_bar_that_goes_away():
+    shown = show(80, terminal=True)
+    assert "step 45/200" in re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is shown again
+    assert "\x1b[31m" not in shown.split("a sample")[1]
+
+
+def test_the_terminal_is_left_in_order_after_an_error():
+    file = io.StringIO()
+    with pytest.raises(ArithmeticError), Display(Console(file=file, width=80, force_terminal=True)) as view:
+        view.step(STEP)
+        raise ArithmeticError
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+@given(pp=st.integers(1, 40), dp=st.integers(1, 300), tp=st.integers(1, 64), width=st.integers(66, 200),
+       unicode=st.booleans())
+def test_any_layout_is_drawn_within_the_screen(pp, dp, tp, width, unicode):
+    layout = Layout(pp=pp, dp=dp, tp=tp)
+    lines = grid_of_ranks(layout, width, unicode=unicode)
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= width
+    assert len({len(line) for line in lines[1:]}) == 1  # a straight right edge
+    assert unicode or "".join(lines).isascii()
+    cells = [cell.strip() for line in lines for cell in re.split("[│|]", line)[1:-1]]
+    numbers = [int(cell) for cell in cells if cell.isdigit()]
+    assert numbers == sorted(set(numbers)), "each rank once, in order"
+    assert numbers[0] == 0 and numbers[-1] == layout.world_size - 1
+    if pp <= 4 and dp <= 4 and tp <= 4:
+        assert numbers == list(range(layout.world_size))
+
+
+def test_cells_stand_under_their_axes():
+    lines = grid_of_ranks(Layout(pp=2, dp=2, tp=2), 80)
+    assert lines == [
+        "           tp 0     1",
+        "          ┌─────┬─────┐",
+        "pp 0 dp 0 │   0 │   1 │",
+        "     dp 1 │   2 │   3 │",
+        "          ├─────┼─────┤",
+        "pp 1 dp 0 │   4 │   5 │",
+        "     dp 1 │   6 │   7 │",
+        "          └─────┴─────┘",
+    ]
+
+
+@given(st.floats(0, 1e17))
+def test_numbers_keep_their_size(value):
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+    text = short(value)
+    assert len(text) <= 6
+    number, unit = re.fullmatch(r"([\d.]+)([kMGTP]?)", text).groups()
+    assert float(number) * scale.get(unit, 1) == pytest.approx(value, rel=0.006, abs=0.006)
+
+
+@given(st.integers(0, 1 << 50))
+def test_bytes_fit_their_column(size):
+    assert len(binary(size)) <= 6
+
+
+@given(st.floats(0, 1e8))
+def test_durations_fit_their_column(seconds):
+    assert len(duration(seconds)) <= 9
+    assert duration(float("nan")) == "?"

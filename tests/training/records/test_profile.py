@@ -1,0 +1,139 @@
+"""Profiles of real runs: every action of the program once and in order, on one clock; nothing where not asked for."""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.program import RECEIVES, SENDS, receive_of, sender_of
+from shoal.training.records.profile import clock_offset, read_profile
+from tests.trainings.runs import small_config, train_in
+
+PROFILED = {"profile": True, "profile_after": 1, "profile_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2, "schedule": "1f1b"},
+        {"pp": 2, "schedule": "zb-v"},
+        {"pp": 4, "schedule": "gpipe"},
+        {"pp": 2, "schedule": "pipedream"},
+        {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved-1f1b"},
+        {"dp": 2, "tp": 2, "micro_batch": 2},
+    ],
+    ids=str,
+)
+def test_every_action_is_recorded_once_in_order_and_on_one_clock(parallel, corpus, pool, tmp_path):
+    config = small_config(
+        corpus, parallel, model={"layers": 4}, train={"steps": 4, "validate_every": 0}, metrics=PROFILED,
+        optimizer={"clip_norm": 0.0},
+    )
+    folder = train_in(pool, config, tmp_path / "run")
+    profile, layout = read_profile(folder), config.parallel
+    program = program_of(layout, layout.microbatches(config.train.global_batch))
+    assert profile.program == program
+    assert [rank.rank for rank in profile.ranks] == list(range(layout.world_size))
+    assert {(rank.pp, rank.dp, rank.tp) for rank in profile.ranks} == {
+        (p, d, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)
+    }
+    for rank in profile.ranks:
+        assert rank.actions == program.actions[rank.pp] and rank.steps == (1, 2)
+        for begin, arrived, end in zip(rank.begin, rank.arrived, rank.end, strict=True):
+            assert len(begin) == len(arrived) == len(end) == len(rank.actions)
+            assert all(b <= a <= e for b, a, e in zip(begin, arrived, end, strict=True))
+            assert all(e <= b for e, b in zip(end[:-1], begin[1:], strict=True))
+            only = {a.op for a, b, t in zip(rank.actions, begin, arrived, strict=True) if t > b}
+            assert not only & (SENDS | RECEIVES)  # to post a message is not to wait
+        assert rank.end[0][-1] <= rank.begin[1][0]
+    by_place = {(rank.pp, rank.dp, rank.tp): rank for rank in profile.ranks}
+    messages = 0
+    for rank in profile.ranks:
+        for step in range(2):
+            for i, action in enumerate(rank.actions):
+                needed = receive_of(action, program)
+                if needed is None:
+                    continue
+                send = sender_of(needed)
+                other = by_place[program.stage_rank[send.stage], rank.dp, rank.tp]
+                assert other.begin[step][other.actions.index(send)] <= rank.arrived[step][i]
+                messages += 1
+    assert (messages > 0) == (layout.pp > 1)
+
+
+def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(corpus, pool, tmp_path):
+    config = small_config(corpus, {"pp": 2}, train={"steps": 4, "validate_every": 0})
+    folder = train_in(pool, config, tmp_path / "run")
+    assert read_profile(folder) is None
+    longer = config.train.model_copy(update={"steps": 8})
+    profiled = config.metrics.model_copy(update=PROFILED | {"profile_steps": 100})
+    again = config.model_copy(update={"train": longer, "metrics": profiled})
+    train_in(pool, again, folder, resume=True)
+    assert read_profile(folder).ranks[0].steps == (5, 6, 7)  # the first step after a resume is warm-up
+
+
+def test_a_missing_rank_is_named(corpus, pool, tmp_path):
+    config = small_config(corpus, {"pp": 2}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
+    folder = train_in(pool, config, tmp_path / "run")
+    (folder / "profile" / "rank-00001.jsonl").unlink()
+    with pytest.raises(UsageError, match="1 ranks have recorded, not all of 2 x 1 x 1"):
+        read_profile(folder)
+
+
+DAMAGED = {
+    "cut off": lambda lines: [lines[0], lines[1][:20]],
+    "a time is missing": lambda lines: [lines[0], re.sub(r'"end":\[[^,]*,', '"end":[', lines[1]), *lines[2:]],
+    "no header": lambda lines: lines[1:],
+    "nothing": lambda lines: [],
+    "a list": lambda lines: ["[]", *lines[1:]],
+    "other actions": lambda lines: [lines[0].replace('"actions":[[', '"actions":[["F",9],['), *lines[1:]],
+}
+
+
+@pytest.fixture(scope="module")
+def profiled(corpus, pool, tmp_path_factory):
+    config = small_config(corpus, {}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
+    return train_in(pool, config, tmp_path_factory.mktemp("profiled") / "run")
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_profile_is_one_clear_error(profiled, tmp_path, capsys, damage):
+    folder = shutil.copytree(profiled, tmp_path / "run")
+    path = folder / "profile" / "rank-00000.jsonl"
+    path.write_text("\n".join(DAMAGED[damage](path.read_text().splitlines())))
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder / 'profile'} cannot be read as a profile" in said
+    assert "Traceback" not in said
+
+
+def test_a_profile_without_steps_is_refused_before_any_work(capsys):
+    assert main(["train", "--profile", "--train.steps", "3"]) == 2
+    assert "metrics.profile_after = 3 leaves nothing" in capsys.readouterr().err
+
+
+def skewed(host: list[str], skew: list[float]) -> float:
+    rank = dist.get_rank()
+    return clock_offset(dist.group.WORLD, lambda: time.perf_counter() + skew[rank], host[rank])
+
+
+def test_clocks_of_other_hosts_are_set_by_that_of_rank_0(pool):
+    skew = [5.0, -3.0, 7.0, 5.0]
+    offsets = pool.run(skewed, 4, ["a", "b", "c", "a"], skew)
+    assert offsets[0] == offsets[3] == 0.0  # of one host: one clock
+    for rank in (1, 2):
+        assert offsets[rank] == pytest.approx(skew[0] - skew[rank], abs=0.05)
+
+
+def test_the_files_are_plain_lines(corpus, pool, tmp_path):
+    config = small_config(corpus, {"pp": 2}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
+    folder = train_in(pool, config, tmp_path / "run") / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    header, step = map(json.loads, (folder / "rank-00001.jsonl").read_text().splitlines())
+    assert header["actions"][0] == ["RF", 1, 0, -1, -1] and step["step"] == 1

@@ -1,0 +1,120 @@
+"""The folder in host memory that a state lies in: whose it is, what is swept up, and that there is room."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.training.resilience import host_memory_dir, memory_slot
+from shoal.training.resilience.memory_checkpoint import Memory
+from tests.training.resilience.states import go_on, keep, pieces_of
+
+
+def test_the_memory_is_private_and_given_back(tmp_path):
+    home = tmp_path / "home"
+    memory = Memory(home, tmp_path, group=None)
+    memory.save(1, pieces_of(1, 3, 0, 1), {"step": 1})
+    memory.wait()
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert all(not p.stat().st_mode & 0o077 for p in home.rglob("*.safetensors"))
+    memory.close()
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("how", ["open to all", "a link"])
+def test_a_folder_that_another_could_have_made_is_neither_read_nor_written(how, tmp_path):
+    keep([tmp_path / "real"], [1], 3)
+    home = tmp_path / "home"
+    if how == "a link":
+        home.symlink_to(tmp_path / "real")
+    else:
+        shutil.copytree(tmp_path / "real", home)
+        home.chmod(0o755)
+    assert go_on([home], tmp_path / "disk", 3)[0] is None
+    with pytest.raises(UsageError, match="is not a private folder of this user"):
+        Memory(home, tmp_path, group=None)
+
+
+def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_path, monkeypatch):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    folders = {}
+    for name, owner in {"dead": int(dead.stdout), "alive": os.getpid(), "mine": int(dead.stdout)}.items():
+        monkeypatch.setenv("SHOAL_OWNER", str(owner))
+        folders[name] = tmp_path / f"shoal-{os.getuid()}-{name}"
+        monkeypatch.setattr(host_memory_dir, "_started", lambda pid, known=host_memory_dir._started: known(pid) or 1.0)
+        host_memory_dir.make_home(folders[name])
+        host_memory_dir.own(folders[name], tmp_path / name)
+        monkeypatch.undo()
+    (tmp_path / "shoal-other").mkdir()
+    (tmp_path / f"shoal-{os.getuid()}-strange").mkdir()
+    (line,) = host_memory_dir.sweep(folders["mine"])
+    assert str(tmp_path / "dead") in line
+    assert sorted(p.name.split("-")[-1] for p in tmp_path.iterdir()) == ["alive", "mine", "other", "strange"]
+
+
+def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    memory = Memory(tmp_path / "home", tmp_path, group=None)
+    monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
+    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take \d+ B in .* \d+ B are.*memory_every = 0"):
+        memory.prepare(pieces_of(1, 3, 0, 1))
+    monkeypatch.undo()
+    memory.prepare(pieces_of(1, 3, 0, 1))
+
+
+def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
+    left = tmp_path / f"shoal-{os.getuid()}-dead"
+    host_memory_dir.make_home(left)
+    (left / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 0, "started": 1.0, "run": "x"}))
+    (left / "state").write_bytes(bytes(5000))
+    monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
+    host_memory_dir.check_home(tmp_path / "new", 5000)
+    with pytest.raises(UsageError, match=r"6 kB in .* 5.1\d kB are free"):
+        host_memory_dir.check_home(tmp_path / "new", 6000)
+    assert [path.name for path in tmp_path.iterdir()] == [left.name]
+
+
+def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
+    """Memory that filled up since it was looked at."""
+    def full(*args, **_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match=r"failover.memory_folder = .* cannot be written: No space left on device"):
+        Memory(tmp_path / "home", tmp_path, group=None)
+
+
+def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path, monkeypatch):
+    said = []
+    memory = Memory(tmp_path / "home", tmp_path, group=None, report=said.append)
+    fallocate = os.posix_fallocate
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for step, call in enumerate((full, fallocate, fallocate, fallocate), 1):
+        monkeypatch.setattr(os, "posix_fallocate", call)
+        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
+        memory.wait()
+        assert memory_slot.newest_step(tmp_path / "home") == (None if step == 1 else step)
+    memory.close()
+    assert said == ["step 1 could not be kept in memory: rank 0: No space left on device"]
+
+
+def test_memory_is_had_before_it_is_needed(tmp_path, monkeypatch):
+    """Getting it takes longer than writing it: the first save finds one slot, and the second the other."""
+    memory, had = Memory(tmp_path / "home", tmp_path, group=None), []
+    fallocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (had.append(threading.current_thread()), fallocate(*args)))
+    memory.prepare(pieces_of(1, 3, 0, 1))
+    assert had == [threading.main_thread()]
+    for step in (1, 2, 3):
+        memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
+    memory.close()
+    assert len(had) == 2 and had[1] is not threading.main_thread()

@@ -1,0 +1,245 @@
+"""A run that was killed or stopped goes on as if it had not: bit for bit on its layout, to rounding on others."""
+
+import os
+import re
+import shutil
+import signal
+import tomllib
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.training.stop import PREEMPTED
+from tests.trainings.runs import (
+    FOUR_RANKS,
+    checkpoints,
+    copy_until,
+    curve,
+    interrupt,
+    same_bits,
+    send,
+    shoal,
+    small_config,
+    start,
+    train_in,
+)
+
+STEPS = 40
+
+
+# ---- killed and stopped, on the same layout --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def survivor(base_config, tmp_path_factory):
+    """A run that is killed twice and stopped twice, each time resumed: its folder, and how each part of it ended."""
+    folder = tmp_path_factory.mktemp("survivor") / "run"
+    parts = {}
+
+    def part(name, step, act, *words):
+        parts[name] = interrupt(start("train", *words), folder, step, act)
+
+    part("rank killed", 8, send(3, signal.SIGKILL), base_config, "--run-folder", folder)
+    part("parent killed", 14, send(0, signal.SIGKILL), "--resume", folder)
+    part("SIGINT", 20, send(0, signal.SIGINT), "--resume", folder)
+    parts["after SIGINT"] = max(checkpoints(folder))
+    part("SIGTERM", parts["after SIGINT"] + 4, send(0, signal.SIGTERM), "--resume", folder)
+    parts["after SIGTERM"] = max(checkpoints(folder))
+    parts["end"] = shoal("train", "--resume", folder)
+    return folder, parts
+
+
+def test_a_killed_rank_ends_the_run_and_names_the_rank(survivor):
+    code, output, _ = survivor[1]["rank killed"]
+    assert code == 128 + signal.SIGKILL
+    assert re.search(r"rank 2 was killed by SIGKILL .*step \d+.*; the other ranks were stopped", output)
+    assert "Traceback" not in output
+
+
+def test_no_rank_outlives_a_killed_parent(survivor):
+    assert survivor[1]["parent killed"][0] == -signal.SIGKILL  # `interrupt` waited for the ranks to go
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGINT", 0), ("SIGTERM", PREEMPTED)])
+def test_a_stop_is_clean_quick_and_saved(survivor, name, exit_code):
+    folder, parts = survivor
+    code, output, seconds = parts[name]
+    assert code == exit_code, output
+    step = parts[f"after {name}"]
+    assert f"stopped after step {step}, which is saved; go on with: shoal train --resume {folder}" in output
+    assert "Traceback" not in output
+    assert "a sample of what it writes" not in output
+    assert seconds < 40  # and not the ten minutes after which a collective gives up
+
+
+def test_the_end_is_that_of_a_run_without_interruptions_bit_for_bit(survivor, base_run):
+    folder, parts = survivor
+    code, output = parts["end"]
+    assert code == 0, output
+    assert f"resumed after step {parts['after SIGTERM']}" in output
+    assert curve(folder) == curve(base_run[0])
+    assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(base_run[0])[STEPS])
+
+
+# ---- on other layouts ------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "micro_batch": 2},
+    "tp 2 + sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batch": 1},
+    "cp 4, ring and exchange": {"cp": 4, "ulysses": 2, "zero": 1, "micro_batch": 4},
+    "pp 2": {"pp": 2, "micro_batch": 2},
+    "one device": {"micro_batch": 4},
+}
+BOUNDS = {"fp32": 2e-5, "fp64": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, pool, tmp_path_factory):
+    """By precision, the config and folder of 8 steps on 4 ranks."""
+    runs = {}
+    for precision in BOUNDS:
+        train = {"precision": precision, "steps": 8, "validate_every": 0}
+        config = small_config(corpus, FOUR_RANKS, train=train, model={"layers": 4}, checkpoint={"every": 2})
+        runs[precision] = config, train_in(pool, config, tmp_path_factory.mktemp(precision) / "run")
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("dp 2, ZeRO-3", "fp32"), ("pp 2", "fp32")]
+)
+def test_another_layout_continues_the_same_curve(layout, precision, uninterrupted, pool, tmp_path):
+    config, whole = uninterrupted[precision]
+    folder = copy_until(whole, tmp_path / "run", 4)
+    changed = config.model_copy(update={"parallel": type(config.parallel)(**LAYOUTS[layout])})
+    train_in(pool, changed, folder, resume=True)
+    assert curve(folder)[:4] == curve(whole)[:4]
+    assert curve(folder) != curve(whole)  # it did compute the rest anew
+    for (step, loss, norm), (same_step, same_loss, same_norm) in zip(curve(folder), curve(whole), strict=True):
+        assert step == same_step
+        assert loss == pytest.approx(same_loss, rel=BOUNDS[precision], abs=0)
+        assert norm == pytest.approx(same_norm, rel=20 * BOUNDS[precision], abs=0)
+
+
+RELAY = {
+    2: {"pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2, "micro_batch": 2},
+    4: {"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 1, "micro_batch": 1},
+    6: {"dp": 2, "micro_batch": 2},
+}
+
+
+def test_schedules_hand_a_run_on_to_each_other(uninterrupted, pool, tmp_path):
+    config, whole = uninterrupted["fp64"]
+    folder = whole
+    for step, parallel in RELAY.items():
+        folder = copy_until(folder, tmp_path / f"from-{step}", step)
+        layout = type(config.parallel)(**parallel)
+        train_in(pool, config.model_copy(update={"parallel": layout}), folder, resume=True)
+    for (step, loss, norm), (same_step, same_loss, same_norm) in zip(curve(folder), curve(whole), strict=True):
+        assert step == same_step
+        assert loss == pytest.approx(same_loss, rel=BOUNDS["fp64"], abs=0)
+        assert norm == pytest.approx(same_norm, rel=20 * BOUNDS["fp64"], abs=0)
+
+
+# ---- what is kept, and what is refused -------------------------------------------------------------------------------
+
+
+def test_the_newest_k_are_kept(corpus, pool, tmp_path):
+    config = small_config(corpus, train={"steps": 10, "validate_every": 0}, checkpoint={"every": 3, "keep": 2})
+    assert sorted(checkpoints(train_in(pool, config, tmp_path / "run"))) == [9, 10]
+
+
+@pytest.fixture
+def half(base_run, tmp_path):
+    """A copy of the run on 4 ranks as it was at step 20."""
+    return copy_until(base_run[0], tmp_path / "run", 20)
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(("name", "value", "was"), [
+    ("train.global_batch", "16", "8"),
+    ("train.seed", "1", "0"),
+    ("data.sequence_length", "16", "32"),
+    ("data.validation_fraction", "0.02", "0.1"),
+    ("optimizer.name", "sgd", "adamw"),
+])
+def test_what_would_not_continue_the_run_is_refused_by_name(half, name, value, was, capfd):
+    before = contents(half)
+    assert main(["train", "--resume", str(half), f"--{name}", value]) == 2
+    said = capfd.readouterr().err
+    assert f"--resume {half}: this run was started with another config:" in said
+    assert f"\n  {name} = {value}, was {was}: " in said.replace("'", "")
+    assert "Leave it out, or start a new run. What may change: the layout, train.steps, " in said
+    assert contents(half) == before
+
+
+def test_two_folders_are_refused(half, tmp_path, capfd):
+    assert main(["train", "--resume", str(half), "--run-folder", str(tmp_path / "other")]) == 2
+    assert "name two folders" in capfd.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capfd):
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "this is no run folder" in capfd.readouterr().err
+
+
+ONE_RANK = ("--parallel.dp", "1", "--parallel.tp", "1", "--parallel.zero", "0")
+
+
+def test_a_finished_run_is_refused_and_says_how_to_go_on(base_run, capfd):
+    folder = base_run[0]
+    before = contents(folder)
+    assert main(["train", "--resume", str(folder)]) == 2
+    said = capfd.readouterr().err
+    assert f"step {STEPS} is done, and train.steps = {STEPS}" in said
+    assert "Raise train.steps to go on." in said
+    assert contents(folder) == before
+
+
+def test_another_model_is_refused_by_the_field_that_differs(half, capfd):
+    before = contents(half)
+    assert main(["train", "--resume", str(half), "--model.layers", "3"]) == 2
+    assert "model.layers = 3, was 2: its checkpoint holds another model" in capfd.readouterr().err
+    assert contents(half) == before
+
+
+def test_all_that_differs_is_told_at_once(half, capfd):
+    words = ["--model.layers", "3", "--train.seed", "1", "--optimizer.name", "sgd", "--model.ffn", "32"]
+    assert main(["train", "--resume", str(half), *words]) == 2
+    said = capfd.readouterr().err
+    assert all(f"\n  {name} = " in said for name in ("train.seed", "optimizer.name", "model.layers", "model.ffn"))
+    assert "Leave them out" in said
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
+    damaged = next(checkpoints(half)[20].glob("*.safetensors"))
+    with open(damaged, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    code, output = shoal("train", "--resume", half, *ONE_RANK, "--train.steps", "20")  # the damaged one had them all
+    assert code == 0, output
+    assert "checkpoint refused:" in output and damaged.name in output
+    assert "resumed after step 16" in output
+    assert [step for step, _, _ in curve(half)] == list(range(1, 21))
+    assert 20 in checkpoints(half)
+    assert any(path.name.startswith("set-aside-step-00000020") for path in (half / "checkpoints").iterdir())
+
+
+def test_without_a_checkpoint_it_says_so(half, capfd):
+    for path in checkpoints(half).values():
+        shutil.rmtree(path)
+    before = contents(half)
+    assert main(["train", "--resume", str(half)]) == 2
+    assert "holds no good checkpoint (the run stopped before its first)" in capfd.readouterr().err
+    assert contents(half) == before
+
+
+def test_the_run_keeps_the_config_that_it_was_started_with(survivor, base_config):
+    folder, _ = survivor
+    assert tomllib.loads((folder / "run.toml").read_text()) == tomllib.loads(base_config.read_text())

@@ -1,0 +1,187 @@
+"""Commands as forks of one process that has imported what they need: a test does not pay for imports.
+
+The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
+out is starting an interpreter, for the command, for the nursery of its ranks and for torchrun's workers. That is in
+`test_launch` (ranks that meet), in `test_train_command` (torchrun, a terminal) and in the tests of bad input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main as torchrun
+
+from shoal.cli.main import main as shoal
+from shoal.launch import prefork
+from shoal.launch.prefork import Child, Nursery
+
+ORDER = "SHOAL_TEST_COMMAND"
+
+
+class Command:
+    """A command that was forked: the part of `subprocess.Popen` that tests need."""
+
+    def __init__(self, child: Child, log: Path):
+        self.pid, self.args, self._child, self._log = child.pid, (), child, log
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._child.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("shoal", timeout)
+            time.sleep(0.002)
+        return self._child.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self._log.read_text(), None
+
+    def send_signal(self, signum: int) -> None:
+        self._child.send_signal(signum)
+
+    def kill(self) -> None:
+        self._child.send_signal(signal.SIGKILL)
+
+
+@cache
+def folder() -> Path:
+    """Where commands write what they say, for as long as this process lives."""
+    made = tempfile.TemporaryDirectory(prefix="shoal-tests-")
+    atexit.register(made.cleanup)
+    return Path(made.name)
+
+
+@cache
+def commands(path: str) -> Nursery:
+    """The process that forks commands; it ends with this one."""
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    made = Nursery(environment, folder() / "nursery.log")
+    atexit.register(made.__exit__, None, None, None)
+    return made
+
+
+def command(words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = ()) -> Command:
+    """Start ``shoal WORDS``; or torchrun with the words of ``agent`` and then these, whose workers are forks of it."""
+    log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
+    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent})
+    forks = commands(environment["PYTHONPATH"])
+    child = forks.fork("tests.trainings.forked", {**environment, ORDER: order}, log, heard=False)
+    return Command(child, log)
+
+
+# ---- in the fork -----------------------------------------------------------------------------------------------------
+
+
+class Fork:
+    """A process of its own that calls a function: the part of `subprocess.Popen` that who starts it needs."""
+
+    def __init__(self, run: Callable[[], object], environment: Mapping[str, str]):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            atexit._clear()  # what the command registered is not this process's to do
+            os.setsid()
+            os.environ.clear()
+            os.environ.update(environment)
+            run()
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # a rank's own records what ended it
+        finally:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.002)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_nursery(words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object) -> Fork:
+    """The nursery of a command's ranks."""
+
+    def run() -> None:
+        os.dup2(stderr.fileno(), 2)
+        sys.argv = words[2:]
+        prefork.main()
+
+    return Fork(run, env)
+
+
+def fork_worker(args: tuple[str, ...], env: Mapping[str, str], **_: object) -> Fork:
+    """A worker of torchrun: ``python -u -m MODULE WORDS``."""
+    module, *words = args[args.index("-m") + 1 :]
+
+    def run() -> None:
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # which the agent handles
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:  # as `subprocess` does: else the agent's connections would outlive it
+                with suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    return Fork(run, env)
+
+
+def main() -> int:
+    """The command."""
+    order = json.loads(os.environ.pop(ORDER))
+    os.chdir(order["cwd"])
+    if order["agent"]:
+        subprocess_handler.Popen = fork_worker
+        return torchrun([*order["agent"], *order["words"]])
+    prefork.Popen = fork_nursery
+    sys.argv = ["shoal", *order["words"]]
+    return shoal(order["words"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Supervised runs on two ranks, all forked from one nursery: none pays for its imports."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.section import plain
+from shoal.engine.data.prepare import prepare
+from shoal.launch.local_launcher import start_nursery
+from shoal.launch.prefork import Nursery
+from shoal.launch.supervisor import Supervisor
+from shoal.spec.config import RunConfig
+from shoal.training.run_folder import new_run
+from tests.trainings.runs import ROOT, small_config
+
+STEPS = 10
+
+
+def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
+    """10 steps on two replicas, a checkpoint every 4."""
+    values = {
+        "train": {"steps": STEPS, "global_batch": 4, "validate_every": 0},
+        "failover": {"restarts": 2, "silence_seconds": 3, "stall_seconds": 3},
+        "checkpoint": {"every": 4, "asynchronous": False},  # which one is the newest must not depend on how fast it is
+        "metrics": {"log_every": 1, "tensorboard": False},
+    }
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    return small_config(corpus, {"dp": 2, "zero": 1, "micro_batch": 1}, **values)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory) -> Iterator[Nursery]:
+    """With shoal and these tests on its path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with start_nursery(2, tmp_path_factory.mktemp("nursery"), "cpu") as nursery:
+            yield nursery
+
+
+@pytest.fixture
+def supervised(nursery, tmp_path, monkeypatch) -> Callable[..., tuple[int, Path]]:
+    """Train under a supervisor, with a fault or none; returns the exit code and the folder."""
+
+    def train(config: RunConfig, fault: str = "", always: bool = False, name: str = "run") -> tuple[int, Path]:
+        monkeypatch.setenv("FAULT", fault)
+        if always:
+            monkeypatch.setenv("FAULT_ALWAYS", "1")
+        prepare(config.data)
+        folder = new_run(config, tmp_path / name)
+        payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
+        supervisor = Supervisor(
+            config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", nursery=nursery
+        )
+        return supervisor.run(), folder
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def undisturbed(corpus, nursery, tmp_path_factory) -> Path:
+    """The folder of the same run without a fault."""
+    config, folder = config_of(corpus), tmp_path_factory.mktemp("undisturbed") / "run"
+    prepare(config.data)
+    new_run(config, folder)
+    payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
+    assert Supervisor(config, payload, folder, "cpu", survivable=False, nursery=nursery).run() == 0
+    return folder
