@@ -16,7 +16,7 @@ from shoal.base.unused import check_unused
 from shoal.planning.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.planning.estimable import check_device, check_trained
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import model_shape, tables
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.config import OptimizerConfig
@@ -115,7 +115,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
     return 0
 
 
-def described(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool = True) -> Run:
+def described(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool = True) -> EstimatedRun:
     """The run that the options describe, checked; arguments as `run` has them."""
     if options.model or config is None:
         shape = model_shape(options.model or MODEL)
@@ -144,7 +144,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
         "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
         "float8": config.float8,
     }  # fmt: skip
-    run = Run(shape, layout, machine, s, batch, precision, optimizer, **of_file)
+    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, **of_file)
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
@@ -154,7 +154,7 @@ def described(options: EstimateOptions, config: RunConfig | None, layout: Layout
     return checked(run) if options.dry_run else estimable(checked(run))
 
 
-def checked(run: Run) -> Run:
+def checked(run: EstimatedRun) -> EstimatedRun:
     """The run, if its layout fits the model, the batch and the cluster.
 
     Raises:
@@ -166,7 +166,7 @@ def checked(run: Run) -> Run:
     return run
 
 
-def estimable(run: Run) -> Run:
+def estimable(run: EstimatedRun) -> EstimatedRun:
     """The run, if there are formulas for the time of its step.
 
     Raises:

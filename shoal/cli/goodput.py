@@ -20,7 +20,7 @@ from shoal.planning.goodput.model import (
     DAY,
     HOUR,
     LLAMA_3,
-    Job,
+    TrainingJob,
     available,
     best_interval,
     daly,
@@ -99,7 +99,7 @@ def run(options: GoodputOptions) -> int:
     return 0
 
 
-def described(options: GoodputOptions) -> list[Job]:
+def described(options: GoodputOptions) -> list[TrainingJob]:
     """The jobs that the options describe, with their spares."""
     try:
         devices = [int(number) for number in options.devices.split(",")]
@@ -121,7 +121,7 @@ def described(options: GoodputOptions) -> list[Job]:
     mtbf = options.mtbf * HOUR if options.mtbf else device_mtbf(**LLAMA_3)
     jobs = []
     for count in devices:
-        job = Job(count, mtbf, per_node=options.per_node, spares=options.spares, **times)
+        job = TrainingJob(count, mtbf, per_node=options.per_node, spares=options.spares, **times)
         if (alone := job.restart + job.checkpoint + job.flush) > 20 * job.between:
             raise UsageError(
                 f"--devices {count}: it fails every {show_seconds(job.between)}, and a restart and a save take "
@@ -132,7 +132,7 @@ def described(options: GoodputOptions) -> list[Job]:
     return jobs
 
 
-def report(jobs: Sequence[Job], options: GoodputOptions) -> list[str]:
+def report(jobs: Sequence[TrainingJob], options: GoodputOptions) -> list[str]:
     """All that is printed."""
     rows = [("devices", "fails every", "save every", "Young", "Daly", "effective", "simulated", "spares", "nodes there",
              "goodput")]  # fmt: skip
@@ -157,7 +157,7 @@ def report(jobs: Sequence[Job], options: GoodputOptions) -> list[str]:
     ]
 
 
-def _interval(job: Job, options: GoodputOptions) -> float:
+def _interval(job: TrainingJob, options: GoodputOptions) -> float:
     return parse(options.interval, UNITS, where="--interval") if options.interval else best_interval(job)
 
 
@@ -173,7 +173,7 @@ def show_seconds_long(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def figure(jobs: Sequence[Job], options: GoodputOptions) -> str:
+def figure(jobs: Sequence[TrainingJob], options: GoodputOptions) -> str:
     """Effective time over the interval, with the simulation's points and the best; goodput over the devices."""
     span = np.geomspace(30, 6 * HOUR, 60)
     curves = {f"{job.devices:,} devices": [(float(t), 100 * effective(job, t)) for t in span] for job in jobs}
@@ -196,7 +196,7 @@ def figure(jobs: Sequence[Job], options: GoodputOptions) -> str:
         "save 2 min, restart 15 min": (120.0, 900.0),
     }  # fmt: skip
     sizes = {
-        name: [(float(n), 100 * goodput(Job(int(n), jobs[0].mtbf, save, restart))) for n in counts]
+        name: [(float(n), 100 * goodput(TrainingJob(int(n), jobs[0].mtbf, save, restart))) for n in counts]
         for name, (save, restart) in kinds.items()
     }
     right = chart(

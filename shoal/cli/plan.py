@@ -19,10 +19,10 @@ from shoal.base.unused import check_unused
 from shoal.cli.estimate import OPTIMIZERS
 from shoal.planning.cost.flops import DAY
 from shoal.planning.estimable import check_device, check_trained, model_section
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.queries import Answer, affordable, fewest, grid, machines, what_if
 from shoal.planning.search.search import Plan, Progressing, search
-from shoal.planning.search.space import LEVELS, SEARCHED, Space, layouts
+from shoal.planning.search.space import LEVELS, SEARCHED, LayoutSpace, layouts
 from shoal.report.planning.tables import estimate_of, lines, reasons, run_toml, table, words
 from shoal.spec.catalog import model_shape, tables
 from shoal.spec.catalog.clusters import cluster
@@ -107,7 +107,7 @@ def run(options: PlanOptions) -> int:
         tables.add(options.catalog)
     if options.map:
         return _map(options)
-    problem, space = described(options, options.model), Space(fixed=fixed(options.fix))
+    problem, space = described(options, options.model), LayoutSpace(fixed=fixed(options.fix))
     if options.toml:
         model_section(options.model, problem.shape, problem.sequence_length)  # or is refused before anything is sought
     if options.fewest or options.budget or options.what_if:
@@ -143,7 +143,7 @@ def say(lines: Iterable[str]) -> None:
         print(line)
 
 
-def described(options: PlanOptions, model: str) -> Run:
+def described(options: PlanOptions, model: str) -> EstimatedRun:
     """What is planned for, of one model."""
     shape = model_shape(model)
     if shape.family == "gpt":
@@ -155,7 +155,7 @@ def described(options: PlanOptions, model: str) -> Run:
     machine = cluster(options.cluster)
     if machine.size > MOST_RANKS:
         raise UsageError(f"--cluster {options.cluster}: {machine.size:,} devices; a layout has at most {MOST_RANKS:,}.")
-    run = Run(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
+    run = EstimatedRun(shape, Layout(), machine, options.seq, sequences(options), options.precision, options.optimizer)
     check_device(run)
     check_trained(run, Layout(micro_batch=run.global_batch))  # what no layout could change
     return run
@@ -241,7 +241,7 @@ def shown(what: str):
 # ---- other questions -------------------------------------------------------------------------------------------------
 
 
-def _ask(options: PlanOptions, run: Run, space: Space, progress: Progressing | None) -> int:
+def _ask(options: PlanOptions, run: EstimatedRun, space: LayoutSpace, progress: Progressing | None) -> int:
     if options.fewest:
         answer = fewest(run, space, progress)
         if answer is None:
@@ -257,7 +257,7 @@ def _ask(options: PlanOptions, run: Run, space: Space, progress: Progressing | N
     return _pay(options, run, space, progress)
 
 
-def _pay(options: PlanOptions, run: Run, space: Space, progress: Progressing | None) -> int:
+def _pay(options: PlanOptions, run: EstimatedRun, space: LayoutSpace, progress: Progressing | None) -> int:
     """The fastest for some money, beside what 1, 2, 4, ... nodes take."""
     price = options.price or run.cluster.accelerator.dollars_per_hour
     if not price:
@@ -307,7 +307,7 @@ def _map(options: PlanOptions) -> int:
     names = options.model.split(",")
     runs = {name: described(options, name) for name in names}
     with shown("mapping") as progress:
-        found = grid(runs, nodes, Space(fixed=fixed(options.fix)), progress)
+        found = grid(runs, nodes, LayoutSpace(fixed=fixed(options.fix)), progress)
     rows = [
         [name, f"{count * runs[name].cluster.per_node:,}",
          f"{100 * estimate_of(answer.plan, answer.found).mfu:.1f} %" if answer else "",

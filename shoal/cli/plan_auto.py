@@ -17,7 +17,7 @@ from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.base.unused import check_unused
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.labs.autoshard.capture.forward import Forward, forward_of
-from shoal.labs.autoshard.capture.graph import Graph
+from shoal.labs.autoshard.capture.graph import OperatorGraph
 from shoal.labs.autoshard.capture.layers import Layers
 from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.execute import compare, reference, worst_of
@@ -27,11 +27,11 @@ from shoal.labs.autoshard.intra.problem import GIVEN, UPDATE, Builder, Bytes
 from shoal.labs.autoshard.listing import LYING, Other, for_train, lines, weights
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse_mesh
 from shoal.labs.autoshard.pipelined import Pipelined, compare_stages, grids
-from shoal.labs.autoshard.plan import Plan, plan_of
+from shoal.labs.autoshard.plan import ShardingPlan, plan_of
 from shoal.labs.autoshard.rivals import rivals
 from shoal.labs.autoshard.stages import latency
 from shoal.planning.cost.memory.stage import capacity_of, fragmentation_of, unused_of
-from shoal.planning.run import KINDS, Run
+from shoal.planning.run import KINDS, EstimatedRun
 from shoal.report.planning.tables import table
 from shoal.spec.catalog import ModelShape, model_shape, tables
 from shoal.spec.catalog.calibration import calibration_of
@@ -112,7 +112,7 @@ def run(options: AutoOptions) -> int:
     if options.stages > 1:
         return _pipeline(options, machine, formats, capacity, (module, inputs), console)
     graph = graph_of(module, inputs)
-    best: tuple[Plan, list[Other]] | None = None
+    best: tuple[ShardingPlan, list[Other]] | None = None
     proven = True
     for mesh in meshes:
         try:
@@ -129,7 +129,7 @@ def run(options: AutoOptions) -> int:
     said = [*lines(name, options.precision, machine, options.microbatches, *best)]
     if not options.module and machine.size > 1:
         batch = options.micro_batch * options.microbatches
-        trained = Run(_shape(options), Layout(), machine, options.seq, batch, options.precision)
+        trained = EstimatedRun(_shape(options), Layout(), machine, options.seq, batch, options.precision)
         said += ["", *for_train(options.model, trained, *best, options.micro_batch)]
     for line in said:
         console.print(Text(line), soft_wrap=True)
@@ -228,8 +228,8 @@ def _own(text: str, *, check: bool) -> tuple[nn.Module, tuple]:
 
 
 def _planned(
-    graph: Graph, machine: Cluster, mesh: NamedMesh, formats: Formats, microbatches: int, capacity: float
-) -> tuple[Plan, list[Other]]:
+    graph: OperatorGraph, machine: Cluster, mesh: NamedMesh, formats: Formats, microbatches: int, capacity: float
+) -> tuple[ShardingPlan, list[Other]]:
     """The best plan on a mesh, with the splits by hand.
 
     Raises:
@@ -315,7 +315,7 @@ def _check_stages(planned: list, forward: Forward, subject: tuple, ranks: int, c
     return verdict(results, f"{len(outputs)} outputs and {len(gradients)} gradients", console)
 
 
-def _check(plan: Plan, module: nn.Module, inputs: tuple, console: Console) -> int:
+def _check(plan: ShardingPlan, module: nn.Module, inputs: tuple, console: Console) -> int:
     from shoal.launch.worker_pool import Pool
 
     given, expected = reference(module, inputs, plan.graph)

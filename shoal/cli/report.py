@@ -18,7 +18,7 @@ from shoal.report.events import effective_facts, event_table
 from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.timeline.chart import Chart, amount, span
-from shoal.report.timeline.measured import Measured
+from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.palette import NAMES
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import check_name, write
@@ -41,11 +41,11 @@ class Comparison:
         charts: the simulated step, then the typical measured one.
     """
 
-    measured: Measured
+    measured: MeasuredStep
     charts: tuple[Chart, Chart]
 
     @staticmethod
-    def of(measured: Measured) -> Comparison:
+    def of(measured: MeasuredStep) -> Comparison:
         """Play the program with the measured times."""
         step = measured.profile.ranks[0].steps[measured.typical] + 1
         charts = (
@@ -99,7 +99,7 @@ def report(folder: Path, out: Path | None = None) -> None:
         raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
     if profile is None and out.suffix != ".html":
         raise UsageError(f"{out}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
-    compared = Comparison.of(Measured.of(profile)) if profile else None
+    compared = Comparison.of(MeasuredStep.of(profile)) if profile else None
     console = Console(highlight=False)
     _print(console, folder, config, metrics, compared)
     if out.suffix == ".html":
@@ -126,7 +126,7 @@ def run_facts(config: RunConfig, metrics: Sequence[StepMetrics]) -> list[tuple[s
     return [*facts, ("peak memory of a rank", amount(max(m.memory_bytes for m in metrics)))]
 
 
-def op_table(measured: Measured) -> list[list[str]]:
+def op_table(measured: MeasuredStep) -> list[list[str]]:
     """Headings, then a row for each op and stage."""
     rows = [["action", "stage", "recorded", "median", "mean", "longest"]]
     for op, stage, count, *times in measured.by_op():
@@ -135,7 +135,7 @@ def op_table(measured: Measured) -> list[list[str]]:
     return rows
 
 
-def rank_table(measured: Measured, most: int = 64) -> list[list[str]]:
+def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
     """Headings, then a row for each rank, of many those that compute longest."""
     found = sorted(measured.by_rank(), key=lambda entry: -entry[1])
     shown = sorted(found[:most], key=lambda entry: entry[0].rank)

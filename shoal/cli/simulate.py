@@ -27,9 +27,9 @@ from shoal.pipeline.simulator import published
 from shoal.pipeline.simulator.columns import Columns, of_program, of_schedule
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate
-from shoal.pipeline.simulator.theory import THEORY, Step
+from shoal.pipeline.simulator.theory import THEORY, EqualStages
 from shoal.pipeline.simulator.timeline import Timeline
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 from shoal.report.timeline.chart import Chart
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import check_name, write
@@ -159,12 +159,12 @@ class SimulateOptions(Section):
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedSchedule:
     """A schedule that was played, and the step as its closed forms see it, where all stages take the same."""
 
     name: str
     timeline: Timeline
-    step: Step | None = None
+    step: EqualStages | None = None
 
 
 def run(options: SimulateOptions) -> int:
@@ -200,7 +200,7 @@ def run(options: SimulateOptions) -> int:
         found = [(name, priced(name, options)) for name in names]
         options = options.model_copy(update={"seconds": True})
         played = [
-            Played(name, simulate(one.columns, one.times, one.links, disturbance=disturbance,
+            PlayedSchedule(name, simulate(one.columns, one.times, one.links, disturbance=disturbance,
                                   dp=options.dp, tp=options.tp))
             for name, one in found
         ]
@@ -301,7 +301,7 @@ def _columns(name: str, options: SimulateOptions) -> Columns:
     p, m = options.pp, options.microbatches
     if name in AUTOMATIC:
         memory = max(1, round((options.memory or AUTOMATIC[name]) * p))
-        times = pipeline.Times(options.forward, options.backward_input, options.backward_weight, options.comm)
+        times = pipeline.StageDurations(options.forward, options.backward_input, options.backward_weight, options.comm)
         orders = zb_auto(p, m, times, memory=memory, kept=min(1.0, options.kept_for_weight))
         return of_program(Program(tuple(map(tuple, orders)), looped(p, 1), m))
     schedule = KNOWN[name]
@@ -311,7 +311,7 @@ def _columns(name: str, options: SimulateOptions) -> Columns:
     return of_schedule(schedule, p, m, virtual, options.slices or (SLICES if name == "terapipe" else 1))
 
 
-def _play(name: str, columns: Columns, options: SimulateOptions, disturbance: Disturbance) -> Played:
+def _play(name: str, columns: Columns, options: SimulateOptions, disturbance: Disturbance) -> PlayedSchedule:
     """Play it. What a rank holds of one copy of the model is the same for all schedules, so a stage's share differs."""
     program = columns.program
     share = options.pp / program.depth
@@ -319,17 +319,19 @@ def _play(name: str, columns: Columns, options: SimulateOptions, disturbance: Di
         share * time for time in (options.forward, options.backward_input, options.backward_weight)
     )
     pair = None if options.pair is None else share * options.pair
-    times = Times(forward, first, second, pair=pair, reduce=options.reduce, step=options.step)
-    links = Links(options.comm, options.latency, blocking=options.blocking)
+    times = ActionTimes(forward, first, second, pair=pair, reduce=options.reduce, step=options.step)
+    links = MessageTimes(options.comm, options.latency, blocking=options.blocking)
     timeline = simulate(columns, times, links, disturbance=disturbance, dp=options.dp, tp=options.tp)
     virtual = program.stages // options.pp
-    return Played(name, timeline, Step(options.pp, options.microbatches, virtual, forward, first, second, pair))
+    return PlayedSchedule(
+        name, timeline, EqualStages(options.pp, options.microbatches, virtual, forward, first, second, pair)
+    )
 
 
 # ---- on the screen ---------------------------------------------------------------------------------------------------
 
 
-def _show(console: Console, played: Sequence[Played], options: SimulateOptions) -> None:
+def _show(console: Console, played: Sequence[PlayedSchedule], options: SimulateOptions) -> None:
     charts = [_chart(one, options) for one in played]
     show(console, charts)
     ideal = not (options.comm or options.latency or options.jitter or options.straggler or (options.slices or 1) > 1)
@@ -341,7 +343,7 @@ def _show(console: Console, played: Sequence[Played], options: SimulateOptions) 
         console.print(f"written: {options.out}", highlight=False)
 
 
-def _chart(one: Played, options: SimulateOptions) -> Chart:
+def _chart(one: PlayedSchedule, options: SimulateOptions) -> Chart:
     timeline = one.timeline
     share = options.pp / timeline.columns.program.depth
     facts = {
@@ -354,7 +356,7 @@ def _chart(one: Played, options: SimulateOptions) -> Chart:
     return Chart(one.name, timeline, kind=slowest, seconds=options.seconds, facts=facts)
 
 
-def _theory(one: Played) -> str:
+def _theory(one: PlayedSchedule) -> str:
     """What the closed forms say of a step, beside what was found."""
     theory, step, timeline = THEORY[one.name], one.step, one.timeline
     if not theory.holds(step):

@@ -15,7 +15,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_place, write_whole
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
-from shoal.labs.validate.by_estimate import Played, played
+from shoal.labs.validate.by_estimate import EstimatedSteps, played
 from shoal.labs.validate.fit import as_toml, at_bounds, fitted
 from shoal.labs.validate.page import write_page
 from shoal.labs.validate.rows import Left, Point, read_folder
@@ -117,7 +117,7 @@ def print_score(scored: Scored, left: Left, console: Console) -> None:
         console.print(f"  {file}: {count:,} not scored, {reason}", soft_wrap=True)
 
 
-def print_played(steps: Played, console: Console) -> None:
+def print_played(steps: EstimatedSteps, console: Console) -> None:
     """How far `shoal estimate` is from the same measurements, and from the closed forms."""
     if steps.points:
         errors = Errors.of(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))

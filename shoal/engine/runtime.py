@@ -16,7 +16,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Transfer, start_receive, start_send
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.cache import Slice
-from shoal.engine.parallel.apply import Stage
+from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.weight_versions import Stash
 from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program
 
@@ -67,7 +67,7 @@ class Runtime:
     def __init__(
         self,
         program: Program,
-        stages: Sequence[Stage],
+        stages: Sequence[LocalStage],
         mesh: Mesh,
         *,
         hidden_shape: tuple[int, int, int],

@@ -28,7 +28,7 @@ from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience import heartbeat
-from shoal.training.resilience.heartbeat import Phase, Record
+from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 from shoal.training.stop import PREEMPTED, StopRequests
 
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died, where the cause may yet show
@@ -72,7 +72,7 @@ def launch(
         start_nursery(ranks, log_folder, device) as nursery,
     ):
         Path(scratch, "payload.json").write_text(json.dumps(payload))
-        crew = Crew(log_folder, Path(scratch), device, stop, nursery, FailoverConfig(), survivable=survivable)
+        crew = RankProcesses(log_folder, Path(scratch), device, stop, nursery, FailoverConfig(), survivable=survivable)
         ending = crew.run(module, ranks, environment or {})
         crew.tell(ending)
         return ending.code
@@ -111,7 +111,7 @@ def rank_environment(rank: int, ranks: int, scratch: Path, device: str, parent: 
     }
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one attempt, as their parent sees them.
 
     Args:
@@ -134,7 +134,7 @@ class Crew:
         limits: FailoverConfig,
         *,
         survivable: bool = False,
-        notice: Callable[[list[Record | None]], None] = lambda records: None,
+        notice: Callable[[list[HeartbeatRecord | None]], None] = lambda records: None,
         started: Callable[[], None] = lambda: None,
     ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
@@ -283,7 +283,7 @@ class Crew:
 
     # ---- signs of life -----------------------------------------------------------------------------------------
 
-    def _records(self) -> list[Record | None]:
+    def _records(self) -> list[HeartbeatRecord | None]:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
 
     def _look(self, *, at_once: bool = False) -> None:
@@ -303,7 +303,7 @@ class Crew:
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
             self._end_lost(trouble, {rank: records[rank] for rank in living if records[rank] is not None})
 
-    def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, Record]) -> None:
+    def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, HeartbeatRecord]) -> None:
         """Get a lost rank's stack and end it; the rest follows as if it had died."""
         asked = [trouble.rank] if trouble.rank >= 0 else list(records)
         pids = {rank: self.processes[rank].pid for rank in asked}

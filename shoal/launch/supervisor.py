@@ -24,7 +24,7 @@ from shoal.base.section import plain
 from shoal.launch.checks.devices import devices_there, visible
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.elastic_layout import replan
-from shoal.launch.local_launcher import Crew, start_nursery
+from shoal.launch.local_launcher import RankProcesses, start_nursery
 from shoal.launch.prefork import Nursery
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending
@@ -32,7 +32,7 @@ from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.resilience.effective_time import Account
 from shoal.training.resilience.events import write_event
-from shoal.training.resilience.heartbeat import Record
+from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
@@ -113,7 +113,7 @@ class Supervisor:
             payload |= {"resume": True, "restarted": True}
         (scratch / "payload.json").write_text(json.dumps(payload))
         self._begun = False
-        self.crew = Crew(
+        self.crew = RankProcesses(
             self.logs, scratch, self.device, self.stop, self._nursery, self.config.failover,
             survivable=self.survivable, notice=self._notice, started=self._write_processes,
         )
@@ -187,7 +187,7 @@ class Supervisor:
 
     # ---- what is noticed ---------------------------------------------------------------------------------------
 
-    def _notice(self, records: list[Record | None]) -> None:
+    def _notice(self, records: list[HeartbeatRecord | None]) -> None:
         """Keep the account, and notice when the run has recovered."""
         begun = [record for record in records if record is not None and record.begun >= 0]
         if not begun:

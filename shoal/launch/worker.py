@@ -14,7 +14,7 @@ from shoal.base.errors import UsageError
 from shoal.base.terminal import outlive_readers, print_what_can_be
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import Link
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
 from shoal.launch.rank_env import Membership, become_rank, joined, read_payload, scratch_folder
@@ -61,7 +61,7 @@ def run(
     if config.failover.reexecute_every:
         allow_reproducible_products()
     member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
-    device, link = member.device(config.train.device), Link.of(config.train.link_gbs)
+    device, link = member.device(config.train.device), ThrottledLink.of(config.train.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:

@@ -13,7 +13,7 @@ from shoal.pipeline.program import (
     Action,
     Op,
     Program,
-    Times,
+    StageDurations,
     receive_of,
     sender_of,
     sends_of,
@@ -54,7 +54,7 @@ class Check:
     peak_versions: tuple[int, ...]
 
 
-def check(program: Program, times: Times | None = None, *, tied: bool = False) -> Check:
+def check(program: Program, times: StageDurations | None = None, *, tied: bool = False) -> Check:
     """Play a program and prove it.
 
     Args:
@@ -70,7 +70,7 @@ def check(program: Program, times: Times | None = None, *, tied: bool = False) -
         _check_rank(program, rank)
         _check_versions(program, rank)
     _check_messages(program)
-    times = times or Times()
+    times = times or StageDurations()
     spans = _play(program, times, tied)
     lasting = {Op.FORWARD: times.forward, Op.BACKWARD_INPUT: times.input, Op.BACKWARD_WEIGHT: times.weight}
     busy = sum(lasting[half] for actions in program.actions for a in actions for half in HALVES.get(a.op, ()))
@@ -264,7 +264,7 @@ def _check_messages(program: Program) -> None:
             )
 
 
-def _play(program: Program, times: Times, tied: bool) -> list[tuple[float, float]]:
+def _play(program: Program, times: StageDurations, tied: bool) -> list[tuple[float, float]]:
     """Run every rank as far as it goes, again when what it waits for is there; when each begins and ends its work."""
     lasting = {
         Op.FORWARD: times.forward,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shoal.engine.parallel.placement import ENDS, Split
+from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
 
@@ -74,7 +74,9 @@ def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
         model.norm = model.head = None
 
 
-def share_tied(splits: dict[str, Split], shape: ModelShape, stage: int, stages: int) -> dict[str, Split]:
+def share_tied(
+    splits: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
+) -> dict[str, ParamPlacement]:
     """Mark a tied embedding that the first and the last stage both hold: one parameter, two partial gradients."""
     if not shape.tied or stages == 1:
         return splits
@@ -89,7 +91,7 @@ def share_tied(splits: dict[str, Split], shape: ModelShape, stage: int, stages: 
     return splits | {local: shared}
 
 
-def share_copies(splits: dict[str, Split], axis: str, copy: int) -> dict[str, Split]:
+def share_copies(splits: dict[str, ParamPlacement], axis: str, copy: int) -> dict[str, ParamPlacement]:
     """Mark the parameters of a stage that two copies of the model hold, each with the gradients of its micro-batches.
 
     Args:

@@ -140,7 +140,7 @@ class Program:
         return range(copy * self.microbatches // self.copies, (copy + 1) * self.microbatches // self.copies)
 
 
-class Times(NamedTuple):
+class StageDurations(NamedTuple):
     """How long things take on one stage, in any unit."""
 
     forward: float = 1.0

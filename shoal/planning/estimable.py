@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shoal.base.errors import UsageError
 from shoal.base.section import validate
 from shoal.pipeline.from_layout import check_schedule
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
 from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import Float8Config, LossScaleConfig, OptimizerConfig, TrainConfig
@@ -30,7 +30,7 @@ class Sections(NamedTuple):
     float8: Float8Config = Float8Config()
 
 
-def check_trained(run: Run, layout: Layout) -> None:
+def check_trained(run: EstimatedRun, layout: Layout) -> None:
     """Refuse a layout that would not be trained.
 
     Args:
@@ -45,7 +45,7 @@ def check_trained(run: Run, layout: Layout) -> None:
     check_rules(_sections(run.precision, run.optimizer)._replace(parallel=layout), run.shape)
 
 
-def check_device(run: Run) -> None:
+def check_device(run: EstimatedRun) -> None:
     """Refuse number formats that the cluster's accelerators have no products of.
 
     Raises:

@@ -15,33 +15,33 @@ from shoal.pipeline.from_layout import program_of
 from shoal.pipeline.program import Program
 from shoal.pipeline.short import Played, before_backwards, is_short, play
 from shoal.planning.cost.flops import hardware_flops, model_flops
-from shoal.planning.cost.memory.stage import Memory, alive_at
+from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.partition import stage_parts
 from shoal.planning.cost.time.engine_layer import spread
-from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, Stages, StageTimes
-from shoal.planning.run import Run
+from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes
+from shoal.planning.run import EstimatedRun
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from shoal.pipeline.simulator import Timeline, Times
+    from shoal.pipeline.simulator import ActionTimes, Timeline
     from shoal.pipeline.simulator.columns import Columns
     from shoal.pipeline.simulator.many import Replay
 
 
-class Estimate(Stages):
+class Estimate(StagePrices):
     """A run's step, priced.
 
     Args:
         run: whose layout and schedule have been checked, and fill the cluster.
         program: of the layout, where it is there already, or its columns, in which gathers of parameters that need
             none may stand.
-        known: as `Stages` has it.
+        known: as `StagePrices` has it.
         replay: of the program, where there is one.
     """
 
     def __init__(
-        self, run: Run, program: Program | Columns | None = None, known: dict | None = None,
+        self, run: EstimatedRun, program: Program | Columns | None = None, known: dict | None = None,
         replay: Replay | None = None,
     ):
         super().__init__(run, known)
@@ -110,12 +110,12 @@ class Estimate(Stages):
         """With messages, and without."""
         import numpy as np
 
-        from shoal.pipeline.simulator import Links
+        from shoal.pipeline.simulator import MessageTimes
 
         times = self.durations
         step = np.full(len(self.parts), times.step)
         table = np.stack([times.forward, times.backward_input, times.backward_weight, times.reduce, step, times.gather])
-        with_them, without = self.replay.step_times(np.stack([table, table], axis=2), [self.link, Links()])
+        with_them, without = self.replay.step_times(np.stack([table, table], axis=2), [self.link, MessageTimes()])
         busy = self.replay.busy(table[:, :, None])[:, 0].tolist()
         return Played(float(with_them), busy), Played(float(without), busy)
 
@@ -144,14 +144,14 @@ class Estimate(Stages):
         return np.array(self.finishes)
 
     @cached_property
-    def durations(self) -> Times:
+    def durations(self) -> ActionTimes:
         """Seconds of all that the program does, but for messages (`link`)."""
-        from shoal.pipeline.simulator import Times
+        from shoal.pipeline.simulator import ActionTimes
 
         forward, inputs, weights = self.times
         reduce, updates, gather = zip(*self.finishes, strict=True)
         step_of_rank = [sum(updates[s] for s in self.program.stages_of(r)) for r in range(self.program.ranks)]
-        return Times(
+        return ActionTimes(
             forward=forward, backward_input=inputs, backward_weight=weights, reduce=reduce, step=max(step_of_rank),
             gather=gather,
         )
@@ -218,7 +218,7 @@ class Estimate(Stages):
     # ---- memory --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def memory(self) -> list[Memory]:
+    def memory(self) -> list[PeakMemory]:
         """Of every pipeline rank; of its tensor-parallel and data-parallel ranks the first."""
         whole, half = ([float(of(part)) for part in self.parts] for of in (self.kept_of, self.between_of))
         before, versions = before_backwards(self.program, whole, half, self.message), [1] * self.program.ranks
@@ -234,7 +234,7 @@ class Estimate(Stages):
         ]
 
     @property
-    def fullest(self) -> Memory:
+    def fullest(self) -> PeakMemory:
         """Of the pipeline rank that needs most."""
         return max(self.memory, key=lambda memory: memory.reserved)
 

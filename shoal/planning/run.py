@@ -16,7 +16,7 @@ KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 
 
 @dataclass(frozen=True)
-class Run:
+class EstimatedRun:
     """What is estimated.
 
     Attributes:

@@ -10,9 +10,9 @@ from shoal.base.section import validate
 from shoal.cli.estimate import checked, estimable
 from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.simulator.columns import Columns, of_program
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
@@ -31,8 +31,8 @@ class Priced(NamedTuple):
     """
 
     columns: Columns
-    times: Times
-    links: Links
+    times: ActionTimes
+    links: MessageTimes
     step_seconds: float
 
 
@@ -52,7 +52,7 @@ def priced(name: str, options: SimulateOptions) -> Priced:
     shape = model_shape(options.model or "llama-3-8b")
     s = options.sequence_length or shape.max_sequence
     batch = options.dp * options.micro_batch * options.microbatches
-    run = checked(Run(shape, layout, cluster(options.cluster), s, batch, options.precision))
+    run = checked(EstimatedRun(shape, layout, cluster(options.cluster), s, batch, options.precision))
     estimate = Estimate(estimable(run))
     links = replace(estimate.link, blocking=options.blocking)
     return Priced(of_program(estimate.program), estimate.durations, links, estimate.step_seconds)

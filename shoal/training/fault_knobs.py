@@ -80,7 +80,7 @@ def _read(name: str, text: str, sign: str, value: str, example: str, ranks: int)
 
 
 @dataclass
-class Times:
+class RankTimes:
     """Of one rank, in steps alone (no validation, no checkpoints) [s].
 
     Attributes:
@@ -108,7 +108,7 @@ class Watch:
     def __init__(self, engine: Engine, handicaps: Handicaps):
         rank = engine.mesh.rank
         self.factor, self.death = handicaps.factors.get(rank, 1.0), handicaps.deaths.get(rank)
-        self.pace, self.times = handicaps.pace, Times()
+        self.pace, self.times = handicaps.pace, RankTimes()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
         self._step, engine.step, self._clock = engine.step, self.step, Stopwatch(engine.mesh.device)
         engine.runtime.recorders.append(self)
@@ -152,7 +152,7 @@ class Watch:
         return sum(self._clock.seconds(self._ends)) - sum(self._clock.seconds(self._begins))
 
 
-def who_waits(times: dict[int, Times | None]) -> Table:
+def who_waits(times: dict[int, RankTimes | None]) -> Table:
     """The table that a run shows at its end; None for a rank that died."""
     table = Table(title="who waits, and who does not")
     for column in ("rank", "steps", "computing s", "waiting and exchanging s", "share"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.engine.collectives.json_collectives import all_gather, world
-from shoal.engine.parallel.apply import Stage
+from shoal.engine.parallel.apply import LocalStage
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
@@ -70,7 +70,7 @@ class ValueWatch(ABC):
                 gradient = f"backward: the gradient at the output of {name}"
                 value.register_hook(partial(self.look, BACKWARD, part, gradient))
 
-    def attach(self, stage: Stage) -> list[RemovableHandle]:
+    def attach(self, stage: LocalStage) -> list[RemovableHandle]:
         """Look at what each module of a stage gives out, and at every gradient."""
         names = {parameter: name for name, parameter in stage.module.named_parameters()}
 

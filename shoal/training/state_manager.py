@@ -14,7 +14,7 @@ from shoal.engine.optim.sophia import Sophia
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.resilience.host_memory_dir import home
-from shoal.training.resilience.memory_checkpoint import Memory
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
 from shoal.training.run_folder import check_steps_left, checkpoints_of
@@ -57,7 +57,7 @@ class States:
             fresh=fresh,
             report=report,
         )
-        self.memory: Memory | None = None
+        self.memory: InMemoryCheckpointer | None = None
         if fresh:
             self._begin(None)
 
@@ -170,7 +170,7 @@ class States:
         self._saved = restored.step if restored and restored.save is None else -1  # the newest step on disk
         if not self.config.failover.memory_every:
             return
-        self.memory = Memory(
+        self.memory = InMemoryCheckpointer(
             home(self.folder, self.config.failover),
             self.folder,
             group=self._new_group(),

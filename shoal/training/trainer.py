@@ -24,7 +24,7 @@ from shoal.engine.peak_flops import peak_flops
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.bucket_size import settle_bucket_size
-from shoal.training.fault_knobs import Handicaps, Times, Watch, who_waits
+from shoal.training.fault_knobs import Handicaps, RankTimes, Watch, who_waits
 from shoal.training.nonfinite_locator import blame
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
@@ -145,7 +145,7 @@ class Trainer:
             self._close()
             if self.watch:
                 every = all_gather(asdict(self.watch.times), world() if self.mesh.layout.world_size > 1 else None)
-                self.display.console.print(who_waits({rank: Times(**times) for rank, times in enumerate(every)}))
+                self.display.console.print(who_waits({rank: RankTimes(**times) for rank, times in enumerate(every)}))
                 self._tell_survivors(range(len(every)))
 
     def _tell_survivors(self, living: Iterable[int]) -> None:

@@ -11,13 +11,13 @@ from shoal.cli.plan import PlanOptions, described, fixed
 from shoal.pipeline.from_layout import check_schedule
 from shoal.planning.search.queries import fewest, machines, what_if
 from shoal.planning.search.search import search
-from shoal.planning.search.space import Space
+from shoal.planning.search.space import LayoutSpace
 from shoal.report.planning import tables
 from shoal.report.planning.tables import table
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RUN_FILE, load
 
-FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
+FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 
 
 def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

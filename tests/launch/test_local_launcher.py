@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.cpu_allocator import allocator_environment
-from shoal.launch.local_launcher import Crew, launch, rank_environment, start_nursery
+from shoal.launch.local_launcher import RankProcesses, launch, rank_environment, start_nursery
 from shoal.launch.prefork import Nursery
 from shoal.launch.rank_env import Membership, _expand_counts, _first_host, joined
 from shoal.launch.watch.watchdog import Watchdog
@@ -173,7 +173,7 @@ def test_a_death_takes_all_down_and_shows_one_cause(folder, one_nursery, capfd, 
 def test_the_cause_is_found_among_its_consequences(codes, random):
     """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
     with tempfile.TemporaryDirectory() as folder:
-        crew = Crew(Path(folder), Path(folder), "cpu", StopRequests(), None, FailoverConfig())
+        crew = RankProcesses(Path(folder), Path(folder), "cpu", StopRequests(), None, FailoverConfig())
         crew.watchdog = Watchdog(FailoverConfig(), 4)
         for rank, code in enumerate(codes):
             crew.processes.append(Mock(returncode=code, poll=lambda code=code: code, pid=0))

@@ -9,7 +9,7 @@ from shoal.base.errors import UsageError
 from shoal.pipeline.program import Action, Op, Program, build
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.short import before_backwards, is_short, play
-from shoal.pipeline.simulator import Links, Times, columns, simulate
+from shoal.pipeline.simulator import ActionTimes, MessageTimes, columns, simulate
 
 SECONDS = st.floats(0.0, 3.0)
 
@@ -27,8 +27,8 @@ def test_a_short_program_is_played_as_in_arrays(data: st.DataObject) -> None:
     reduce, update, gather = np.array(finishing).T
     step = max(update[program.stages_of(rank)].sum() for rank in range(ranks))
     forward, inputs, weights = np.array(passes).T
-    timeline = simulate(written, Times(forward, inputs, weights, reduce=reduce, step=step, gather=gather),
-                        Links(time, latency))  # fmt: skip
+    timeline = simulate(written, ActionTimes(forward, inputs, weights, reduce=reduce, step=step, gather=gather),
+                        MessageTimes(time, latency))  # fmt: skip
     found = play(program, passes, finishing, time, latency)
     assert is_short(program) and (ranks == 1 or not is_short(written))
     assert found.seconds == pytest.approx(timeline.step_time, rel=1e-12)

@@ -11,9 +11,9 @@ from shoal.cli.main import main
 from shoal.cli.plan import PlanOptions, described
 from shoal.engine.optim.from_torch import TORCH
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.search import search
-from shoal.planning.search.space import Space, fits, meshes
+from shoal.planning.search.space import LayoutSpace, fits, meshes
 from shoal.report.planning.tables import run_toml
 from shoal.spec.catalog import model_shape, tables
 from shoal.spec.catalog.clusters import cluster
@@ -64,9 +64,9 @@ def test_what_no_layout_makes_a_run_is_refused(words: str, says: str, capsys: py
 ])  # fmt: skip
 def test_every_mesh_that_is_searched_is_one_that_train_takes(precision: str, optimizer: str, model: str) -> None:
     shape, sizes = model_shape(model), {"data": {"sequence_length": 8192}}
-    run = Run(shape, Layout(), cluster("16xB200"), 8192, 16, precision, optimizer)
+    run = EstimatedRun(shape, Layout(), cluster("16xB200"), 8192, 16, precision, optimizer)
     train = {"global_batch": 16, "precision": precision}
-    found = list(meshes(run, Space()))
+    found = list(meshes(run, LayoutSpace()))
     for degrees in found:
         parallel = {name: value for name, value in degrees.items() if value is not None}
         check(build({"model": {"name": model, "vocab": shape.vocab}, "parallel": parallel, **sizes, "train": train,
@@ -103,7 +103,7 @@ def test_a_model_of_the_catalog_is_named() -> None:
 
 def test_products_in_8_bits_take_their_own_time() -> None:
     """Their own peak, and what large ones attain of it: the layers' alone, not attention's or the head's."""
-    wide = Run(model_shape("llama-3-70b"), Layout(tp=8, micro_batch=4), cluster("8xH100"), 8192, 4)
+    wide = EstimatedRun(model_shape("llama-3-70b"), Layout(tp=8, micro_batch=4), cluster("8xH100"), 8192, 4)
     plain, eight = Estimate(wide), Estimate(replace(wide, precision="fp8"))
     assert eight.peak == pytest.approx(2 * plain.peak, rel=1e-3)
     ratio = plain.layer().products / eight.layer().products
@@ -134,8 +134,8 @@ def test_rules_of_every_element_are_torchs_and_two_more() -> None:
 
 
 def test_a_plan_in_8_bits_is_a_run() -> None:
-    run = Run(model_shape("llama-3.2-1b"), Layout(), cluster("8xH100"), 2048, 8, "fp8")
-    best = search(run, Space(("1f1b",), uneven=False), count=1).best[0]
+    run = EstimatedRun(model_shape("llama-3.2-1b"), Layout(), cluster("8xH100"), 2048, 8, "fp8")
+    best = search(run, LayoutSpace(("1f1b",), uneven=False), count=1).best[0]
     options = PlanOptions(model="llama-3.2-1b", cluster="8xH100", precision="fp8", seq=2048, global_batch="8")
     try:
         check(build(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)

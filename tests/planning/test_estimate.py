@@ -22,7 +22,7 @@ from shoal.engine.optim.orthogonal import orthogonal_flops
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart, units_of
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.report.planning.estimate_page import operations
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
@@ -33,7 +33,7 @@ from tests.testing.verify.runs import runs
 
 
 def estimate(layout: Layout, machine: str = "64x8xH100", batch: int = 512, model: str = "llama-3-70b") -> Estimate:
-    return Estimate(Run(model_shape(model), layout, cluster(machine), 8192, batch))
+    return Estimate(EstimatedRun(model_shape(model), layout, cluster(machine), 8192, batch))
 
 
 LAYOUT = Layout(tp=8, pp=4, dp=16, zero=1, sequence_parallel=True)
@@ -74,7 +74,7 @@ def test_a_layer_is_slower_than_its_roofline() -> None:
 def test_a_host_ahead_of_its_accelerator_is_a_floor_under_the_step() -> None:
     """It launches in the bubble, too: more stages are no slower for it than their share of the layers."""
     shape, machine = model_shape("llama-3-8b"), cluster("8xH100")
-    found = [Estimate(Run(shape, Layout(pp=8, dp=1), machine, length, 64)) for length in (32, 8192)]
+    found = [Estimate(EstimatedRun(shape, Layout(pp=8, dp=1), machine, length, 64)) for length in (32, 8192)]
     few, many = found
     launches = few.layer().launches + few.layer().launches_backward
     assert 64 * 4 * launches < few.step_seconds < 1.5 * 64 * 4 * launches
@@ -96,7 +96,8 @@ def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
     shape = model_shape("llama-3-8b").model_copy(update={"layers": 4, "vocab": 64})
     machine = cluster("2xH100")
     beside, itself = (
-        Estimate(Run(shape, Layout(pp=2, dp=1), replace(machine, at_once=cores), 512, 8)) for cores in (None, 2)
+        Estimate(EstimatedRun(shape, Layout(pp=2, dp=1), replace(machine, at_once=cores), 512, 8))
+        for cores in (None, 2)
     )
     times, layer = itself.stages[0], itself.layer()
     assert times.launches > 2 * layer.launches  # of its two layers, and what a micro-batch takes besides
@@ -112,7 +113,7 @@ def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:
 
     def exchange(*, cores: int | None, sequence_parallel: bool, sequences: int) -> float:
         layout = Layout(tp=4, sequence_parallel=sequence_parallel, micro_batch=sequences)
-        return Estimate(Run(shape, layout, replace(machine, at_once=cores), 64, 4)).layer().exchange
+        return Estimate(EstimatedRun(shape, layout, replace(machine, at_once=cores), 64, 4)).layer().exchange
 
     latencies = []
     for sequences in (1, 4):
@@ -129,7 +130,7 @@ def test_the_bubble_is_the_papers(microbatches: int, stages: int) -> None:
     """(K-1)/(M+K-1) of equal stages (GPipe, section 2.3); here a head of almost nothing, and no messages."""
     shape = model_shape("llama-3-8b").model_copy(update={"vocab": 8, "layers": 8 * stages})
     layout = Layout(pp=stages, schedule="gpipe")
-    found = Estimate(Run(shape, layout, cluster(f"{stages}xH100"), 8192, microbatches))
+    found = Estimate(EstimatedRun(shape, layout, cluster(f"{stages}xH100"), 8192, microbatches))
     # The last stage has a layer less or as many, and the head.
     assert found.timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1), abs=0.02)
 
@@ -140,7 +141,7 @@ def test_any_layout_that_trains_can_be_estimated(config: RunConfig) -> None:
     layout, s = config.parallel, config.data.sequence_length
     shape = config.model.shape(vocab=1, sequence_length=s)
     machine = cluster(f"{layout.world_size}xGB200" if layout.world_size > 1 else "h100-sxm")
-    found = Estimate(Run(shape, layout, machine, s, config.train.global_batch, "bf16"))
+    found = Estimate(EstimatedRun(shape, layout, machine, s, config.train.global_batch, "bf16"))
     assert 0 < found.mfu <= found.hfu < 1
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds, rel=0.02)
     assert all(memory.allocated < memory.reserved for memory in found.memory)
@@ -167,7 +168,9 @@ def test_memory_falls_with_recomputation_and_sharding() -> None:
 def test_sophias_passes_are_a_part_of_every_step() -> None:
     layout = Layout(dp=4, tp=2, zero=1)
     plain, g, h = (
-        Estimate(Run(model_shape("llama-3-8b"), layout, cluster("8xH100"), 4096, 8, "fp32", rule, hessian_every=5))
+        Estimate(
+            EstimatedRun(model_shape("llama-3-8b"), layout, cluster("8xH100"), 4096, 8, "fp32", rule, hessian_every=5)
+        )
         for rule in ("adamw", "sophia-g", "sophia-h")
     )
     np.testing.assert_allclose(g.times, plain.times * (1 + 1 / 5))
@@ -191,7 +194,9 @@ def test_muons_products_and_exchange_by_hand() -> None:
         machine = cluster(f"{ranks}xH100" if ranks > 1 else "h100-sxm")
         peaks = {kind: faster * peak for kind, peak in machine.accelerator.peak_flops.items()}
         machine = replace(machine, accelerator=machine.accelerator.model_copy(update={"peak_flops": peaks}))
-        found = Estimate(Run(shape, Layout(dp=ranks, zero=int(ranks > 1)), machine, 512, ranks, "bf16", "muon"))
+        found = Estimate(
+            EstimatedRun(shape, Layout(dp=ranks, zero=int(ranks > 1)), machine, 512, ranks, "bf16", "muon")
+        )
         return found.finishing[0, 1], found
 
     (alone, one), (shared, four) = update(1, 1), update(4, 1)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.program import Program, build
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator import Links, Timeline, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, MessageTimes, Timeline, simulate
 from shoal.report.timeline.chart import Chart
 
 SIZES = {"naive": (3, 4), "zb-auto": (3, 6), "dualpipe": (4, 8), "dualpipev": (4, 8)}
@@ -20,8 +20,8 @@ def program(name: str, ranks: int = 4, microbatches: int = 8, *, zero: int = 0) 
 
 
 def played(name: str, ranks: int = 4, microbatches: int = 8) -> Timeline:
-    times = Times(forward=2e-3, backward_input=2.5e-3, backward_weight=1.5e-3, reduce=2e-4, step=1e-3)
-    return simulate(program(name, ranks, microbatches), times, Links(time=1e-4, latency=2e-5))
+    times = ActionTimes(forward=2e-3, backward_input=2.5e-3, backward_weight=1.5e-3, reduce=2e-4, step=1e-3)
+    return simulate(program(name, ranks, microbatches), times, MessageTimes(time=1e-4, latency=2e-5))
 
 
 def chart(name: str = "1f1b", **sizes: int) -> Chart:
@@ -39,5 +39,5 @@ def charts(draw: st.DrawFn) -> Chart:
     def lengths(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         return scale * random.choice([0.0, 0.01, 1.0, 3.0], len(rank))
 
-    timeline = simulate(plan, Times(lengths, lengths, lengths, step=scale), Links(latency=scale / 10))
+    timeline = simulate(plan, ActionTimes(lengths, lengths, lengths, step=scale), MessageTimes(latency=scale / 10))
     return Chart(draw(st.text(max_size=12)), timeline, seconds=draw(st.booleans()))

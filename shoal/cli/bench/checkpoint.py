@@ -19,7 +19,7 @@ from shoal.spec.catalog import model_shape
 from shoal.spec.config import FailoverConfig
 
 
-class CheckpointOptions(Section):
+class CheckpointBenchOptions(Section):
     """Training steps that save nothing, on disk, in memory, and in another node's memory, in turn; exit code 1 if a
     save holds up more than 5 % of a step."""
 
@@ -45,7 +45,7 @@ class CheckpointOptions(Section):
     """A folder in memory (tmpfs)."""
 
 
-def checkpoint(options: CheckpointOptions, console: Console) -> int:
+def checkpoint(options: CheckpointBenchOptions, console: Console) -> int:
     """Measure and print; returns the exit code.
 
     Raises:

@@ -15,7 +15,7 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import check_place, write_whole
 from shoal.base.section import NonEmpty, Section
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
-from shoal.labs.bench.collectives import BACKEND, Row, measure
+from shoal.labs.bench.collectives import BACKEND, CollectiveTiming, measure
 from shoal.labs.bench.progress import telling
 from shoal.labs.collectives.description import Collective
 from shoal.report.lines import lines
@@ -63,7 +63,7 @@ def collectives(options: CollectivesOptions, console: Console) -> int:
         if path is not None and path.suffix != suffix:
             raise UsageError(f"{option} {path}: give a file ending in {suffix}")
         check_place(path, option, new=True)
-    rows: list[Row] = []
+    rows: list[CollectiveTiming] = []
     try:
         with telling(console) as tell:
             for row in measure(wanted, sorted(set(options.ranks)), sizes, options.turns, tell):
@@ -89,7 +89,7 @@ def _wanted(only: str) -> list[Collective]:
     return [Collective(name) for name in names]
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[CollectiveTiming]) -> Table:
     """Bus bandwidths and times, the fastest of ours in bold."""
     shown = Table(title="collectives: the backend's own beside algorithms over point-to-point transfers")
     for column in ("collective", "ranks", "S", "algorithm"):
@@ -107,11 +107,11 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
-def _race(row: Row) -> tuple[str, int, int]:
+def _race(row: CollectiveTiming) -> tuple[str, int, int]:
     return row.collective, row.ranks, row.size
 
 
-def write(rows: list[Row], out: Path) -> None:
+def write(rows: list[CollectiveTiming], out: Path) -> None:
     """The table as CSV: bytes, seconds, bytes/s."""
     text = io.StringIO()
     writer = csv.DictWriter(text, asdict(rows[0]))
@@ -120,7 +120,7 @@ def write(rows: list[Row], out: Path) -> None:
     write_whole(out, text.getvalue())
 
 
-def plot(rows: list[Row]) -> str:
+def plot(rows: list[CollectiveTiming]) -> str:
     """Bus bandwidth over size, a chart for each collective and number of ranks, as an SVG file."""
     ranks = sorted({row.ranks for row in rows})
     names = list(dict.fromkeys(row.collective for row in rows))

@@ -11,10 +11,10 @@ from rich.table import Table
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.base.units import show_bytes, show_seconds
-from shoal.labs.bench.context import WAYS, Attention, makes_room, ratios, seconds_of_a_step, train
+from shoal.labs.bench.context import WAYS, AttentionCase, makes_room, ratios, seconds_of_a_step, train
 from shoal.labs.bench.race import quartiles
 from shoal.planning.cost.memory import activations
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.spec.config import build
 from shoal.spec.layout import ContextOrder, Layout
 from shoal.spec.number_formats import FORMATS
@@ -22,7 +22,7 @@ from shoal.spec.number_formats import FORMATS
 MIB = 2**20
 
 
-class ContextOptions(Section):
+class ContextBenchOptions(Section):
     """Ring attention, forward and backward, against the same blocks without a ring; exit code 1 if it is slower than
     the target allows."""
 
@@ -74,9 +74,9 @@ class LongContextOptions(Section):
     """Room for what a forward leaves for its backward, on each device."""
 
 
-def context(options: ContextOptions, console: Console) -> int:
+def context(options: ContextBenchOptions, console: Console) -> int:
     """Time both, and say whether the target is met."""
-    what = Attention(
+    what = AttentionCase(
         options.ranks, options.tokens, options.heads, options.kv_heads, options.head_dim, order=options.order
     )
     layout = Layout(cp=options.ranks, cp_order=options.order)
@@ -107,7 +107,7 @@ def long_context(options: LongContextOptions, console: Console) -> int:
     })
     shape = config.model.shape(vocab=257, sequence_length=options.tokens)
     config.parallel.check(shape, global_batch=1, sequence_length=options.tokens)
-    one = Pass(shape, Layout(), options.tokens, FORMATS["fp32"].compute.itemsize)
+    one = MicroBatch(shape, Layout(), options.tokens, FORMATS["fp32"].compute.itemsize)
     alone = activations.total(activations.stage(one, range(options.layers), first=True, last=True))
     every = train(config, shape, options.steps)
     most, budget = max(rank.kept for rank in every), options.budget_mib * MIB

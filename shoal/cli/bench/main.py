@@ -19,13 +19,13 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import listed, parse
 from shoal.base.section import NonEmpty, Section
 from shoal.base.units import show_bytes
-from shoal.cli.bench.checkpoint import CheckpointOptions, checkpoint
+from shoal.cli.bench.checkpoint import CheckpointBenchOptions, checkpoint
 from shoal.cli.bench.collectives import CollectivesOptions, collectives
-from shoal.cli.bench.context import ContextOptions, LongContextOptions, context, long_context
+from shoal.cli.bench.context import ContextBenchOptions, LongContextOptions, context, long_context
 from shoal.cli.bench.depths import DepthsOptions, depths
 from shoal.cli.bench.experts import ExpertsOptions, experts
 from shoal.cli.bench.numerics import NumericsOptions, numerics
-from shoal.cli.bench.optimizers import OptimizersOptions, optimizers
+from shoal.cli.bench.optimizers import OptimizersBenchOptions, optimizers
 from shoal.cli.bench.relaxed import RelaxedOptions, relaxed
 from shoal.cli.bench.step import StepOptions, machine, step
 from shoal.engine.cpu_tuning import tune_process
@@ -171,7 +171,7 @@ def sequence_slices(options: SlicesOptions, console: Console) -> int:
         tune_process()
     shape = model_shape(options.model)
     shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, options.length)})
-    layer = slices.Layer(shape, options.micro_batch, options.precision, device)
+    layer = slices.TimedLayer(shape, options.micro_batch, options.precision, device)
     measured = slices.measure(layer, options.length, options.repeats)
     table = Table(title=f"a slice through one layer of {options.model}, forward and backward, on {device}")
     for column in ("tokens", "tokens before", "ms", "us / token"):
@@ -240,13 +240,13 @@ COMMANDS = {
     "attention": (AttentionOptions, attention_kernels),
     "slices": (SlicesOptions, sequence_slices),
     "peak": (PeakOptions, matrix_peak),
-    "checkpoint": (CheckpointOptions, checkpoint),
+    "checkpoint": (CheckpointBenchOptions, checkpoint),
     "collectives": (CollectivesOptions, collectives),
     "transport": (TransportOptions, transports),
     "relaxed": (RelaxedOptions, relaxed),
-    "context": (ContextOptions, context),
+    "context": (ContextBenchOptions, context),
     "long-context": (LongContextOptions, long_context),
-    "optimizers": (OptimizersOptions, optimizers),
+    "optimizers": (OptimizersBenchOptions, optimizers),
     "experts": (ExpertsOptions, experts),
     "depths": (DepthsOptions, depths),
     "numerics": (NumericsOptions, numerics),

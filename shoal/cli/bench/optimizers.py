@@ -15,12 +15,12 @@ from shoal.base.section import NonEmpty, Section
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import usable_cores
 from shoal.engine.optim.build import RULES
-from shoal.labs.bench.optimizers import Timing, measure, shapes_of
+from shoal.labs.bench.optimizers import OptimizerTiming, measure, shapes_of
 from shoal.labs.bench.progress import telling
 from shoal.spec.catalog import model_shape
 
 
-class OptimizersOptions(Section):
+class OptimizersBenchOptions(Section):
     """A step of the update rules on a flat CPU shard, beside torch's fused and foreach kernels or a plain loop."""
 
     rules: str = "all"
@@ -43,7 +43,7 @@ class OptimizersOptions(Section):
     """Who multiplies for the others: the library that shoal chooses, or the one that torch has by itself."""
 
 
-def optimizers(options: OptimizersOptions, console: Console) -> int:
+def optimizers(options: OptimizersBenchOptions, console: Console) -> int:
     """Time and print; exit code 1 where neither way of ours reaches the target.
 
     Raises:
@@ -72,7 +72,7 @@ def optimizers(options: OptimizersOptions, console: Console) -> int:
     return 0 if all(timing.met for timing in timings) else 1
 
 
-def table(timings: list[Timing]) -> Table:
+def table(timings: list[OptimizerTiming]) -> Table:
     """The result as people read it."""
     view = Table(title="one update: shoal's on the flat shard, torch's by tensor")
     for column in ("rule", "parameters", "shoal", "ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):

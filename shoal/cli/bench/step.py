@@ -27,7 +27,7 @@ from shoal.engine.cpu_allocator import allocator_environment
 from shoal.engine.device import usable_cores
 from shoal.labs.bench.crew import Failed
 from shoal.labs.bench.progress import telling
-from shoal.labs.bench.race import Disagreement, Race, Row, run
+from shoal.labs.bench.race import ContenderResult, Disagreement, Race, run
 from shoal.labs.bench.step import shoal_engine
 from shoal.labs.bench.step.comparisons import NAMES, races
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES
@@ -80,7 +80,7 @@ def step(options: StepOptions, console: Console) -> int:
     wanted = [race for race in every if race.name in names or race.name.split()[0] in names]
     _check_work(options, wanted)
     turns, steps = (2, 1) if options.quick else (options.turns, options.steps)
-    rows: list[Row] = []
+    rows: list[ContenderResult] = []
     failed = False
     try:
         with telling(console) as tell:
@@ -105,7 +105,7 @@ def step(options: StepOptions, console: Console) -> int:
     return 1 if failed or (missed and not options.quick) else 0
 
 
-def _report(rows: list[Row], options: StepOptions, console: Console) -> None:
+def _report(rows: list[ContenderResult], options: StepOptions, console: Console) -> None:
     console.print(step_table(rows))
     if options.products == "torch":
         console.print("Torch's contenders multiply by the library that torch has by itself.")
@@ -153,7 +153,7 @@ def _check_allocator() -> None:
         raise UsageError(f"the environment sets the allocator of every contender: unset {', '.join(foreign)}.")
 
 
-def step_table(rows: list[Row]) -> Table:
+def step_table(rows: list[ContenderResult]) -> Table:
     """The result as people read it; 80 columns are enough."""
     table = Table(title="one training step: shoal beside torch", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("contender", overflow="fold")
@@ -180,7 +180,7 @@ def machine() -> str:
     return f"torch {torch.__version__}, {platform.machine()}, {usable_cores()} cores{load}"
 
 
-def write(rows: list[Row], out: Path) -> None:
+def write(rows: list[ContenderResult], out: Path) -> None:
     """The table as CSV or JSON, by the file's ending."""
     records = [asdict(row) | {"met": row.met} for row in rows]
     if out.suffix == ".json":

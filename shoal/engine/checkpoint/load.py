@@ -19,7 +19,7 @@ from shoal.engine.checkpoint.manifest import (
     CheckpointError,
     Committed,
     Manifest,
-    Part,
+    RankPart,
     StoredBox,
     StoredFile,
     checksum,
@@ -92,7 +92,7 @@ def verify(path: Place, *, group: Group = None) -> None:
     _raise_together(problems, group)
 
 
-def check_part(folder: Place, part: Part) -> None:
+def check_part(folder: Place, part: RankPart) -> None:
     """Compare every byte of what one rank wrote with its checksums.
 
     Raises:
@@ -235,7 +235,7 @@ def _read(path: Place, tensors: storage.Tensors, name: str, stored: StoredBox, d
     return values
 
 
-def _problems(path: Place, manifest: Manifest | Part, files: list[str]) -> list[str]:
+def _problems(path: Place, manifest: Manifest | RankPart, files: list[str]) -> list[str]:
     """All that is wrong with some files."""
     boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
@@ -244,7 +244,7 @@ def _problems(path: Place, manifest: Manifest | Part, files: list[str]) -> list[
     return [problem for file in files for problem in _damage(path, manifest, file, boxes[file])]
 
 
-def _damage(path: Place, manifest: Manifest | Part, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
+def _damage(path: Place, manifest: Manifest | RankPart, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
     """All that is wrong with one file."""
     problems = []
     try:

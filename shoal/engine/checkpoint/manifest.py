@@ -106,7 +106,7 @@ class StoredFile(_Plain):
     """`checksum` of the header."""
 
 
-class Part(_Plain):
+class RankPart(_Plain):
     """What one rank wrote."""
 
     files: dict[FileName, StoredFile]
@@ -163,7 +163,7 @@ def checksum(data: bytes | memoryview | torch.Tensor) -> str:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def merge(step: int, extra: dict[str, Any], parts: Iterable[Part]) -> Manifest:
+def merge(step: int, extra: dict[str, Any], parts: Iterable[RankPart]) -> Manifest:
     """One manifest of all ranks' parts.
 
     Raises:

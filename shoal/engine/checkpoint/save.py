@@ -19,7 +19,7 @@ from shoal.engine.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_SUM,
     CheckpointError,
-    Part,
+    RankPart,
     list_checkpoints,
     merge,
     newest,
@@ -185,7 +185,7 @@ class Checkpointer:
         try:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
                 raise CheckpointError("; ".join(failed))
-            parts = [Part.model_validate(answer["result"][0]) for answer in answers]
+            parts = [RankPart.model_validate(answer["result"][0]) for answer in answers]
             _check_there(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
             if self._renames:
@@ -308,7 +308,7 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _check_there(folder: Place, parts: Iterable[Part]) -> None:
+def _check_there(folder: Place, parts: Iterable[RankPart]) -> None:
     """Look for what every rank says that it wrote: ranks may have folders of this name on disks of their own.
 
     Raises:

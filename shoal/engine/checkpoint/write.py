@@ -14,7 +14,7 @@ from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.dtypes import DTYPE_NAMES
 from shoal.engine.checkpoint.manifest import (
     CheckpointError,
-    Part,
+    RankPart,
     StoredBox,
     StoredFile,
     StoredTensor,
@@ -31,7 +31,7 @@ BOX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Slot:
+class FileSlot:
     """Where one box lies in the data section of the file, in bytes."""
 
     name: str
@@ -53,13 +53,13 @@ class Staged:
     """
 
     data: torch.Tensor
-    slots: list[Slot]
+    slots: list[FileSlot]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     names: list[str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What of a state this rank saves, and where each box will lie.
 
     Attributes:
@@ -67,13 +67,13 @@ class Plan:
         size: bytes of the data section.
     """
 
-    primary: list[tuple[Slot, torch.Tensor]]
+    primary: list[tuple[FileSlot, torch.Tensor]]
     size: int
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     names: list[str]
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[FileSlot]:
         """What lies where."""
         return [slot for slot, _ in self.primary]
 
@@ -85,7 +85,7 @@ class Plan:
         return Staged(data, self.slots, self.tensors, self.names)
 
 
-def lay_out(state: State, box_bytes: int = BOX_BYTES) -> Plan:
+def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
     """Decide where in a file each primary box lies; nothing is copied yet.
 
     Raises:
@@ -105,10 +105,10 @@ def lay_out(state: State, box_bytes: int = BOX_BYTES) -> Plan:
         width = piece.tensor.element_size()
         for box in cut(piece.box, box_bytes // width):
             stop = start + box.numel * width
-            slot = Slot(name, box, piece.tensor.dtype, start, stop)
+            slot = FileSlot(name, box, piece.tensor.dtype, start, stop)
             primary.append((slot, piece.tensor.detach()[box.inside(piece.box).slices]))
             start = stop
-    return Plan(primary, start, tensors, list(state))
+    return SavePlan(primary, start, tensors, list(state))
 
 
 class Staging:
@@ -139,7 +139,7 @@ def cut(box: Box, most: int) -> Iterator[Box]:
             yield part.within(box)
 
 
-def write_part(folder: Place, rank: int, staged: Staged) -> Part:
+def write_part(folder: Place, rank: int, staged: Staged) -> RankPart:
     """Write one rank's file into a staging folder, and say what it holds. Uses only what was staged.
 
     The safetensors format is a length (8 bytes, little endian), a JSON header and the data; as the staged memory is
@@ -156,14 +156,14 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def part_of(rank: int, header: bytes, staged: Staged) -> Part:
+def part_of(rank: int, header: bytes, staged: Staged) -> RankPart:
     """What one rank's file holds: every box with its checksum. A rank that is primary for nothing has no file."""
     tensors = {
         name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
         for name, (shape, dtype) in staged.tensors.items()
     }
     if not staged.slots:
-        return Part(files={}, tensors=tensors, names=staged.names)
+        return RankPart(files={}, tensors=tensors, names=staged.names)
     name, data = file_name(rank), memoryview(staged.data.numpy())
     for slot in staged.slots:
         tensors[slot.name].boxes.append(
@@ -175,10 +175,10 @@ def part_of(rank: int, header: bytes, staged: Staged) -> Part:
             )
         )
     file = StoredFile(bytes=len(header) + len(data), header_bytes=len(header), header=checksum(header))
-    return Part(files={name: file}, tensors=tensors, names=staged.names)
+    return RankPart(files={name: file}, tensors=tensors, names=staged.names)
 
 
-def header_of(slots: list[Slot]) -> bytes:
+def header_of(slots: list[FileSlot]) -> bytes:
     """The length and the JSON header that a safetensors file of these slots begins with."""
     entries = {
         key(slot.name, slot.box): {

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.shm.region import Region, host_identity
 from shoal.engine.collectives.shm.transport import SharedGroup
-from shoal.engine.collectives.throttle import Link, Work
+from shoal.engine.collectives.throttle import PendingCollective, ThrottledLink
 
 T = TypeVar("T")
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all of this process
@@ -37,7 +37,9 @@ class Group:
 
     alone = False
 
-    def __init__(self, backend: dist.ProcessGroup, shared: SharedGroup | None = None, link: Link | None = None):
+    def __init__(
+        self, backend: dist.ProcessGroup, shared: SharedGroup | None = None, link: ThrottledLink | None = None
+    ):
         self.backend, self.shared, self.link = backend, shared, link
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
@@ -56,8 +58,8 @@ class Group:
         if self.link is not None:
             self.link.send(size * times)
 
-    def carried(self, work: Work) -> Work:
-        """The collective that was counted last, as it was started; with a `Link`, no faster than that allows."""
+    def carried(self, work: PendingCollective) -> PendingCollective:
+        """The collective that was counted last, as it was started; with a `ThrottledLink`, no faster than it allows."""
         return work if self.link is None else self.link.carry(work)
 
     def size(self) -> int:

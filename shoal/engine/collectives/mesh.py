@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shoal.engine.collectives.group import Group, announce, local_progress, share
 from shoal.engine.collectives.shm.progress import Progress
-from shoal.engine.collectives.throttle import Link
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
@@ -37,7 +37,7 @@ class Mesh:
 
     def __init__(
         self, layout: Layout, rank: int, device: torch.device | str = "cpu", transport: str = "auto",
-        link: Link | None = None,
+        link: ThrottledLink | None = None,
     ):
         self.layout = layout
         self.rank = rank

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Work(Protocol):
+class PendingCollective(Protocol):
     """A collective on its way."""
 
     def wait(self) -> object:
         """Until its result can be used."""
 
 
-class Link:
+class ThrottledLink:
     """The one way out of a rank: what it sends goes one after another, at most so fast.
 
     Args:
@@ -30,22 +30,22 @@ class Link:
         self._free = 0.0  # when all that was sent so far is through; of the monotonic clock
 
     @staticmethod
-    def of(gbs: float) -> Link | None:
+    def of(gbs: float) -> ThrottledLink | None:
         """One of so many GB/s; None for 0, which imitates none."""
-        return Link(1e9 * gbs) if gbs else None
+        return ThrottledLink(1e9 * gbs) if gbs else None
 
     def send(self, size: float) -> None:
         """Queue so many bytes."""
         self._free = max(self._free, time.monotonic()) + size / self.rate
 
-    def carry(self, work: Work) -> Work:
+    def carry(self, work: PendingCollective) -> PendingCollective:
         """The same collective, which is not through before what was queued last is."""
         return _Carried(work, self._free)
 
 
 @dataclass
 class _Carried:
-    work: Work
+    work: PendingCollective
     through: float
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
-from shoal.engine.data.shards import SPLITS, Manifest, open_shards, split_of
+from shoal.engine.data.shards import SPLITS, CacheManifest, open_shards, split_of
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -54,7 +54,7 @@ def inspect(config: DataConfig) -> None:
     tokenizer = load_tokenizer(config.tokenizer)
     if config.source != "synthetic":
         folder = open_shards(config, tokenizer, progress=True)
-        manifest = Manifest.read(folder)
+        manifest = CacheManifest.read(folder)
         print(f"{manifest.corpus}\n{manifest.vocab_size:,} token ids ({config.tokenizer}), in {folder}\n")
         print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
         for split in SPLITS:

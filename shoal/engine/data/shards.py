@@ -72,7 +72,7 @@ class SplitInfo(_Plain):
         return self
 
 
-class Manifest(_Plain):
+class CacheManifest(_Plain):
     """What a cache folder holds."""
 
     corpus: str
@@ -82,11 +82,11 @@ class Manifest(_Plain):
     splits: dict[Literal["train", "validation"], SplitInfo]
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Path) -> CacheManifest:
         """Parse ``manifest.json``; raises `UsageError` where it is damaged."""
         path = folder / "manifest.json"
         try:
-            manifest = Manifest.model_validate_json(read_bytes(path))
+            manifest = CacheManifest.model_validate_json(read_bytes(path))
         except ValidationError as error:
             raise _damaged(path, "; ".join(_said(each) for each in error.errors()[:3])) from None
         except UsageError as error:
@@ -107,7 +107,7 @@ class TokenStream:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder = folder
-        self.manifest = Manifest.read(folder)
+        self.manifest = CacheManifest.read(folder)
         self.info = self.manifest.splits[split]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
             self._shards = list(pool.map(self._open, self.info.shards))
@@ -199,7 +199,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
                         raise _ends_inside(content, tokens, tokenizer)
                     writers[split_of(content, validation_fraction)].add(tokens, tokenizer.end_of_document, len(content))
                 advance(sum(len(content) for _, content in batch))
-        manifest = Manifest(
+        manifest = CacheManifest(
             corpus=corpus.name,
             tokenizer=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,

@@ -45,7 +45,7 @@ def highest(scores: Tensor, k: int) -> Tensor:
     return order[:, :k].sort(dim=1).values
 
 
-class Route(NamedTuple):
+class TokenRoute(NamedTuple):
     """The way of the chosen tokens of some sequences to where they are computed, and back.
 
     Attributes:
@@ -74,7 +74,7 @@ class Places:
         """Which of the chosen tokens attention is given here, in its order."""
         return taken
 
-    def route(self, taken: Tensor, s: int) -> Route:
+    def route(self, taken: Tensor, s: int) -> TokenRoute:
         """The way of the chosen tokens.
 
         Args:
@@ -83,7 +83,7 @@ class Places:
         """
         b, k = taken.shape
         index = (taken + s * torch.arange(b, device=taken.device).unsqueeze(1)).flatten()
-        return Route(index, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
+        return TokenRoute(index, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
 
 
 class MixtureOfDepths(nn.Module):

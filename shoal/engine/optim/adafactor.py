@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.optim.rule import BLOCK, Compilable, Rule
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig
 
 _EPS_SQUARE, _EPS_SCALE = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 6
@@ -109,7 +109,7 @@ class Adafactor(Rule, Compilable):
         self.shards.holders.sum(fresh)
         self.factors.lerp_(fresh, 1 - beta2)
 
-    def _factors(self, part: Part) -> tuple[Tensor, Tensor]:
+    def _factors(self, part: ShardPart) -> tuple[Tensor, Tensor]:
         """Of each row and each column of a part: the root of the estimated second moment is 1 over both (lines 7, 8).
 
         What is no matrix counts as one row.
@@ -122,15 +122,15 @@ class Adafactor(Rule, Compilable):
         # By roots of each, since the product of the two sums could underflow.
         return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
 
-    def _rows(self, flat: Tensor, part: Part) -> tuple[Tensor, ...]:
+    def _rows(self, flat: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
         """A part of a flat tensor as a matrix, as many rows at a time as stay in a core's cache."""
         return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
 
-    def _gradients(self, shard: Shard, part: Part) -> Iterator[Tensor]:
+    def _gradients(self, shard: Shard, part: ShardPart) -> Iterator[Tensor]:
         """A part's gradient likewise, in the weights' format, which it may have fewer digits than."""
         return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
 
-    def _split_rows(self, matrix: Tensor, part: Part) -> tuple[Tensor, ...]:
+    def _split_rows(self, matrix: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
         each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
 
@@ -171,7 +171,7 @@ def _names(name: str, whole: tuple[int, ...]) -> list[str]:
     return [f"{name}[{expert}]" for expert in range(whole[0])] if len(whole) == 3 else [name]
 
 
-def _singles(part: Part) -> Iterator[Part]:
+def _singles(part: ShardPart) -> Iterator[ShardPart]:
     """A part, or those of each expert in it."""
     if len(part.whole) < 3:
         yield part
@@ -183,7 +183,7 @@ def _singles(part: Part) -> Iterator[Part]:
         yield replace(part, name=name, whole=part.whole[1:], box=box, start=start)
 
 
-def _matrix(part: Part) -> bool:
+def _matrix(part: ShardPart) -> bool:
     return len(part.whole) == 2
 
 

@@ -15,7 +15,7 @@ from shoal.base.boxes import Box, Piece
 from shoal.engine.models.initial import positions
 from shoal.engine.optim.low_precision_state import adamw_beside
 from shoal.engine.optim.rule import BLOCK, Rule, named
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draws, key_of, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
@@ -47,7 +47,7 @@ class _Tile:
     scales: list[Tensor]
     box: Box
     whole: tuple[int, ...]
-    part: Part
+    part: ShardPart
     starts: bool
     first: int
     shared: Tensor | None = None
@@ -169,7 +169,7 @@ class Adam8bit(Rule):
 # ---- tiles -----------------------------------------------------------------------------------------------------
 
 
-def _tiles(shard: Shard, part: Part, codes: list[Tensor], exact: torch.dtype) -> Iterator[_Tile]:
+def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtype) -> Iterator[_Tile]:
     """Cut a part of a shard at the first and the last border between blocks inside it; scales are in ``exact``."""
     *leading, left = part.box.offset
     *heights, width = part.box.shape

@@ -13,7 +13,7 @@ from shoal.base.boxes import Box, Piece, flat_range
 from shoal.engine.models.initial import positions
 from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.rule import Rule, named
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draws, key_of, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
@@ -65,7 +65,7 @@ class Widened(Rule):
     def _block(self, make: Make, decay: float, rate: float) -> _Block:
         shape, device = (self.size,), self.shards.device
         weights, gradient = torch.zeros(2, self.size, device=device)
-        part = Part("", shape, Box.whole(shape), 0)
+        part = ShardPart("", shape, Box.whole(shape), 0)
         rule = make(self.config, Shards({"": shape}, [Shard(weights, gradient, (part,), decay, rate)], device=device))
         return _Block(weights, gradient, rule, {kind: pieces[""][0].tensor for kind, pieces in rule.states().items()})
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.base.boxes import flat_range
 from shoal.engine.optim.orthogonal import AT_ONCE, orthogonal_flops
-from shoal.engine.optim.shards import Part, Shards
+from shoal.engine.optim.shards import ShardPart, Shards
 
 
 class Matrix(NamedTuple):
@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
         return math.prod(self.shape)
 
 
-class Move(NamedTuple):
+class BoxMove(NamedTuple):
     """A box that goes from a shard to its place in a buffer, and back.
 
     Attributes:
@@ -51,7 +51,7 @@ class Move(NamedTuple):
     """
 
     shard: int
-    part: Part
+    part: ShardPart
     inner: tuple[slice, ...]
     place: slice
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Move(NamedTuple):
         return buffer[self.place].view(self.shape)[self.outer]
 
 
-class Turn(NamedTuple):
+class MatrixRound(NamedTuple):
     """Matrices that the ranks work on at one time, some for each.
 
     Attributes:
@@ -75,13 +75,13 @@ class Turn(NamedTuple):
     """
 
     mine: list[Matrix]
-    pieces: list[tuple[slice, list[Move]]]
+    pieces: list[tuple[slice, list[BoxMove]]]
 
 
-def turns(shards: Shards) -> Iterator[Turn]:
+def turns(shards: Shards) -> Iterator[MatrixRound]:
     """Of one rank, for all matrices of some shards."""
     holders = shards.holders
-    held: dict[str, list[tuple[int, Part]]] = {}
+    held: dict[str, list[tuple[int, ShardPart]]] = {}
     for i, shard in enumerate(shards.shards):
         for part in shard.parts:
             held.setdefault(part.name, []).append((i, part))
@@ -90,7 +90,7 @@ def turns(shards: Shards) -> Iterator[Turn]:
     for turn in turns_of(shards.parameters, holders.ranks, wide=wide):
         longest = max(sum(matrix.numel for matrix in matrices) for matrices in turn)
         pieces = [slice(start, min(start + each, longest)) for start in range(0, longest, each)]
-        yield Turn(turn[holders.index], [(piece, list(_moves(shards, held, turn, piece))) for piece in pieces])
+        yield MatrixRound(turn[holders.index], [(piece, list(_moves(shards, held, turn, piece))) for piece in pieces])
 
 
 def products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -124,8 +124,8 @@ def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) 
 
 
 def _moves(
-    shards: Shards, held: dict[str, list[tuple[int, Part]]], turn: tuple[list[Matrix], ...], piece: slice
-) -> Iterator[Move]:
+    shards: Shards, held: dict[str, list[tuple[int, ShardPart]]], turn: tuple[list[Matrix], ...], piece: slice
+) -> Iterator[BoxMove]:
     """Of this rank's parts, what lies in a run of every rank's matrices."""
     for rank, matrices in enumerate(turn):
         start = 0  # of a matrix among its rank's
@@ -137,5 +137,5 @@ def _moves(
                 for shard, part in held.get(matrix.name, ()):
                     if (common := box.intersect(part.box)) is not None:
                         inner, outer = common.inside(part.box).slices, common.inside(box).slices
-                        yield Move(shard, part, inner, place, box.shape, outer)
+                        yield BoxMove(shard, part, inner, place, box.shape, outer)
             start += matrix.numel

@@ -13,7 +13,7 @@ from shoal.base.boxes import Box, Piece
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """A box of one parameter inside a shard.
 
     Attributes:
@@ -54,11 +54,11 @@ class Shard:
 
     weights: Tensor
     gradient: Tensor
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ShardPart, ...] = ()
     decay: float = 0.0
     rate: float = 1.0
 
-    def cut(self, key: Callable[[Part], Any]) -> Iterator[tuple[Any, Shard]]:
+    def cut(self, key: Callable[[ShardPart], Any]) -> Iterator[tuple[Any, Shard]]:
         """Consecutive parts for which ``key`` is the same, as shards of their own (views of this one)."""
         parts = [(key(part), part) for part in self.parts]
         firsts = [i for i, (k, _) in enumerate(parts) if i == 0 or parts[i - 1][0] != k]
@@ -156,7 +156,7 @@ class Shards:
         shards = [
             Shard(
                 weights.view(-1), gradient.view(-1),
-                (Part(name, tuple(weights.shape), Box.whole(tuple(weights.shape)), 0),), decay(name, weights),
+                (ShardPart(name, tuple(weights.shape), Box.whole(tuple(weights.shape)), 0),), decay(name, weights),
                 rate(name),
             )
             for name, weights, gradient in named

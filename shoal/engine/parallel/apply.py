@@ -15,7 +15,7 @@ from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.expert import apply_expert_parallel
 from shoal.engine.parallel.float8 import Float8, apply_float8
 from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, chosen_spread
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.recompute import apply_recompute
 from shoal.engine.parallel.tensor import apply_tensor_parallel
 from shoal.engine.parallel.tensor_2d import apply_grid
@@ -30,7 +30,7 @@ from shoal.spec.catalog import ModelShape
 
 
 @dataclass
-class Stage:
+class LocalStage:
     """What one rank holds of one pipeline stage: the modules that compute and the parameters behind them.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
 def build_stages(
     shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
     *, kernel: str = "sdpa", compile: bool = False, float8: Float8 | None = None,
-) -> tuple[list[Stage], HeldParameters]:
+) -> tuple[list[LocalStage], HeldParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
@@ -84,7 +84,7 @@ def build_stages(
 def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
     copies: str, kernel: str, compile: bool, float8: Float8 | None,
-) -> Stage:
+) -> LocalStage:
     """One stage, with this rank's shard of it allocated."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def _build_stage(
         ]
         keep = len(units) if not layout.reshard_after_forward else 1 if _backward_follows(program, stage) else 0
         GatherOnUse(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
-    return Stage(stage, part, model, parameters)
+    return LocalStage(stage, part, model, parameters)
 
 
 def _backward_follows(program: Program, stage: int) -> bool:
@@ -163,8 +163,8 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _materialise(
-    model: Transformer, splits: dict[str, Split], dtype: torch.dtype, device: torch.device
-) -> dict[nn.Parameter, tuple[nn.Parameter, Split, bool]]:
+    model: Transformer, splits: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
+) -> dict[nn.Parameter, tuple[nn.Parameter, ParamPlacement, bool]]:
     """Replace every meta parameter by one whose data the engine will set: meta ones cannot take real data.
 
     Returns:

@@ -32,12 +32,12 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     whole_of,
 )
-from shoal.engine.models.experts.grouped import Experts
+from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import Spread
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s, ..] that is split over tp
@@ -78,7 +78,7 @@ class ExpertParallel:
 
 def apply_expert_parallel(
     model: nn.Module, shape: ModelShape, mesh: Mesh, spread: Spread, chosen: Spread | None = None
-) -> dict[str, Split]:
+) -> dict[str, ParamPlacement]:
     """Split the experts of a model on the meta device in place, and have its tokens sent to them.
 
     Args:
@@ -93,7 +93,7 @@ def apply_expert_parallel(
     everywhere = ExpertParallel.on(mesh, spread)
     for axis in ("edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
-    splits: dict[str, Split] = {}
+    splits: dict[str, ParamPlacement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
@@ -103,7 +103,7 @@ def apply_expert_parallel(
             # Every rank of tp scores its own part of the sequences.
             whole = tuple(parameter.shape)
             full = f"{name}.router.{part}"
-            splits[full] = Split(
+            splits[full] = ParamPlacement(
                 full, whole, Box.whole(whole), whole, sum_over=("tp",) if at.parts else (), copies=mesh.size("tp"),
                 primary=mesh.index("tp") == 0,
             )
@@ -115,7 +115,7 @@ def apply_expert_parallel(
     return splits
 
 
-def _split_experts(experts: Experts, name: str, at: ExpertParallel) -> list[Split]:
+def _split_experts(experts: GroupedExperts, name: str, at: ExpertParallel) -> list[ParamPlacement]:
     """Keep this rank's experts, and of each its part of the inner width."""
     splits = []
     for part, parameter in list(experts.named_parameters()):
@@ -126,7 +126,7 @@ def _split_experts(experts: Experts, name: str, at: ExpertParallel) -> list[Spli
         start[1 + inner] = at.tensor_index * local[1 + inner]
         box = Box(tuple(start), tuple(local))
         setattr(experts, part, nn.Parameter(parameter.new_empty(box.shape)))
-        splits.append(Split(f"{name}.{part}", (count, *dims), box, box.shape, replicas="edp"))
+        splits.append(ParamPlacement(f"{name}.{part}", (count, *dims), box, box.shape, replicas="edp"))
     return splits
 
 
@@ -166,7 +166,7 @@ def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
     module.routed = on_parts
 
 
-def dispatch(experts: Experts, at: ExpertParallel, rows: Tensor, counts: Tensor) -> Tensor:
+def dispatch(experts: GroupedExperts, at: ExpertParallel, rows: Tensor, counts: Tensor) -> Tensor:
     """Every row through its expert, wherever that is.
 
     Args:

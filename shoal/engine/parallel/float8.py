@@ -25,7 +25,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import has_float8_products
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import Postponed, add_gradient, add_rows, give
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
@@ -76,7 +76,7 @@ class Float8:
 
 
 def apply_float8(
-    model: Transformer, float8: Float8, splits: dict[str, Split], mesh: Mesh, parameters: ShardedParameters,
+    model: Transformer, float8: Float8, splits: dict[str, ParamPlacement], mesh: Mesh, parameters: ShardedParameters,
     postponed: Postponed | None,
 ) -> None:
     """Have linear layers multiply in 8 bits, in place. After `apply_weight_gradients`, whose products these replace.

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.uneven import exchange_rows, permuted, whole_of
-from shoal.engine.models.mixture_of_depths import Places, Route
+from shoal.engine.models.mixture_of_depths import Places, TokenRoute
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import Spread, spread
@@ -59,7 +59,7 @@ class SharedPlaces(Places):
     def attending(self, taken: Tensor) -> Tensor:
         return taken.index_select(SEQUENCE, self.context)
 
-    def route(self, taken: Tensor, s: int) -> Route:
+    def route(self, taken: Tensor, s: int) -> TokenRoute:
         sizes = [len(places) for places in self.chosen]
         holder, local = self._holders()
         taken = taken.index_select(SEQUENCE, torch.cat(list(self.chosen)))  # those of the first rank, of the second, ..
@@ -81,7 +81,7 @@ class SharedPlaces(Places):
         def home(rows: Tensor) -> Tensor:
             return exchange_rows(permuted(rows.flatten(0, 1), order, back), receive, send, self.group)
 
-        return Route(torch.cat(index), there, home)
+        return TokenRoute(torch.cat(index), there, home)
 
     def _holders(self) -> tuple[Tensor, Tensor]:
         """By place in the sequence, the rank that has its token, and which of the rank's it is."""

@@ -13,7 +13,7 @@ ENDS = "ends"
 
 
 @dataclass(frozen=True)
-class Split:
+class ParamPlacement:
     """How tensor and pipeline parallelism left one parameter on this rank.
 
     Attributes:

@@ -27,7 +27,7 @@ from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduc
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import Passage, Postponed, look_up, product, project
 from shoal.spec.catalog import ModelShape
 
@@ -79,15 +79,15 @@ class TensorParallel:
 # ---- the kinds of split ----------------------------------------------------------------------------------------
 
 
-class Kind(Protocol):
+class ParallelStyle(Protocol):
     """What becomes of a module."""
 
-    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         """Split it in place; returns how its parameters are split."""
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorParallelRegion:
     """A module entered through one collective, shared by all the column splits inside it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Region:
 
     tokenwise: bool = False
 
-    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         if at.overlap and hasattr(module, "projections"):
             module.project = lambda x: project(module, x, at.entry(self.tokenwise))
             return []
@@ -104,24 +104,24 @@ class Region:
         return []
 
 
-class FeedForward(Region):
+class FeedForward(TensorParallelRegion):
     """The same, where the block is dense; what tokens do between experts is `shoal.engine.parallel.expert`'s."""
 
-    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         return [] if isinstance(module, MoE) else super().apply(module, name, at)
 
 
 class Column:
     """Split by output: rank r holds the r-th part of the rows of the weight and of the bias."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
         return [keep_rows(module, name, part, at, at.size) for part, _ in list(module.named_parameters())]
 
 
 class KeyValue:
     """`Column` for keys and values. Where tp exceeds their heads, neighbours in tp hold the same head."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
         parts = min(at.size, at.shape.kv_heads)
         return [keep_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
 
@@ -131,18 +131,18 @@ class Row:
     """Split by input: rank r holds columns r of the weight; the bias is added once, after the sum.
 
     Attributes:
-        tokenwise: as of the `Region` that it leaves.
+        tokenwise: as of the `TensorParallelRegion` that it leaves.
     """
 
     tokenwise: bool = False
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
         out_features, in_features = module.weight.shape
         part = in_features // at.size
         box = Box((0, at.rank * part), (out_features, part))
         module.weight = empty_like(module.weight, box.shape)
         module.forward = lambda x: _row_forward(module, x, at, self.tokenwise)
-        return [Split(f"{name}.weight", (out_features, in_features), box, box.shape)]
+        return [ParamPlacement(f"{name}.weight", (out_features, in_features), box, box.shape)]
 
 
 def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel, tokenwise: bool) -> Tensor:
@@ -153,7 +153,7 @@ def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel, tokenwise: bo
 class VocabularyEmbedding:
     """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
 
-    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[ParamPlacement]:
         split = keep_rows(module, name, "weight", at, at.size)
         start = split.box.offset[0]
         module.forward = lambda tokens: at.leave_whole(_look_up(module, tokens - start, split.box.shape[0]))
@@ -168,7 +168,7 @@ def _look_up(module: nn.Embedding, ids: Tensor, here: int) -> Tensor:
 class SequencePart:
     """A table of positions: with sequence parallelism a rank needs its own part of the sequence."""
 
-    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[ParamPlacement]:
         if at.sequence_parallel:
             module.forward = lambda positions: look_up(module, positions.chunk(at.size)[at.rank])
         return []
@@ -177,7 +177,7 @@ class SequencePart:
 class VocabularyHead:
     """The output matrix split by token id: each rank has the logits of its own ids."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
         if at.overlap:
             module.forward = lambda x: product(module, x, at.entry())
         else:
@@ -188,7 +188,7 @@ class VocabularyHead:
 class VocabularyLoss:
     """Cross-entropy over logits that are split by token id."""
 
-    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         rows = -(-at.shape.vocab // at.size)
         here = min(rows, max(0, at.shape.vocab - at.rank * rows))
         module.forward = lambda logits, targets: SummedCrossEntropy.apply(
@@ -200,14 +200,14 @@ class VocabularyLoss:
 TENSOR_PARALLEL = {
     "embed.token": VocabularyEmbedding(),
     "embed.position": SequencePart(),
-    "layers.*.attention": Region(),
+    "layers.*.attention": TensorParallelRegion(),
     "layers.*.attention.q": Column(),  # heads are split, so there is no collective until `out`
     "layers.*.attention.{k,v}": KeyValue(),
     "layers.*.attention.out": Row(),
     "layers.*.mlp": FeedForward(tokenwise=True),
     "layers.*.mlp.{gate,up}": Column(),
     "layers.*.mlp.down": Row(tokenwise=True),
-    "layers.*.mlp.shared": Region(),
+    "layers.*.mlp.shared": TensorParallelRegion(),
     "layers.*.mlp.shared.{gate,up}": Column(),
     "layers.*.mlp.shared.down": Row(),
     "head": VocabularyHead(),
@@ -217,7 +217,7 @@ TENSOR_PARALLEL = {
 
 def apply_tensor_parallel(
     model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None, *, overlap: bool = False
-) -> dict[str, Split]:
+) -> dict[str, ParamPlacement]:
     """Split a model on the meta device in place over the mesh's tp axis.
 
     Args:
@@ -237,16 +237,18 @@ def apply_tensor_parallel(
     for name, parameter in model.named_parameters():
         if name not in splits:
             whole = tuple(parameter.shape)
-            splits[name] = Split(
+            splits[name] = ParamPlacement(
                 name, whole, Box.whole(whole), whole,
                 sum_over=("tp",) if at.sequence_parallel else (), copies=at.size, primary=at.rank == 0,
             )
     return {name: splits[name] for name, _ in model.named_parameters()}
 
 
-def split_modules(model: nn.Module, table: Mapping[str, Kind], at: TensorParallel) -> dict[str, Split]:
+def split_modules(
+    model: nn.Module, table: Mapping[str, ParallelStyle], at: TensorParallel
+) -> dict[str, ParamPlacement]:
     """Split the modules that a table names; returns how each of their parameters is, by its name."""
-    splits: dict[str, Split] = {}
+    splits: dict[str, ParamPlacement] = {}
     for name, module in list(model.named_modules()):
         for pattern, kind in table.items():
             if matches(pattern, name):
@@ -267,7 +269,7 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(choices) and all(p in c or c == ["*"] for p, c in zip(parts, choices, strict=True))
 
 
-def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> Split:
+def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:
     """Keep one of ``parts`` equal runs of rows of a parameter; the last runs may be short and are padded."""
     parameter = getattr(module, part)
     whole = tuple(parameter.shape)
@@ -277,7 +279,7 @@ def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts
     box = Box((start, *(0 for _ in whole[1:])), (min(rows, whole[0] - start), *whole[1:]))
     local = (rows, *whole[1:])
     setattr(module, part, empty_like(parameter, local))
-    return Split(
+    return ParamPlacement(
         f"{name}.{part}", whole, box, local,
         sum_over=(f"tp/{copies}",) if copies > 1 else (), copies=copies, primary=at.rank % copies == 0,
     )

@@ -30,7 +30,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.models.norm import RMSNorm
 from shoal.engine.parallel.overlap import SEQUENCE
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.tensor import (
     TensorParallel,
     VocabularyEmbedding,
@@ -98,7 +98,7 @@ class Grid(TensorParallel):
 
 
 @dataclass(frozen=True)
-class Region:
+class Region2D:
     """A module entered along y, whose first products are summed along x.
 
     Attributes:
@@ -107,7 +107,7 @@ class Region:
 
     heads: tuple[str, ...] = ()
 
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
         share = min(at.x.size(), max(1, at.size // at.shape.kv_heads))
         users = [share if projection in self.heads else 1 for projection in module.projections]
         module.project = lambda x: _project(module, x, users, at)
@@ -121,7 +121,7 @@ def _project(module: nn.Module, x: Tensor, users: Sequence[int], at: Grid) -> tu
 
 
 @dataclass(frozen=True)
-class Column:
+class Column2D:
     """Split by output over y and by input over x; the bias by output over all.
 
     Attributes:
@@ -130,13 +130,13 @@ class Column:
 
     heads: bool = False
 
-    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[ParamPlacement]:
         y, whole = at.y.size(), tuple(module.weight.shape)
         parts = min(y, at.shape.kv_heads) if self.heads else y
         copies, rows, columns = y // parts, whole[0] // parts, whole[1] // at.x.size()
         box = Box((at.y.rank() // copies * rows, at.x.rank() * columns), (rows, columns))
         module.weight = empty_like(module.weight, box.shape)
-        weight = Split(
+        weight = ParamPlacement(
             f"{name}.weight", whole, box, box.shape,
             sum_over=(f"tp_y/{copies}",) if copies > 1 else (), copies=copies, primary=at.y.rank() % copies == 0,
         )
@@ -146,16 +146,16 @@ class Column:
         return [weight, keep_rows(module, name, "bias", at, parts)]
 
 
-class Row:
+class Row2D:
     """Split by input over y and by output over x, as the bias is, which is added once, after the sum."""
 
-    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[Split]:
+    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[ParamPlacement]:
         whole = tuple(module.weight.shape)
         rows, columns = whole[0] // at.x.size(), whole[1] // at.y.size()
         box = Box((at.x.rank() * rows, at.y.rank() * columns), (rows, columns))
         module.weight = empty_like(module.weight, box.shape)
         module.forward = lambda x: _row_forward(module, x, at)
-        weight = Split(f"{name}.weight", whole, box, box.shape)
+        weight = ParamPlacement(f"{name}.weight", whole, box, box.shape)
         return [weight] if module.bias is None else [weight, _part_of_hidden(module, name, "bias", at)]
 
 
@@ -167,7 +167,7 @@ def _row_forward(module: nn.Linear, x: Tensor, at: Grid) -> Tensor:
 class Norm:
     """Of a hidden state of which each rank has a part: its sums are completed along x."""
 
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[Split]:
+    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
         forward = _rms_norm if isinstance(module, RMSNorm) else _layer_norm
         module.forward = lambda x: forward(module, x, at)
         return [_part_of_hidden(module, name, part, at) for part, _ in list(module.named_parameters())]
@@ -193,20 +193,20 @@ def _wide(x: Tensor) -> Tensor:
 class PositionTable:
     """The columns of this rank's part of the hidden state; with sequence parallelism it looks up its own tokens'."""
 
-    def apply(self, module: nn.Embedding, name: str, at: Grid) -> list[Split]:
+    def apply(self, module: nn.Embedding, name: str, at: Grid) -> list[ParamPlacement]:
         if at.sequence_parallel:
             module.forward = lambda positions: look_up(module, positions.chunk(at.y.size())[at.y.rank()])
         return [_part_of_hidden(module, name, "weight", at)]
 
 
-def _part_of_hidden(module: nn.Module, name: str, part: str, at: Grid) -> Split:
+def _part_of_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamPlacement:
     """Keep what belongs to this rank's part of h, a parameter's last dim; ranks along y hold the same."""
     parameter = getattr(module, part)
     *rows, hidden = whole = tuple(parameter.shape)
     own = hidden // at.x.size()
     box = Box((*(0 for _ in rows), at.x.rank() * own), (*rows, own))
     setattr(module, part, empty_like(parameter, box.shape))
-    return Split(
+    return ParamPlacement(
         f"{name}.{part}", whole, box, box.shape,
         sum_over=("tp_y",) if at.sequence_parallel else (), copies=at.y.size(), primary=at.y.rank() == 0,
     )
@@ -216,13 +216,13 @@ GRID = {
     "embed.token": VocabularyEmbedding(),
     "embed.position": PositionTable(),
     "layers.*.{attention_norm,mlp_norm}": Norm(),
-    "layers.*.attention": Region(heads=("k", "v")),
-    "layers.*.attention.q": Column(),
-    "layers.*.attention.{k,v}": Column(heads=True),
-    "layers.*.attention.out": Row(),
-    "layers.*.mlp": Region(),
-    "layers.*.mlp.{gate,up}": Column(),
-    "layers.*.mlp.down": Row(),
+    "layers.*.attention": Region2D(heads=("k", "v")),
+    "layers.*.attention.q": Column2D(),
+    "layers.*.attention.{k,v}": Column2D(heads=True),
+    "layers.*.attention.out": Row2D(),
+    "layers.*.mlp": Region2D(),
+    "layers.*.mlp.{gate,up}": Column2D(),
+    "layers.*.mlp.down": Row2D(),
     "norm": Norm(),
     "head": VocabularyHead(),
     "loss": VocabularyLoss(),
@@ -231,7 +231,7 @@ GRID = {
 
 def apply_grid(
     model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None
-) -> dict[str, Split]:
+) -> dict[str, ParamPlacement]:
     """Split a model on the meta device in place over the mesh's axes tp_x and tp_y.
 
     Args, returns: as of `shoal.engine.parallel.tensor.apply_tensor_parallel`; every parameter is split by a rule.

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.experts.grouped import Experts, rows_product, weight_product
+from shoal.engine.models.experts.grouped import GroupedExperts, rows_product, weight_product
 from shoal.engine.parallel.zero.bucket import end_to_end
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -130,7 +130,7 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
             module.look_up = partial(_Embedding.apply, parameters)
             if "forward" not in vars(module):
                 module.forward = partial(_embedding, module)
-        elif isinstance(module, Experts):
+        elif isinstance(module, GroupedExperts):
             module.product = partial(_GroupedLinear.apply, parameters)
             given.update(module.parameters())
             continue

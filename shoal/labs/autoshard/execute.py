@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Graph, Op
-from shoal.labs.autoshard.intra.choices import Split, sizes_of
+from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Operator, OperatorGraph
+from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of
 from shoal.labs.autoshard.intra.problem import ENDS, GIVEN, UPDATE
 from shoal.labs.autoshard.intra.spaces import RESHAPES
 from shoal.labs.autoshard.notation.notation import Sharding
 from shoal.labs.autoshard.notation.run import Runner, box
-from shoal.labs.autoshard.plan import Plan
+from shoal.labs.autoshard.plan import ShardingPlan
 
 
-class Step:
+class ShardedStep:
     """One rank's training step.
 
     Args:
@@ -29,7 +29,7 @@ class Step:
             blocks of them are kept.
     """
 
-    def __init__(self, plan: Plan, runner: Runner, given: Mapping[str, Tensor]):
+    def __init__(self, plan: ShardingPlan, runner: Runner, given: Mapping[str, Tensor]):
         self.plan, self.runner, self.ops = plan, runner, plan.graph.ops
         self.rank = runner.rank
         self.values: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ class Step:
         """This rank's block of a whole tensor."""
         return tensor[box(lies, self.rank, sizes_of(self.ops[name].shape), self.plan.mesh).slices]
 
-    def _done(self, op: Op) -> Tensor:
+    def _done(self, op: Operator) -> Tensor:
         split = self.plan.splits.get(op.name)
         if split is None:  # a constant
             tensors = tuple(self.values[name] for name in op.operands)
@@ -100,7 +100,7 @@ class Step:
             x = self.runner.move(transfer, x)
         return x
 
-    def _local(self, op: Op, split: Split, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _local(self, op: Operator, split: OperatorSplit, tensors: tuple[Tensor, ...]) -> Tensor:
         """An operator on blocks: those that name sizes get the block's."""
         shape = split.made.local_shape(sizes_of(op.shape), self.plan.mesh)
         if op.name.startswith(ENDS):
@@ -124,7 +124,7 @@ class Step:
         mine = (row >= 0) & (row < len(table))
         return torch.where(mine.unsqueeze(-1), table[row.clamp(0, len(table) - 1)], 0.0)
 
-    def _embedding_backward(self, op: Op, tensors: tuple[Tensor, ...], axes: str, rows: int) -> Tensor:
+    def _embedding_backward(self, op: Operator, tensors: tuple[Tensor, ...], axes: str, rows: int) -> Tensor:
         gradient, tokens = tensors
         row = tokens - self.plan.mesh.position(self.rank, axes) * rows
         mine = (row >= 0) & (row < rows) & (tokens != op.args[3])  # the padding's row has no gradient
@@ -133,7 +133,7 @@ class Step:
 
 
 def compare(
-    plan: Plan, given: dict[str, Tensor], expected: dict[str, Tensor], rate: float = 0.1
+    plan: ShardingPlan, given: dict[str, Tensor], expected: dict[str, Tensor], rate: float = 0.1
 ) -> dict[str, float]:
     """One step of a plan beside one device; to be called by every rank of the mesh.
 
@@ -147,7 +147,7 @@ def compare(
         all be zero but for rounding, as those of the bias of keys are.)
     """
     torch.set_num_threads(1)
-    step = Step(plan, Runner(plan.mesh), given)
+    step = ShardedStep(plan, Runner(plan.mesh), given)
     step.run(FORWARD)
     step.run(BACKWARD)
     errors = {}
@@ -174,7 +174,7 @@ def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
     return next((found for found in every if not math.isfinite(found[0])), None) or max(every)
 
 
-def reference(module: torch.nn.Module, inputs: tuple, graph: Graph, seed: int = 0) -> tuple[dict, dict]:
+def reference(module: torch.nn.Module, inputs: tuple, graph: OperatorGraph, seed: int = 0) -> tuple[dict, dict]:
     """What `compare` takes: a module's own numbers on one device, by autograd.
 
     Outputs that are no scalars get random gradients.

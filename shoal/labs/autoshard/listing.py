@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.base.units import show_bytes, show_seconds
-from shoal.labs.autoshard.plan import Plan
-from shoal.planning.run import Run
+from shoal.labs.autoshard.plan import ShardingPlan
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import fits
 from shoal.report.planning.tables import run_toml, table
 from shoal.spec.catalog.clusters import Cluster
@@ -27,13 +27,13 @@ class Other(NamedTuple):
     """
 
     name: str
-    plan: Plan | None
+    plan: ShardingPlan | None
     layout: Layout | None
     proven: bool = True
 
 
 def lines(
-    what: str, precision: str, machine: Cluster, microbatches: int, plan: Plan, others: Sequence[Other]
+    what: str, precision: str, machine: Cluster, microbatches: int, plan: ShardingPlan, others: Sequence[Other]
 ) -> Iterator[str]:
     """All that is said of a plan of what was named so."""
     count = sum(op.numel for op in plan.graph.parameters)
@@ -60,7 +60,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def weights(plan: Plan) -> Iterator[list[str]]:
+def weights(plan: ShardingPlan) -> Iterator[list[str]]:
     """Rows of `LYING`: weights that are split alike in all layers in one."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, (kept, used, state) in plan.weights().items():
@@ -71,7 +71,7 @@ def weights(plan: Plan) -> Iterator[list[str]]:
         yield [", ".join(names) if several[pattern] else pattern, *ways]
 
 
-def _moves(plan: Plan) -> Iterator[list[str]]:
+def _moves(plan: ShardingPlan) -> Iterator[list[str]]:
     """Collectives of the same kind, of tensors of one shape, in one row."""
     found: dict[tuple[str, ...], list] = {}
     for move in plan.found:
@@ -86,7 +86,7 @@ def _moves(plan: Plan) -> Iterator[list[str]]:
         yield [phase, times + shape, what, before, after, show_bytes(sent), show_seconds(seconds)]
 
 
-def _rivals(plan: Plan, others: Sequence[Other]) -> Iterator[list[str]]:
+def _rivals(plan: ShardingPlan, others: Sequence[Other]) -> Iterator[list[str]]:
     yield ["found", show_seconds(plan.seconds), show_seconds(plan.communication), show_bytes(plan.memory), ""]
     for name, other, _, proven in others:
         if other is None:
@@ -96,7 +96,9 @@ def _rivals(plan: Plan, others: Sequence[Other]) -> Iterator[list[str]]:
             yield [name, show_seconds(other.seconds), show_seconds(other.communication), show_bytes(other.memory), more]
 
 
-def for_train(model: str, run: Run, plan: Plan, others: Sequence[Other], sequences: int) -> Iterator[str]:
+def for_train(
+    model: str, run: EstimatedRun, plan: ShardingPlan, others: Sequence[Other], sequences: int
+) -> Iterator[str]:
     """The best split by hand that `shoal train` takes, as a run.
 
     Args:

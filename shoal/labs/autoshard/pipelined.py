@@ -12,15 +12,15 @@ from torch import Tensor
 
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD
 from shoal.labs.autoshard.capture.layers import Layers
-from shoal.labs.autoshard.execute import Step
+from shoal.labs.autoshard.execute import ShardedStep
 from shoal.labs.autoshard.intra.choices import sizes_of
 from shoal.labs.autoshard.intra.ilp import NothingFits, solve
 from shoal.labs.autoshard.intra.price import Prices
 from shoal.labs.autoshard.intra.problem import GIVEN, UPDATE, Builder, Bytes
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.notation.run import Runner, box
-from shoal.labs.autoshard.plan import Plan, plan_of
-from shoal.labs.autoshard.stages import Part, Stage, pipeline
+from shoal.labs.autoshard.plan import ShardingPlan, plan_of
+from shoal.labs.autoshard.stages import AssignedStage, Part, pipeline
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.spec.catalog.clusters import Cluster
@@ -37,9 +37,9 @@ class StagePlan:
         sends: what it gives to stages behind it and at the end: (name of the boundary, operator).
     """
 
-    stage: Stage
+    stage: AssignedStage
     rank: int
-    plan: Plan
+    plan: ShardingPlan
     sends: tuple[tuple[str, str], ...]
 
 
@@ -70,7 +70,7 @@ class Pipelined:
         """Layers."""
         return len(self.layers.ends)
 
-    def stages(self, most: int) -> tuple[Stage, ...] | None:
+    def stages(self, most: int) -> tuple[AssignedStage, ...] | None:
         """The best pipeline of up to ``most`` stages; None if nothing fits."""
         return pipeline(self.cost, self.count, self.cluster.nodes, self.cluster.per_node, self.microbatches, most)
 
@@ -92,7 +92,7 @@ class Pipelined:
         apart = self.cluster.per_node if self.cluster.nodes > 1 else 1
         return 2 * ring_of(attained(self.cluster), 2, apart).send(size) if size and self.cluster.size > 1 else 0.0
 
-    def plan(self, first: int, last: int, part: Part, left: int) -> tuple[Plan, tuple[str, ...]]:
+    def plan(self, first: int, last: int, part: Part, left: int) -> tuple[ShardingPlan, tuple[str, ...]]:
         """The best sharding of some layers on a part, and the operators of its outputs.
 
         Args:
@@ -120,7 +120,7 @@ class Pipelined:
             raise NothingFits(proven)
         return best, graph.outputs
 
-    def planned(self, stages: tuple[Stage, ...]) -> list[StagePlan]:
+    def planned(self, stages: tuple[AssignedStage, ...]) -> list[StagePlan]:
         """Every stage with its sharding, on devices one after another: whole nodes first, then the largest parts."""
         found, rank = {}, 0
         for number in sorted(range(len(stages)), key=lambda i: -stages[i].devices):
@@ -162,12 +162,12 @@ def compare_stages(
     torch.set_num_threads(1)
     rank, tensors = dist.get_rank(), dict(given)
     mine = next(s for s in stages if s.rank <= rank < s.rank + s.stage.devices)
-    step: Step | None = None
+    step: ShardedStep | None = None
     for stage in stages:
         parts = []
         if stage is mine:
             here = [op.name for op in stage.plan.graph.ops.values() if op.kind not in ("call", "gradient")]
-            step = Step(stage.plan, Runner(stage.plan.mesh, stage.rank), {name: tensors[name] for name in here})
+            step = ShardedStep(stage.plan, Runner(stage.plan.mesh, stage.rank), {name: tensors[name] for name in here})
             step.run(FORWARD)
             parts = [(f"boundary {name}", *_piece(step, op)) for name, op in stage.sends]
         tensors.update(_assembled(parts))
@@ -198,7 +198,7 @@ def compare_stages(
     return errors
 
 
-def _piece(step: Step, op: str) -> tuple:
+def _piece(step: ShardedStep, op: str) -> tuple:
     """This rank's block of what a stage gives back: where it is in the whole, and the shape of that."""
     shape = step.ops[op].shape
     place = box(step.plan.lies(GIVEN + op), step.rank, sizes_of(shape), step.plan.mesh)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Graph
-from shoal.labs.autoshard.intra.choices import Split, sizes_of, whole
+from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, OperatorGraph
+from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of, whole
 from shoal.labs.autoshard.intra.ilp import Solution, solve
-from shoal.labs.autoshard.intra.problem import UPDATE, Builder, Problem
+from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
 from shoal.labs.autoshard.notation.moves import SLICE
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.route import Transfer, elements_of
+from shoal.labs.autoshard.notation.route import RoutedMove, elements_of
 
 Key = tuple[str, Sharding, Sharding]
 """A tensor's name, how it lies, and how it shall lie."""
 
 
 @dataclass(frozen=True)
-class Move:
+class Resharding:
     """Moves of one tensor.
 
     Attributes:
@@ -29,13 +29,13 @@ class Move:
 
     name: str
     phase: str
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[RoutedMove, ...]
     seconds: float
     sent: float
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """What every device does in a training step.
 
     Attributes:
@@ -49,10 +49,10 @@ class Plan:
     """
 
     mesh: NamedMesh
-    graph: Graph
-    splits: dict[str, Split]
-    moves: dict[Key, tuple[Transfer, ...]]
-    found: tuple[Move, ...]
+    graph: OperatorGraph
+    splits: dict[str, OperatorSplit]
+    moves: dict[Key, tuple[RoutedMove, ...]]
+    found: tuple[Resharding, ...]
     seconds: float
     memory: float
     saved: float
@@ -80,14 +80,14 @@ class Plan:
         return found
 
 
-def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
+def plan_of(builder: Builder, problem: ShardingProblem, solution: Solution) -> ShardingPlan:
     """The plan that a solution of a problem means."""
-    splits: dict[str, Split] = {}
+    splits: dict[str, OperatorSplit] = {}
     for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
         splits.update(decision.choices[choice])
     ops, prices = builder.ops, builder.prices
-    moves: dict[Key, tuple[Transfer, ...]] = {}
-    found: list[Move] = []
+    moves: dict[Key, tuple[RoutedMove, ...]] = {}
+    found: list[Resharding] = []
 
     def moved(name: str, before: Sharding, after: Sharding, phase: str, share: float = 1.0) -> None:
         op = ops[name]
@@ -95,7 +95,9 @@ def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
         if any(transfer.move.kind != SLICE for transfer in path):
             elements, _ = elements_of(path, prices.mesh, sizes_of(op.shape))
             seconds = share * prices.move(op, before, after)
-            found.append(Move(name, phase if share == 1 else "step", path, seconds, elements * prices.bytes_of(op)))
+            found.append(
+                Resharding(name, phase if share == 1 else "step", path, seconds, elements * prices.bytes_of(op))
+            )
 
     for phase in (FORWARD, BACKWARD):
         done: set[Key] = set()
@@ -113,14 +115,14 @@ def plan_of(builder: Builder, problem: Problem, solution: Solution) -> Plan:
                 weight = name.removeprefix(UPDATE)
                 if splits[name].out != splits[weight].out:
                     moved(weight, splits[name].out, splits[weight].out, phase, builder.once)
-    return Plan(
+    return ShardingPlan(
         prices.mesh, builder.graph, splits, moves, tuple(found), solution.cost,
         problem.memory(solution.chosen, 0), problem.memory(solution.chosen, 1) - problem.memory(solution.chosen, 0),
         solution.proven,
     )  # fmt: skip
 
 
-def shard(builder: Builder, capacity: float | None = None, in_flight: float = 1) -> Plan:
+def shard(builder: Builder, capacity: float | None = None, in_flight: float = 1) -> ShardingPlan:
     """The cheapest plan of a graph on a mesh.
 
     Raises:

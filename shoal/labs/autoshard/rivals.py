@@ -18,9 +18,9 @@ from shoal.engine.parallel.tensor import (
     VocabularyHead,
     matches,
 )
-from shoal.labs.autoshard.capture.graph import Op
-from shoal.labs.autoshard.intra.choices import Split, lies, sizes_of, states, whole
-from shoal.labs.autoshard.intra.problem import UPDATE, Builder, Problem
+from shoal.labs.autoshard.capture.graph import Operator
+from shoal.labs.autoshard.intra.choices import OperatorSplit, lies, sizes_of, states, whole
+from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
 from shoal.labs.autoshard.notation.notation import Sharding
 from shoal.spec.layout import Layout
 
@@ -52,11 +52,11 @@ class Rival:
             elsewhere in the mesh.
     """
 
-    problem: Problem
+    problem: ShardingProblem
     layout: Layout | None
 
 
-def rivals(builder: Builder, problem: Problem) -> dict[str, Rival]:
+def rivals(builder: Builder, problem: ShardingProblem) -> dict[str, Rival]:
     """The problem under each split by hand that this graph and mesh allow."""
     mesh, weights = builder.mesh, builder.graph.parameters
     found: dict[str, dict[str, Pin]] = {
@@ -88,15 +88,15 @@ def rivals(builder: Builder, problem: Problem) -> dict[str, Rival]:
     return restricted
 
 
-def _allowed(builder: Builder, pins: dict[str, Pin]) -> Callable[[dict[str, Split]], bool]:
+def _allowed(builder: Builder, pins: dict[str, Pin]) -> Callable[[dict[str, OperatorSplit]], bool]:
     """Whether a choice keeps to the pins."""
     reads: dict[str, Sharding] = {}  # from a tensor that is a weight but for views, to how it must be read
     for name, pin in pins.items():
-        followed = builder.followed(name, Split((), pin.used, pin.used))
+        followed = builder.followed(name, OperatorSplit((), pin.used, pin.used))
         reads.update({member: split.out for member, split in followed.items()})
     gradients = {gradient: pins[name] for name, gradient in builder.graph.gradients.items() if name in pins}
 
-    def allowed(choice: dict[str, Split]) -> bool:
+    def allowed(choice: dict[str, OperatorSplit]) -> bool:
         for name, split in choice.items():
             if name in pins and split.out not in pins[name].kept:
                 return False
@@ -113,17 +113,17 @@ def _allowed(builder: Builder, pins: dict[str, Pin]) -> Callable[[dict[str, Spli
     return allowed
 
 
-def _replicated(op: Op) -> Pin:
+def _replicated(op: Operator) -> Pin:
     everywhere = whole(len(op.shape))
     return Pin(frozenset({everywhere}), everywhere, frozenset({everywhere}))
 
 
-def _zero1(op: Op, builder: Builder) -> Pin:
+def _zero1(op: Operator, builder: Builder) -> Pin:
     everywhere = whole(len(op.shape))
     return Pin(frozenset({everywhere}), everywhere, frozenset(states(op.shape, builder.mesh)), gradient=False)
 
 
-def _sharded(op: Op, builder: Builder) -> Pin:
+def _sharded(op: Operator, builder: Builder) -> Pin:
     """Kept in as many parts as come out even, gathered before it is multiplied."""
     found = states(op.shape, builder.mesh)
     most = max(len(state.used) for state in found)
@@ -131,7 +131,7 @@ def _sharded(op: Op, builder: Builder) -> Pin:
     return Pin(kept, whole(len(op.shape)), kept, gradient=False)
 
 
-def _split(op: Op, builder: Builder, dim: int | None, axis: str, fsdp: str = "") -> Pin:
+def _split(op: Operator, builder: Builder, dim: int | None, axis: str, fsdp: str = "") -> Pin:
     """Megatron's: one dim over an axis; with ``fsdp`` kept over those axes too."""
     dims = ["" for _ in op.shape]
     if dim is not None and dim < len(dims):

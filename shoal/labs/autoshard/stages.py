@@ -29,7 +29,7 @@ fit."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class AssignedStage:
     """Some layers on a part of the cluster."""
 
     first: int
@@ -55,7 +55,7 @@ def parts(nodes: int, per_node: int) -> list[Part]:
     return [*inside, *((n, per_node) for n in range(1, nodes + 1))]
 
 
-def latency(stages: tuple[Stage, ...], microbatches: int) -> float:
+def latency(stages: tuple[AssignedStage, ...], microbatches: int) -> float:
     """T of equation 2."""
     seconds = [stage.seconds for stage in stages]
     return sum(seconds) + (microbatches - 1) * max(seconds)
@@ -63,7 +63,7 @@ def latency(stages: tuple[Stage, ...], microbatches: int) -> float:
 
 def pipeline(
     cost: Cost, layers: int, nodes: int, per_node: int, microbatches: int, most: int | None = None
-) -> tuple[Stage, ...] | None:
+) -> tuple[AssignedStage, ...] | None:
     """The stages that take least, on all devices; None if nothing fits.
 
     Args:
@@ -93,21 +93,21 @@ def _leaves(stages: int, first: int, last: int, layers: int, devices: int) -> bo
 
 def _fastest(
     cost: Cost, layers: int, devices: int, choices: list[Part], most: int, limit: float
-) -> tuple[Stage, ...] | None:
+) -> tuple[AssignedStage, ...] | None:
     """The stages with the least sum, none of which takes longer than a limit."""
 
     @cache
-    def rest(s: int, k: int, d: int) -> tuple[float, tuple[Stage, ...]]:
+    def rest(s: int, k: int, d: int) -> tuple[float, tuple[AssignedStage, ...]]:
         if s == 0:
             return (0.0, ()) if k == layers and d == 0 else (inf, ())
-        found: tuple[float, tuple[Stage, ...]] = (inf, ())
+        found: tuple[float, tuple[AssignedStage, ...]] = (inf, ())
         for part in choices:
             left = d - part[0] * part[1]
             for j in range(k + 1, layers + 1):
                 if left >= 0 and _leaves(s, k, j, layers, left) and (t := cost(k, j, part, s)) <= limit:
                     behind, stages = rest(s - 1, j, left)
                     if t + behind < found[0]:
-                        found = (t + behind, (Stage(k, j, part, t), *stages))
+                        found = (t + behind, (AssignedStage(k, j, part, t), *stages))
         return found
 
     total, stages = min((rest(s, 0, devices) for s in range(1, most + 1)), key=lambda found: found[0])

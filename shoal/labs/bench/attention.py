@@ -16,7 +16,7 @@ KERNELS = ("sdpa", "explicit")
 
 
 @dataclass(frozen=True)
-class Timing:
+class AttentionTiming:
     """Forward and backward of causal attention.
 
     Attributes:
@@ -41,7 +41,7 @@ class Timing:
 
 def measure(
     sequence_length: int, precision: str, device: torch.device, *, tokens: int, heads: int, head_dim: int, repeats: int
-) -> Timing:
+) -> AttentionTiming:
     """Time both kernels in turn on ``tokens`` tokens, in as many sequences as they make (at least one)."""
     sequences = max(1, tokens // sequence_length)
     shape = (sequences, heads, sequence_length, head_dim)
@@ -65,4 +65,4 @@ def measure(
                 seconds[kernel].append(time.perf_counter() - start)
             outputs[kernel] = out.detach().float()
     difference = (outputs["sdpa"] - outputs["explicit"]).abs().max() / outputs["sdpa"].abs().max()
-    return Timing(precision, sequence_length, {k: median(s) for k, s in seconds.items()}, float(difference))
+    return AttentionTiming(precision, sequence_length, {k: median(s) for k, s in seconds.items()}, float(difference))

@@ -1,8 +1,8 @@
 """What saving costs a training: the same steps without it, onto the disk, into memory, and into another node's memory.
 
 The contenders take turns of as many steps as there are between two saves, so that each turn has one save. What a save
-holds up is what `Checkpointer.save` and `Memory.save` say; what it costs besides, in cores and memory that its
-background work takes from the steps, is in the time of the whole turn.
+holds up is what `Checkpointer.save` and `InMemoryCheckpointer.save` say; what it costs besides, in cores and memory
+that its background work takes from the steps, is in the time of the whole turn.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.crew import TIMEOUT, Contender, Crew
+from shoal.labs.bench.crew import TIMEOUT, Contender, ContenderProcesses
 from shoal.labs.bench.race import Lap, check_agreement, quartiles
 from shoal.labs.bench.step.shoal_engine import build
 from shoal.labs.bench.step.workload import Workload
 from shoal.launch.worker_pool import Pool
-from shoal.training.resilience.memory_checkpoint import Memory
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import restore
 from shoal.training.step.engine import Engine
 
@@ -82,7 +82,7 @@ def measure(
             Contender(name, partial(saving, kind=kind, folder=folder[kind], every=every), workload, ranks)
             for name, kind in KINDS.items()
         ]
-        crews = [stack.enter_context(Crew(contender)) for contender in contenders]
+        crews = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
         laps = [Lap(contender) for contender in contenders]
         for turn in range(turns + 1):
             say(f"turn {turn} of {turns}")
@@ -132,7 +132,7 @@ def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int
     if kind == "disk":
         checkpoints = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
         return lambda number: checkpoints.save(number, engine.state(), {})
-    kept = Memory(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
+    kept = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
     kept.prepare(engine.state())
     return lambda number: kept.save(number, engine.state(), {})
 
@@ -149,7 +149,7 @@ def _restored(workload: Workload, folder: Path, repeats: int) -> list[float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     engine = build(workload, rank, ranks, dp=ranks, zero=1, bucket_mb=8)
     group = dist.new_group(backend="gloo") if ranks > 1 else None
-    kept = Memory(folder / "home", folder, group=group, node_ranks=1)
+    kept = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1)
     kept.save(1, engine.state(), {})
     kept.wait()
     if ranks > 1 and rank == 0:

@@ -27,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveTiming:
     """One algorithm at one size.
 
     Attributes:
@@ -52,7 +52,7 @@ def measure(
     sizes: Sequence[float],
     turns: int,
     say: Callable[[str], None],
-) -> Iterator[Row]:
+) -> Iterator[CollectiveTiming]:
     """Measure every algorithm of some collectives, in float32.
 
     Args:
@@ -77,7 +77,7 @@ def measure(
                     }
                     for name, took in seconds.items():
                         bus = bus_bandwidth(collective, n, size, took)
-                        yield Row(collective.value, n, size, name, took, bus, took / seconds[BACKEND])
+                        yield CollectiveTiming(collective.value, n, size, name, took, bus, took / seconds[BACKEND])
 
 
 def seconds_at_most(n: int, collective: Collective, size: int, turns: int) -> float:

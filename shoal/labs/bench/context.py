@@ -18,7 +18,7 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.device import peak_memory
 from shoal.engine.parallel.context.causal_blocks import Sight
-from shoal.engine.parallel.context.ring import Ring, RingAttention
+from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.labs.bench.peak import DTYPES
 from shoal.launch.worker_pool import Pool
@@ -34,7 +34,7 @@ WAYS = ("ring", "bound")
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCase:
     """What is timed: forward and backward of one layer's attention, one sequence, one thread a rank."""
 
     ranks: int
@@ -47,7 +47,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Idle(Ring):
+class Idle(RingPosition):
     """A ring on which nothing travels.
 
     Attributes:
@@ -57,13 +57,13 @@ class Idle(Ring):
     there: Mapping[int, Tensor] = field(default_factory=dict)
 
     def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """As `Ring`."""
+        """As `RingPosition`."""
         for step in range(self.places):
             source = (self.place - step) % self.places
             yield source, self.there[source]
 
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
-        """As `Ring`, of gradients, which are zeros."""
+        """As `RingPosition`, of gradients, which are zeros."""
         out.zero_()
         return self
 
@@ -71,22 +71,22 @@ class Idle(Ring):
         """Nothing to wait for."""
 
 
-def seconds_of_a_step(what: Attention, repeats: int) -> dict[str, list[float]]:
+def seconds_of_a_step(what: AttentionCase, repeats: int) -> dict[str, list[float]]:
     """Seconds of every repeat by way: A B A B, of the slower rank each."""
     with Pool(what.ranks, setup=tune_process) as pool:
         every = pool.run(_time, what.ranks, what, repeats, timeout=seconds_at_most(what, repeats))
     return {way: [max(times) for times in zip(*(found[way] for found in every), strict=True)] for way in WAYS}
 
 
-def seconds_at_most(what: Attention, repeats: int) -> float:
+def seconds_at_most(what: AttentionCase, repeats: int) -> float:
     """What all repeats take if nothing hangs."""
     flops = 3.5 * 2 * what.tokens**2 * what.heads * what.head_dim  # causal: half of 4; backward 2.5 times forward
     return 900.0 + len(WAYS) * (repeats + 1) * flops / SLOW
 
 
-def _time(what: Attention, repeats: int) -> dict[str, list[float]]:
+def _time(what: AttentionCase, repeats: int) -> dict[str, list[float]]:
     mesh = Mesh(Layout(cp=what.ranks, cp_order=what.order), dist.get_rank())
-    held, ring = spread(mesh.layout, what.tokens), Ring.of(mesh)
+    held, ring = spread(mesh.layout, what.tokens), RingPosition.of(mesh)
     chunks = [held.place_chunks(place, range(1)) for place in range(what.ranks)]
     generator = torch.Generator().manual_seed(ring.place)
     lengths = [sum(map(len, chunk)) for chunk in chunks]

@@ -67,7 +67,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ContenderTurn:
     """Some consecutive steps of one contender.
 
     Attributes:
@@ -84,7 +84,7 @@ class Turn:
     memory: int = 0
 
 
-class Crew:
+class ContenderProcesses:
     """The processes of one contender. Use as a context manager: they end with it."""
 
     def __init__(self, contender: Contender):
@@ -105,7 +105,7 @@ class Crew:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ContenderProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ class Crew:
             process.join()
         self._folder.cleanup()
 
-    def run(self, steps: int) -> Turn:
+    def run(self, steps: int) -> ContenderTurn:
         """Do the next ``steps`` steps.
 
         Raises:
@@ -122,13 +122,13 @@ class Crew:
         """
         if self._done == 0 and steps > 1:  # the first one tells how long the others may take
             first, others = self._run(1), self._run(steps - 1)
-            return Turn(
+            return ContenderTurn(
                 first.seconds + others.seconds, first.cpu_seconds + others.cpu_seconds, first.losses + others.losses,
                 others.memory,
             )
         return self._run(steps)
 
-    def _run(self, steps: int) -> Turn:
+    def _run(self, steps: int) -> ContenderTurn:
         for pipe in self._pipes:
             with suppress(BrokenPipeError, ConnectionResetError):  # it ended: its answer, which waits, says why
                 pipe.send((self._done, steps))
@@ -136,16 +136,16 @@ class Crew:
         turns = self._answers(TIMEOUT + PATIENCE * steps * self._longest)
         seconds = [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)]
         self._longest = max(self._longest, *seconds)
-        return Turn(
+        return ContenderTurn(
             seconds,
             [sum(ranks) for ranks in zip(*(turn.cpu_seconds for turn in turns), strict=True)],
             [sum(ranks) for ranks in zip(*(turn.losses for turn in turns), strict=True)],
             max(turn.memory for turn in turns),
         )
 
-    def _answers(self, limit: float) -> list[Turn]:
+    def _answers(self, limit: float) -> list[ContenderTurn]:
         """Each rank's own turn, in so many seconds."""
-        answers: dict[Connection, Turn] = {}
+        answers: dict[Connection, ContenderTurn] = {}
         deadline = time.monotonic() + limit
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
@@ -157,7 +157,7 @@ class Crew:
                     answer = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     answer = ("its process died",)
-                if not isinstance(answer, Turn):
+                if not isinstance(answer, ContenderTurn):
                     raise Failed(f"{self.contender.name}, rank {self._pipes.index(pipe)}", *answer)
                 answers[pipe] = answer
         return [answers[pipe] for pipe in self._pipes]
@@ -184,14 +184,14 @@ def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, 
         pipe.send((reason, traceback.format_exc()))
 
 
-def _run(step: Step, numbers: range) -> Turn:
+def _run(step: Step, numbers: range) -> ContenderTurn:
     seconds, cpu_seconds, losses = [], [], []
     for number in numbers:
         start, cpu = time.perf_counter(), time.process_time()
         losses.append(step(number))
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu)
-    return Turn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")) - _counted_twice())
+    return ContenderTurn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")) - _counted_twice())
 
 
 def _counted_twice() -> int:

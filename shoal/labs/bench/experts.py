@@ -22,7 +22,7 @@ KINDS = ("grouped", "loop")
 
 
 @dataclass(frozen=True)
-class Timing:
+class ExpertsTiming:
     """One number of experts.
 
     Attributes:
@@ -43,7 +43,7 @@ class Timing:
 def measure(
     count: int, precision: str, device: torch.device, *,
     per_token: int, tokens: int, hidden: int, ffn: int, repeats: int,
-) -> Timing:
+) -> ExpertsTiming:
     """Time both in turn on the same weights and tokens."""
     experts = Experts(count=count, per_token=per_token, ffn=ffn)
     shape = model_shape("tiny").model_copy(update={"hidden": hidden, "experts": experts})
@@ -78,7 +78,7 @@ def measure(
     difference = max(float((a - b).abs().max() / b.abs().max())
                      for a, b in zip(results["grouped"], results["loop"], strict=True))
     medians = {kind: median(times) for kind, times in seconds.items()}
-    return Timing(count, per_token, medians, median(ratios), quartiles(ratios), difference)
+    return ExpertsTiming(count, per_token, medians, median(ratios), quartiles(ratios), difference)
 
 
 def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:

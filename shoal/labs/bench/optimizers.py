@@ -16,9 +16,9 @@ from shoal.base.boxes import Box
 from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import build, compilable, weight_decay
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.planning.cost.parameters import Held, StagePart, units_of
+from shoal.planning.cost.parameters import LocalParameter, StagePart, units_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
@@ -34,7 +34,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Timing:
+class OptimizerTiming:
     """One rule on one size.
 
     Attributes:
@@ -83,12 +83,12 @@ def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tup
     return shapes
 
 
-def _layers(model: ModelShape, layers: int) -> list[Held]:
+def _layers(model: ModelShape, layers: int) -> list[LocalParameter]:
     units = units_of(model, Layout(), StagePart(range(layers), first=False, last=False))
     return [held for unit in units for held in unit]
 
 
-def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> Timing:
+def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> OptimizerTiming:
     """Time one step of each contender in each turn, on parameters of these shapes.
 
     Args:
@@ -115,7 +115,7 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
                 step()
                 seconds[name].append(time.perf_counter() - start)
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return Timing(rule, count, *({name: seconds[name] for name in side} for side in (ours, others)))
+    return OptimizerTiming(rule, count, *({name: seconds[name] for name in side} for side in (ours, others)))
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, compile
     weights, gradient = drawn(shapes)
     parts, start = [], 0
     for name, shape in shapes.items():
-        parts.append(Part(name, shape, Box.whole(shape), start))
+        parts.append(ShardPart(name, shape, Box.whole(shape), start))
         start += parts[-1].box.numel
     whole = Shard(weights, gradient, tuple(parts))
     cut = [

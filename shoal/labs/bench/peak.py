@@ -15,7 +15,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulWorkload:
     """A workload of one square matrix product, in the units of `Workload`."""
 
     side: int = SIDE
@@ -36,7 +36,7 @@ def memory(side: int) -> int:
     return 3 * 4 * side**2
 
 
-def product(workload: Product, rank: int, ranks: int) -> Step:
+def product(workload: MatmulWorkload, rank: int, ranks: int) -> Step:
     """A contender whose step is one product into memory that is already there."""
     generator = torch.Generator().manual_seed(0)
     a, b = (
@@ -53,7 +53,7 @@ def product(workload: Product, rank: int, ranks: int) -> Step:
 
 def measure(side: int, precision: str, repeats: int = 7) -> float:
     """FLOP/s of a square product in this process: the median of some runs, after one that is not counted."""
-    workload = Product(side, precision)
+    workload = MatmulWorkload(side, precision)
     step = product(workload, 0, 1)
     step(0)
     seconds = []

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median, quantiles, stdev
 
-from shoal.labs.bench.crew import Contender, Crew, Turn
+from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn
 
 COMPARED = 16
 """Steps: what differs between contenders is rounding, and training makes more of it with every step."""
@@ -48,7 +48,7 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Row:
+class ContenderResult:
     """One contender's result.
 
     Attributes:
@@ -81,7 +81,7 @@ class Lap:
     """All turns of one contender."""
 
     contender: Contender
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ContenderTurn] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -98,7 +98,7 @@ class Lap:
         return self.contender.workload.flops / seconds
 
 
-def run(race: Race, turns: int, steps: int, warmup: int, say: Callable[[str], None]) -> list[Row]:
+def run(race: Race, turns: int, steps: int, warmup: int, say: Callable[[str], None]) -> list[ContenderResult]:
     """Let the contenders of a race take turns.
 
     Args:
@@ -114,7 +114,7 @@ def run(race: Race, turns: int, steps: int, warmup: int, say: Callable[[str], No
     laps = [Lap(contender) for contender in (*race.ours, *race.references, *race.also, *race.bounds)]
     with ExitStack() as stack:
         say(f"{race.name}: starting {len(laps)} contenders")
-        crews = [stack.enter_context(Crew(lap.contender)) for lap in laps]
+        crews = [stack.enter_context(ContenderProcesses(lap.contender)) for lap in laps]
         for crew in crews:
             crew.run(warmup)
         for turn in range(turns):
@@ -142,14 +142,14 @@ def check_agreement(laps: list[Lap], tolerance: float) -> None:
                 )
 
 
-def rows(race: Race, laps: list[Lap]) -> list[Row]:
+def rows(race: Race, laps: list[Lap]) -> list[ContenderResult]:
     """Everyone against the fastest reference."""
     best = min((lap for lap in laps if lap.contender in race.references), key=lambda lap: lap.median)
     judged = [lap for lap in laps if lap.contender in race.ours]
     if race.fastest:
         judged = [min(judged, key=lambda lap: lap.median)]
     return [
-        Row(
+        ContenderResult(
             race.name,
             lap.contender.name,
             lap.median,

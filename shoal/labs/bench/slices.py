@@ -15,7 +15,7 @@ from shoal.labs.bench.peak import DTYPES
 from shoal.spec.catalog import ModelShape
 
 
-class Layer:
+class TimedLayer:
     """One layer of a model, to be timed on slices of ``sequences`` sequences."""
 
     def __init__(self, shape: ModelShape, sequences: int, precision: str, device: torch.device):
@@ -47,7 +47,7 @@ class Layer:
         return self.model(tokens, hidden=hidden.requires_grad_(), part=part)
 
 
-def measure(layer: Layer, tokens: int, repeats: int) -> list[tuple[int, int, float]]:
+def measure(layer: TimedLayer, tokens: int, repeats: int) -> list[tuple[int, int, float]]:
     """(tokens of the slice, tokens before it, seconds) for slices of a sequence, from a sixteenth to all of it."""
     sizes = sorted({max(1, tokens // part) for part in (16, 8, 4, 2, 1)})
     places = [(size, before) for size in sizes for before in sorted({0, tokens // 4, tokens // 2, tokens - size})]

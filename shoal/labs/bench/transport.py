@@ -22,7 +22,7 @@ WAYS = ("shared memory", "common memory", "gloo")
 
 
 @dataclass(frozen=True)
-class Timing:
+class TransportTiming:
     """One size of tensor.
 
     Attributes:
@@ -38,7 +38,7 @@ class Timing:
         return self.seconds["gloo"] / self.seconds[way]
 
 
-def measure(ranks: int, sizes: list[int], repeats: int) -> list[Timing]:
+def measure(ranks: int, sizes: list[int], repeats: int) -> list[TransportTiming]:
     """Time all `WAYS` in turn, on processes of one thread each."""
     with Pool(ranks, setup=tune_process) as pool:
         return pool.run(_measure, ranks, sizes, repeats, timeout=seconds_at_most(ranks, sizes, repeats))[0]
@@ -51,7 +51,7 @@ def seconds_at_most(ranks: int, sizes: list[int], repeats: int) -> float:
     return 600.0 + count * ranks * sum(1e-3 + 1e-8 * size for size in sizes)
 
 
-def _measure(sizes: list[int], repeats: int) -> list[Timing]:
+def _measure(sizes: list[int], repeats: int) -> list[TransportTiming]:
     group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
     if group.shared is None:
         raise RuntimeError("these processes share no memory: shoal takes gloo here too")
@@ -72,5 +72,5 @@ def _measure(sizes: list[int], repeats: int) -> list[Timing]:
                     reduce(x)
                 if repeat > 0:  # the first warms up
                     seconds[way].append((time.perf_counter() - start) / IN_A_ROW)
-        timings.append(Timing(numel * 4, {way: median(each) for way, each in seconds.items()}))
+        timings.append(TransportTiming(numel * 4, {way: median(each) for way, each in seconds.items()}))
     return timings

@@ -18,8 +18,8 @@ from shoal.labs.bench.step.workload import Workload
 from shoal.labs.calibration.measure import reference
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
-from shoal.planning.search.space import Space, layouts
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.space import LayoutSpace, layouts
 from shoal.report.svg import FAINT, INK, Canvas
 from shoal.report.timeline.chart import ticks
 from shoal.spec.catalog.clusters import cluster, nodes
@@ -65,11 +65,11 @@ def workload() -> Workload:
     return Workload("tiny", sequence_length=128, sequences=12)
 
 
-def run_of(layout: Layout, name: str) -> Run:
+def run_of(layout: Layout, name: str) -> EstimatedRun:
     """As it is estimated, on as many ranks as it has."""
     work = workload()
     machine = cluster(f"{layout.world_size}x{name}")
-    return Run(work.shape, layout, machine, work.sequence_length, work.sequences, work.precision)
+    return EstimatedRun(work.shape, layout, machine, work.sequence_length, work.sequences, work.precision)
 
 
 def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
@@ -85,9 +85,9 @@ def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
 
 
 @cache
-def _space() -> Space:
+def _space() -> LayoutSpace:
     schedules = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
-    return Space(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
+    return LayoutSpace(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
 
 
 def every_layout(ranks: int) -> list[Layout]:
@@ -95,7 +95,7 @@ def every_layout(ranks: int) -> list[Layout]:
     work = workload()
     space, shape = _space(), work.shape
     machine = cluster(f"{ranks}xH100" if ranks > 1 else "1xH100")  # only its size counts
-    run = Run(shape, Layout(), machine, work.sequence_length, work.sequences, work.precision)
+    run = EstimatedRun(shape, Layout(), machine, work.sequence_length, work.sequences, work.precision)
     return [layout for layout in layouts(run, space) if layout.dp * layout.tp * layout.pp == ranks]
 
 

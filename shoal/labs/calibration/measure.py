@@ -21,7 +21,7 @@ from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.apply import Stage, build_stages, initialise
+from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
@@ -66,7 +66,7 @@ Say = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class CoreMeasurements:
     """Seconds of a core, by what was done; of collectives, on the clock.
 
     Attributes:
@@ -106,7 +106,7 @@ def model_shape_of(layers: int, hidden: int) -> ModelShape:
     )  # fmt: skip
 
 
-def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, say: Say) -> Measured:
+def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, say: Say) -> CoreMeasurements:
     """All of it.
 
     Args:
@@ -139,7 +139,7 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
         say(0.8 + 0.2 * i / len(ranks), f"collectives of {n} ranks")
         every = pool.run(reductions, n, rounds, timeout=limit)
         reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
-    return Measured(
+    return CoreMeasurements(
         cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["again"],
         means["copy"][()], means["update"][()], waiting, reduces, split,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def _model(layers: int, hidden: int, recompute: Recompute = "none") -> Transform
     return _stage(model_shape_of(layers, hidden), Layout(recompute=recompute), 0).module
 
 
-def _stage(shape: ModelShape, layout: Layout, rank: int) -> Stage:
+def _stage(shape: ModelShape, layout: Layout, rank: int) -> LocalStage:
     """One that is all of a model, as a step of the engine has it."""
     (stage,), parameters = build_stages(
         shape, program_of(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],

@@ -20,7 +20,7 @@ from shoal.labs.calibration.measure import (
     REFERENCE,
     SPLIT,
     UPDATED,
-    Measured,
+    CoreMeasurements,
     model_shape_of,
 )  # fmt: skip
 from shoal.planning.cost.batched_runs import Runs
@@ -37,7 +37,7 @@ SURE = {"products": 0.1, "passes": 1.0}
 """How far layers may be from products by themselves, and from `PASSES`: one standard deviation, relative."""
 
 
-def profile(found: Measured, name: str, memory: float, source: str) -> dict[str, Any]:
+def profile(found: CoreMeasurements, name: str, memory: float, source: str) -> dict[str, Any]:
     """The tables of a catalog file.
 
     Args:
@@ -76,7 +76,7 @@ def profile(found: Measured, name: str, memory: float, source: str) -> dict[str,
     }  # fmt: skip
 
 
-def rates(found: Measured) -> tuple[dict[str, float], dict[str, float]]:
+def rates(found: CoreMeasurements) -> tuple[dict[str, float], dict[str, float]]:
     """FLOP/s of endless products by format; by how many rows and columns short ones are slowed, in fp32."""
     peaks, short = {}, (0.0, 0.0)
     for precision in DTYPES:
@@ -92,7 +92,7 @@ def rates(found: Measured) -> tuple[dict[str, float], dict[str, float]]:
     return peaks, {"product": 1.0, "short_m": short[0], "short_k": short[1]}
 
 
-def attention(found: Measured, peak: float) -> dict[str, float]:
+def attention(found: CoreMeasurements, peak: float) -> dict[str, float]:
     """What part of the rate of products causal attention attains, by the width of heads and the length of sequences."""
     heads, s, d = np.array(ATTENTION, float).T
     seconds = np.array([found.attention[key] for key in ATTENTION]) / BACKWARD
@@ -110,7 +110,7 @@ def attention(found: Measured, peak: float) -> dict[str, float]:
 
 
 def layers(
-    found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]
+    found: CoreMeasurements, peak: float, bandwidth: float, constants: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """How much longer products take in a model; and what that adds to `short_m`, passes over memory and launches of a
     layer, passes of the loss, and what a micro-batch takes besides."""
@@ -139,7 +139,7 @@ def layers(
     }
 
 
-def again(found: Measured, peak: float, bandwidth: float, constants: Mapping[str, float]) -> float:
+def again(found: CoreMeasurements, peak: float, bandwidth: float, constants: Mapping[str, float]) -> float:
     """What a backward that computes attention's core again launches for it, of a layer's launches."""
     k = _kernels(found.again, peak, bandwidth, constants)
     more = np.array([seconds - found.models[size] for size, seconds in found.again.items()]) / k.runs.layers
@@ -147,7 +147,7 @@ def again(found: Measured, peak: float, bandwidth: float, constants: Mapping[str
 
 
 def among_passes(
-    found: Measured, peak: float, bandwidth: float, rate: float, constants: Mapping[str, float]
+    found: CoreMeasurements, peak: float, bandwidth: float, rate: float, constants: Mapping[str, float]
 ) -> tuple[float, float, float]:
     """Of collectives among the passes of a model, which autograd calls, and whose code and data are in no cache: the
     latency of a step of a ring [s], what part of the rate in a row they attain, and what tensor parallelism launches
@@ -218,7 +218,7 @@ def _kernels(
     return Kernels(Runs.of(rows), calibration().measured(constants))
 
 
-def links(found: Measured) -> tuple[float, float]:
+def links(found: CoreMeasurements) -> tuple[float, float]:
     """Latency of a step of a ring [s], and bytes/s of its links, by all-reduces."""
     n, size = np.array(list(found.reduces), float).T
     seconds = np.array(list(found.reduces.values()))

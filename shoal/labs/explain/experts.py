@@ -51,7 +51,7 @@ class PlacementOptions(Section):
 
 
 @dataclass(frozen=True)
-class Held:
+class StageExperts:
     """What one rank of a pipeline stage holds.
 
     Attributes:
@@ -71,14 +71,14 @@ class Held:
     same: tuple[int, ...]
 
 
-def placement(layout: Layout, shape: ModelShape) -> list[Held]:
+def placement(layout: Layout, shape: ModelShape) -> list[StageExperts]:
     """Of every rank of the first pipeline stage, as the mesh that runs has them."""
     found = []
     for rank in range(layout.world_size // layout.pp):
         mesh = Mesh(layout, rank, transport="backend")
         each, etp = shape.experts.count // layout.ep, mesh.size("etp")
         first = mesh.index("ep") * each
-        found.append(Held(
+        found.append(StageExperts(
             rank, range(first, first + each), f"{mesh.index('etp') + 1}/{etp}" if etp > 1 else "",
             mesh.index("dp"), mesh.index("tp"), tuple(mesh.ranks("ep")), tuple(mesh.ranks("edp")),
         ))
@@ -126,7 +126,7 @@ def _list(ranks: tuple[int, ...]) -> str:
     return ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
 
 
-def _words(held: list[Held], layout: Layout) -> str:
+def _words(held: list[StageExperts], layout: Layout) -> str:
     """The equation of the ranks, and whom the first of them meets."""
     one = held[0]
     return (
@@ -136,7 +136,7 @@ def _words(held: list[Held], layout: Layout) -> str:
     )
 
 
-def _cell(one: Held, layout: Layout) -> Text:
+def _cell(one: StageExperts, layout: Layout) -> Text:
     colour = hue(one.experts.start // len(one.experts) / layout.ep)
     text = Text(f"rank {one.rank}\n", style="dim")
     text.append(_names(one.experts), style=f"bold {colour}")
@@ -146,7 +146,7 @@ def _cell(one: Held, layout: Layout) -> Text:
     return text
 
 
-def figure(held: list[Held], title: str, layout: Layout, per_node: int) -> str:
+def figure(held: list[StageExperts], title: str, layout: Layout, per_node: int) -> str:
     """The same as an SVG: a tile for each rank, coloured by its experts, a row for each node."""
     canvas = Canvas()
     canvas.text(MARGIN, 38, title, size=18, font_weight=650)

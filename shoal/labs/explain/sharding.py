@@ -19,7 +19,7 @@ from shoal.labs.autoshard.notation.cost.network import MOST_RANKS, Links, Networ
 from shoal.labs.autoshard.notation.cost.routes import Planner
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
 from shoal.labs.autoshard.notation.product import REMEDIES, cases, products
-from shoal.labs.autoshard.notation.route import Route, Transfer, elements_of
+from shoal.labs.autoshard.notation.route import Route, RoutedMove, elements_of
 from shoal.labs.collectives import topology as networks
 from shoal.labs.explain.blocks import memory, pictures
 from shoal.labs.explain.blocks_svg import Stage, State, figure
@@ -254,7 +254,7 @@ def _multiplied(route: Route) -> str:
     return _plain(f"{a} * {b} -> {route.local}")
 
 
-def _sent(route: Route) -> list[tuple[str, Transfer]]:
+def _sent(route: Route) -> list[tuple[str, RoutedMove]]:
     """The moves that send something, each with its array."""
     parts = zip(route.names, (route.left, route.right, route.after), strict=True)
     return [(name, t) for name, transfers in parts for t in transfers if t.algorithm]
@@ -286,7 +286,7 @@ def _steps(routes: tuple[Route, ...], plan: Planner) -> Table:
     return table
 
 
-def _add_transfer(table: Table, name: str, transfer: Transfer, plan: Planner) -> None:
+def _add_transfer(table: Table, name: str, transfer: RoutedMove, plan: Planner) -> None:
     device, _ = elements_of((transfer,), plan.mesh, plan.sizes)
     table.add_row(
         str(transfer.move), _plain(f"{name}{transfer.before}"), _plain(f"{name}{transfer.after}"), transfer.algorithm,
@@ -308,7 +308,7 @@ def _total(routes: tuple[Route, ...], plan: Planner) -> str:
 # ---- drawing and running -------------------------------------------------------------------------------------------
 
 
-def _states(name: str, transfers: tuple[Transfer, ...], plan: Planner) -> list[State]:
+def _states(name: str, transfers: tuple[RoutedMove, ...], plan: Planner) -> list[State]:
     """What an array becomes, each state with the words for how it got there."""
     found = []
     for transfer in transfers:

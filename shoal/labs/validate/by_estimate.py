@@ -19,7 +19,7 @@ from shoal.labs.validate.rows import FACTS, Point
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
 from shoal.planning.cost.time.step import step
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.accelerators import Accelerator
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, Calibration
@@ -32,7 +32,7 @@ FLASH = [ATTENTION.index(name) for name in ("flash-2", "flash-3")]
 SOURCE = "a published row"
 
 
-def run_of(point: Point, constants: Calibration) -> Run | None:
+def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
     """The point as a run of shoal's; None where shoal's engine does not do what it did.
 
     Left out are experts, attention that writes its scores, stages that are cut otherwise than shoal cuts them, and
@@ -59,7 +59,7 @@ def run_of(point: Point, constants: Calibration) -> Run | None:
         )  # fmt: skip
         batch = n["b"] * int(r["microbatches"]) * n["dp"]
         precision = "fp8" if r["fp8"] else "bf16"
-        return estimable(checked(Run(shape, layout, _cluster(point, constants), n["s"], batch, precision)))
+        return estimable(checked(EstimatedRun(shape, layout, _cluster(point, constants), n["s"], batch, precision)))
     except (UsageError, ValueError):
         return None
 
@@ -91,7 +91,7 @@ def as_engine(points: Sequence[Point]) -> Runs:
 
 
 @dataclass(frozen=True)
-class Played:
+class EstimatedSteps:
     """Steps by `shoal estimate`.
 
     Attributes:
@@ -110,11 +110,11 @@ class Played:
         return float(np.median(np.abs(self.seconds / self.closed - 1)))
 
 
-def played(points: Sequence[Point], constants: Calibration, most: int = 200) -> Played:
+def played(points: Sequence[Point], constants: Calibration, most: int = 200) -> EstimatedSteps:
     """Those of quality A with a time that `shoal estimate` can express; where they are many, evenly drawn from them."""
     runs = [(p, run_of(p, constants)) for p in points if p.seconds and p.quality == "A"]
     found = [(p, run) for p, run in runs if run is not None]
     found = found[:: max(1, len(found) // most)]
     seconds = np.array([Estimate(run).step_seconds for _, run in found])
     chosen = [p for p, _ in found]
-    return Played(chosen, seconds, step(as_engine(chosen), constants).seconds if chosen else seconds)
+    return EstimatedSteps(chosen, seconds, step(as_engine(chosen), constants).seconds if chosen else seconds)

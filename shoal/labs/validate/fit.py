@@ -60,7 +60,7 @@ def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.n
     return size, memory.needed / memory.capacity
 
 
-class Problem:
+class FitProblem:
     """The residuals of some points."""
 
     def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
@@ -198,7 +198,7 @@ def fitted(points: Sequence[Point], constants: Calibration, iterations: int = IT
     """Constants of time, then of memory, from these points and from what is expected of each, and from nothing else."""
     constants = constants.expected()
     for what in ("time", "memory"):
-        problem = Problem(points, what, constants)
+        problem = FitProblem(points, what, constants)
         if problem.points:
             constants = problem.fit(iterations)
     return constants
@@ -208,7 +208,7 @@ def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
     """A line for each constant that the points reach and a bound holds: what they would have it be is not physics."""
     lines = []
     for what in SCALES:
-        problem = Problem(points, what, constants)
+        problem = FitProblem(points, what, constants)
         logs, prior = problem.start(), problem.prior
         for parameter, at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
             if min(abs(at - least), abs(at - most)) < 1e-3:

@@ -24,7 +24,7 @@ from shoal.pipeline.program import Action, Op
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, state_bytes
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.partition import parts_of
 from shoal.spec.catalog import ModelShape
@@ -38,7 +38,7 @@ BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
-class Held:
+class RankMemory:
     """Bytes of one rank, by what they are. Of what ranks of one host have together each has an equal part.
 
     Attributes:
@@ -61,7 +61,7 @@ class Held:
         return ", ".join(f"{names.get(name, name)} {show_bytes(size)}" for name, size in vars(self).items() if size)
 
 
-def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False) -> list[Held]:
+def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False) -> list[RankMemory]:
     """What the first rank of every pipeline rank holds at least, at the worst time of a step.
 
     Args:
@@ -71,7 +71,7 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
     program = program_of(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, policy.compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
-    forward = Pass(
+    forward = MicroBatch(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         eight=EightBits.of(policy, config.float8),
     )
@@ -86,7 +86,7 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
         alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
         room = room_of(config, state, policy)
         weights = room.weights - (_held_once(config, state, policy) if shares else 0)
-        every.append(Held(weights, state.gradients, room.optimizer + state.estimating, alive, room.method))
+        every.append(RankMemory(weights, state.gradients, room.optimizer + state.estimating, alive, room.method))
     return every
 
 

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from shoal.launch.watch import watchdog
-from shoal.training.resilience.heartbeat import Record
+from shoal.training.resilience.heartbeat import HeartbeatRecord
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Failure:
     report: str  # the traceback that the rank recorded, or the stack that was got from it, or ""
     trouble: str = ""  # why it was ended, where it did not end by itself
     since: float = float("inf")  # when it was last well, by the same clock, where it was ended
-    record: Record | None = None  # its last sign of life
+    record: HeartbeatRecord | None = None  # its last sign of life
 
     @property
     def order(self) -> tuple[bool, float]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.spec.config import FailoverConfig
-from shoal.training.resilience.heartbeat import Phase, Record
+from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
 STACK_SIGNAL = signal.SIGUSR2  # at which a rank writes its stack (`faulthandler`)
 STACK_SECONDS = 3.0  # for which the stack is waited for: a rank on a busy machine may have to wait for a core
@@ -33,7 +33,7 @@ WAITING = re.compile(r"shoal/engine/collectives/|torch/distributed/")  # files i
 class Sign(NamedTuple):
     """What is known of one rank at one moment."""
 
-    record: Record | None
+    record: HeartbeatRecord | None
     state: str
     """The kernel's letter of the process's state, ``T`` where it was stopped; "" where unknown."""
 
@@ -107,7 +107,7 @@ class Watchdog:
             return "is stopped (SIGSTOP)"
         return "is silent" if watched.idle >= self.limits.silence_seconds else ""
 
-    def _stall(self, records: list[Record], gap: float) -> Trouble | None:
+    def _stall(self, records: list[HeartbeatRecord], gap: float) -> Trouble | None:
         counts = [record.count for record in records]
         steps = max((record.steps for record in records), default=0)
         self._step += gap
@@ -123,7 +123,7 @@ class Watchdog:
             return None
         return Trouble(-1, "is stuck", max(record.marked for record in records))
 
-    def limit(self, records: list[Record]) -> float:
+    def limit(self, records: list[HeartbeatRecord]) -> float:
         """Seconds for which nobody needs to get on: little while all are in steps of which they have done one."""
         if all(record.phase is Phase.STEP and record.steps > record.begun >= 0 for record in records):
             return self.limits.stall_seconds + STEPS_ALLOWED * self.slowest
@@ -166,7 +166,7 @@ def stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> 
     return {rank: _from(files[rank], before[rank]) for rank in pids}
 
 
-def who_is_stuck(found: dict[int, str], records: dict[int, Record]) -> int:
+def who_is_stuck(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
     """Of ranks of which none gets on, the one that the others wait for: it is not itself in a collective; where all
     are, the one that has come least far."""
     busy = [rank for rank, stack in found.items() if stack and not waits(stack)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.program import Action, Times
+from shoal.pipeline.program import Action, StageDurations
 from shoal.pipeline.schedules import one_f_one_b, zero_bubble
 from shoal.pipeline.schedules.greedy import Choice, F, I, Play, follow
 from shoal.pipeline.schedules.placement import looped
@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 def zb_auto(
     ranks: int,
     microbatches: int,
-    times: Times | None = None,
+    times: StageDurations | None = None,
     memory: int | Sequence[int] | None = None,
     placement: tuple[int, ...] | None = None,
     kept: float = 1.0,
@@ -41,7 +41,7 @@ def zb_auto(
     Raises:
         UsageError: a rank has less memory than its stages need for one micro-batch.
     """
-    times, placement = times or Times(), placement or looped(ranks, 1)
+    times, placement = times or StageDurations(), placement or looped(ranks, 1)
     held = [placement.count(rank) for rank in range(ranks)]
     limits = [memory] * ranks if isinstance(memory, int) else list(memory or [ranks * held[0]] * ranks)
     if len(limits) != ranks or any(limit < stages for limit, stages in zip(limits, held, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import count, product
 
-from shoal.pipeline.program import Action, Op, Times
+from shoal.pipeline.program import Action, Op, StageDurations
 from shoal.pipeline.schedules.greedy import Play, fill
 from shoal.pipeline.schedules.placement import vee_shaped
 
@@ -38,7 +38,7 @@ def v_half(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
 def _filled(orders: list[list[Action]], microbatches: int, memory: int) -> list[list[Action]]:
     """Orders with weight halves in their gaps; not to the end where a rank waits for memory that is never free."""
     ranks = len(orders)
-    play = Play(ranks, microbatches, Times(), vee_shaped(ranks, 2))
+    play = Play(ranks, microbatches, StageDurations(), vee_shaped(ranks, 2))
     play.run(fill(play, orders, memory))
     return play.orders
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from shoal.pipeline.program import Action, Op, Times
+from shoal.pipeline.program import Action, Op, StageDurations
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 Choice = Callable[[int, float], Action | None]  # what a rank that is free does now, or nothing until more has arrived
@@ -15,7 +15,7 @@ class Play:
     """A step that is being played: what each rank has done, and what has reached it by when."""
 
     def __init__(
-        self, ranks: int, microbatches: int, times: Times, placement: tuple[int, ...], kept: float = 1.0
+        self, ranks: int, microbatches: int, times: StageDurations, placement: tuple[int, ...], kept: float = 1.0
     ):
         self.times, self.placement, self.microbatches = times, placement, microbatches
         self.lasting = {F: times.forward, B: times.input + times.weight, I: times.input, W: times.weight}

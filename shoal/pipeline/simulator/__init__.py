@@ -3,6 +3,6 @@
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
-__all__ = ["Disturbance", "Links", "Timeline", "Times", "simulate"]
+__all__ = ["ActionTimes", "Disturbance", "MessageTimes", "Timeline", "simulate"]

@@ -40,7 +40,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class DistinctReplicas:
     """Those of a pipeline's replicas that differ; all others behave as the first.
 
     Attributes:
@@ -54,7 +54,7 @@ class Replicas:
     links: tuple[Mapping[tuple[int, int], float], ...]
 
 
-def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1) -> Replicas:
+def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1) -> DistinctReplicas:
     """Tell apart as few replicas as behave differently; with jitter all do.
 
     The tensor-parallel ranks of one replica and stage move together, as slow as the slowest.
@@ -87,7 +87,7 @@ def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int =
     return _group(disturbance, compute, links, pp, dp)
 
 
-def _group(disturbance: Disturbance, compute: dict, links: dict, pp: int, dp: int) -> Replicas:
+def _group(disturbance: Disturbance, compute: dict, links: dict, pp: int, dp: int) -> DistinctReplicas:
     groups: dict[tuple, list[int]] = {}
     disturbed = range(dp) if disturbance.jitter else sorted(compute.keys() | links.keys())
     for replica in disturbed:
@@ -101,4 +101,4 @@ def _group(disturbance: Disturbance, compute: dict, links: dict, pp: int, dp: in
     for kind, (_, slow, _) in enumerate(kinds):
         for rank, factor in slow.items():
             factors[kind, rank] = factor
-    return Replicas(np.array([count for count, _, _ in kinds]), factors, tuple(slow for _, _, slow in kinds))
+    return DistinctReplicas(np.array([count for count, _, _ in kinds]), factors, tuple(slow for _, _, slow in kinds))

@@ -15,17 +15,17 @@ import numpy as np
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import Program
 from shoal.pipeline.simulator.columns import BACKWARD, FORWARD, GATHER, INPUT, REDUCE, Columns, of_program
-from shoal.pipeline.simulator.disturbance import Disturbance, Replicas, different_replicas
+from shoal.pipeline.simulator.disturbance import DistinctReplicas, Disturbance, different_replicas
 from shoal.pipeline.simulator.timeline import Messages, Timeline
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 NOTHING = -1
 
 
 def simulate(
     program: Program | Columns,
-    times: Times | None = None,
-    links: Links | None = None,
+    times: ActionTimes | None = None,
+    links: MessageTimes | None = None,
     *,
     disturbance: Disturbance | None = None,
     dp: int = 1,
@@ -47,13 +47,13 @@ def simulate(
             result that nobody makes, or ranks that wait for each other.
     """
     columns = program if isinstance(program, Columns) else of_program(program)
-    times, links, disturbance = times or Times(), links or Links(), disturbance or Disturbance()
+    times, links, disturbance = times or ActionTimes(), links or MessageTimes(), disturbance or Disturbance()
     pairs = columns.pairs if times.pair is not None else np.empty(0, np.int64)
     if len(pairs):
         columns = _sent_together(columns, pairs)
     replicas = different_replicas(disturbance, columns.ranks, dp, tp)
     messages = messages_of(columns)
-    graph = Graph.of(columns, messages, times, links, disturbance, replicas)
+    graph = EventGraph.of(columns, messages, times, links, disturbance, replicas)
     start, arrival = _play(graph, columns)
     return _timeline(columns, pairs, replicas, messages, graph, start, arrival)
 
@@ -117,7 +117,7 @@ def _needed(columns: Columns, table: np.ndarray, passes: tuple[int, ...], kind: 
 
 
 @dataclass(frozen=True)
-class Graph:
+class EventGraph:
     """Nodes: the rows of each kind of replica, then their messages, then what the kinds meet at.
 
     Attributes:
@@ -140,11 +140,11 @@ class Graph:
     def of(
         columns: Columns,
         messages: np.ndarray,
-        times: Times,
-        links: Links,
+        times: ActionTimes,
+        links: MessageTimes,
         disturbance: Disturbance,
-        replicas: Replicas,
-    ) -> Graph:
+        replicas: DistinctReplicas,
+    ) -> EventGraph:
         kinds, rows, sent = len(replicas.count), columns.rows, messages.shape[1]
         meetings = _meetings(columns, kinds)
         nodes = kinds * (rows + sent) + meetings.shape[1]
@@ -179,7 +179,7 @@ class Graph:
                 first.append(_lanes(following, begins + to, ends + to))
         if meetings.size:
             first.append(_meet(following, waits_for, meetings, kinds * (rows + sent)))
-        return Graph(np.concatenate(first), following, waits_for, duration, latency, kinds * rows)
+        return EventGraph(np.concatenate(first), following, waits_for, duration, latency, kinds * rows)
 
 
 def _lanes(following: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -250,7 +250,7 @@ def _noise(random: np.random.Generator, deviation: float, n: int) -> np.ndarray:
 # ---- the play ---------------------------------------------------------------------------------------------------
 
 
-def _play(graph: Graph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+def _play(graph: EventGraph, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     """When each node begins, and when it has arrived. [nodes] each"""
     nodes = len(graph.next)
     never = nodes  # behind the last of each lane; it waits for itself
@@ -283,9 +283,9 @@ def deadlock(heads: np.ndarray, columns: Columns) -> str:
 def _timeline(
     columns: Columns,
     pairs: np.ndarray,
-    replicas: Replicas,
+    replicas: DistinctReplicas,
     messages: np.ndarray,
-    graph: Graph,
+    graph: EventGraph,
     start: np.ndarray,
     arrival: np.ndarray,
 ) -> Timeline:

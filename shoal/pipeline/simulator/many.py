@@ -27,8 +27,8 @@ from shoal.pipeline.simulator.columns import (
     Columns,
 )
 from shoal.pipeline.simulator.disturbance import Disturbance, different_replicas
-from shoal.pipeline.simulator.engine import NOTHING, Graph, deadlock, messages_of
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.engine import NOTHING, EventGraph, deadlock, messages_of
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 
 class Replay:
@@ -42,11 +42,13 @@ class Replay:
         self.columns = columns
         messages = messages_of(columns)
         quiet = Disturbance()
-        graph = Graph.of(columns, messages, Times(0, 0, 0), Links(), quiet, different_replicas(quiet, columns.ranks))
+        graph = EventGraph.of(
+            columns, messages, ActionTimes(0, 0, 0), MessageTimes(), quiet, different_replicas(quiet, columns.ranks)
+        )
         self.rows, self.sent = columns.rows, messages.shape[1]
         self.sweeps = _Sweeps.of(graph, columns)
 
-    def step_times(self, times: np.ndarray, links: Sequence[Links]) -> np.ndarray:
+    def step_times(self, times: np.ndarray, links: Sequence[MessageTimes]) -> np.ndarray:
         """[sets] from the begin of the step to the end of its last action, as `simulate` has it.
 
         Args:
@@ -95,7 +97,7 @@ class _Sweeps(NamedTuple):
     each: list[tuple[slice, np.ndarray, np.ndarray]]
 
     @staticmethod
-    def of(graph: Graph, columns: Columns) -> _Sweeps:
+    def of(graph: EventGraph, columns: Columns) -> _Sweeps:
         """Each lane goes on by a node wherever that can be."""
         sweep, count = _sweep_of(graph, columns), len(graph.next)
         before, linked = np.full(count, count), np.flatnonzero(graph.next != NOTHING)
@@ -109,7 +111,7 @@ class _Sweeps(NamedTuple):
         return _Sweeps(nodes, waits_for, [(cut, behind[cut], needed[cut]) for cut in cuts])
 
 
-def _sweep_of(graph: Graph, columns: Columns) -> np.ndarray:
+def _sweep_of(graph: EventGraph, columns: Columns) -> np.ndarray:
     """[nodes] the sweep that does each, from 1 on: behind that of the node before it on its lane, and of what it waits
     for."""
     following, waits_for = graph.next.tolist(), graph.waits_for.tolist()

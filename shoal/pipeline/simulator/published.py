@@ -21,7 +21,7 @@ from shoal.pipeline.schedules.placement import looped
 from shoal.pipeline.simulator.columns import Columns, of_program, of_schedule
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 FILE = "zero_bubble.csv"
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
@@ -96,8 +96,8 @@ def played(printed: Printed) -> Timeline:
     """
     forward, backward_input, backward_weight, message = printed.times
     v = printed.virtual
-    times = Times(forward / v, backward_input / v, backward_weight / v)
-    return simulate(_columns(printed), times, Links(time=message))
+    times = ActionTimes(forward / v, backward_input / v, backward_weight / v)
+    return simulate(_columns(printed), times, MessageTimes(time=message))
 
 
 def _columns(printed: Printed) -> Columns:
@@ -106,7 +106,9 @@ def _columns(printed: Printed) -> Columns:
         return of_schedule(SCHEDULES[NAMES[printed.method]], p, m, printed.virtual)
     if printed.method not in AUTOMATIC:
         raise UsageError(f"{printed.row}: method {printed.method}; known are {', '.join((*NAMES, *AUTOMATIC))}")
-    orders = zb_auto(p, m, pipeline.Times(*printed.times), memory=AUTOMATIC[printed.method] * p, kept=printed.kept)
+    orders = zb_auto(
+        p, m, pipeline.StageDurations(*printed.times), memory=AUTOMATIC[printed.method] * p, kept=printed.kept
+    )
     return of_program(Program(tuple(map(tuple, orders)), looped(p, 1), m))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Step:
+class EqualStages:
     """What the closed forms are functions of.
 
     Attributes:
@@ -50,27 +50,27 @@ class Theory:
     """
 
     source: str
-    idle: Callable[[Step], float]
-    alive: Callable[[Step], int]
+    idle: Callable[[EqualStages], float]
+    alive: Callable[[EqualStages], int]
     flushed: bool = True
     needs: str = ""
-    holds: Callable[[Step], bool] = lambda step: True
+    holds: Callable[[EqualStages], bool] = lambda step: True
 
 
-def _flush(s: Step) -> float:
+def _flush(s: EqualStages) -> float:
     """Filling and draining a pipeline with whole backwards."""
     return (s.p - 1) * (s.f + s.whole)
 
 
-def _full_rounds(s: Step) -> bool:
+def _full_rounds(s: EqualStages) -> bool:
     return s.v == 1 or s.m % s.p == 0
 
 
-def _alive_interleaved(s: Step) -> int:
+def _alive_interleaved(s: EqualStages) -> int:
     return min(s.m * s.v, s.p if s.v == 1 else s.p * s.v + s.p - 1)
 
 
-def _fits(s: Step) -> bool:
+def _fits(s: EqualStages) -> bool:
     """The weight halves fit into the gaps that the others leave."""
     return s.w <= s.f <= s.b and s.m >= 2 * s.p
 
@@ -78,7 +78,7 @@ def _fits(s: Step) -> bool:
 FITS = "T_W <= T_F <= T_B, m >= 2p"
 
 
-def _both_ways(half: Callable[[Step], float]) -> dict:
+def _both_ways(half: Callable[[EqualStages], float]) -> dict:
     """(PP/2 - 1)(F&B + B - 3W), with B the whole backward: half = PP/2 ranks from each end to the middle."""
     return {
         "idle": lambda s: (half(s) - 1) * (s.pair + s.whole - 3 * s.w),

@@ -16,7 +16,7 @@ Duration = float | np.ndarray | Callable[[np.ndarray, np.ndarray, np.ndarray, np
 
 
 @dataclass(frozen=True)
-class Times:
+class ActionTimes:
     """How long each action occupies its rank, in one unit of your choice.
 
     An action on a slice of the sequence takes its share of these.
@@ -88,7 +88,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Links:
+class MessageTimes:
     """How long messages between pipeline ranks take. Messages of one rank to one other go one after another.
 
     Attributes:
@@ -107,7 +107,7 @@ class Links:
                 raise UsageError(f"links.{name}: {getattr(self, name)} must be finite and not negative")
 
     @classmethod
-    def of_bandwidth(cls, message_bytes: float, bytes_per_second: float, latency: float = 0.0) -> Links:
+    def of_bandwidth(cls, message_bytes: float, bytes_per_second: float, latency: float = 0.0) -> MessageTimes:
         """Links on which a message takes its size over the bandwidth, all times in seconds."""
         return cls(time=message_bytes / bytes_per_second, latency=latency)
 

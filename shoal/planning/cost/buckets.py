@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from shoal.planning.cost.parameters import SPLITTING, Held, StagePart, units_of
+from shoal.planning.cost.parameters import SPLITTING, LocalParameter, StagePart, units_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -28,13 +28,13 @@ class Members(NamedTuple):
         expert: whether they are experts', all of them.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[LocalParameter, ...]
     allocated: int
     elements: int
     expert: bool
 
     @staticmethod
-    def of(held: Iterable[Held]) -> Members:
+    def of(held: Iterable[LocalParameter]) -> Members:
         """Summed."""
         held = tuple(held)
         return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
@@ -159,7 +159,7 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
     """The one unit of a part, counted once for all stages that it is in, and all stages of ZeRO."""
     layout = PLAIN.model_copy(update=dict(zip(SPLITTING, splitting, strict=True)))
     (unit,) = units_of(shape, layout, part, *index)
-    together: dict[bool, list[Held]] = {}
+    together: dict[bool, list[LocalParameter]] = {}
     for held in unit:
         if not held.alone:
             together.setdefault(held.expert, []).append(held)

@@ -15,8 +15,8 @@ from shoal.engine.parallel.context.token_order import Spread, spread
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
 from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
 from shoal.planning.cost.memory.optimizer_state import in_order
-from shoal.planning.cost.micro_batch import Pass
-from shoal.planning.cost.parameters import Held, StagePart
+from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.parameters import LocalParameter, StagePart
 from shoal.planning.cost.partition import stage_parts
 from shoal.planning.cost.time.traffic import (
     Sent,
@@ -52,7 +52,7 @@ class RankCounts:
     """
 
     def __init__(
-        self, run: Pass, program: Program, mesh: Mesh, policy: Formats, slices: Sequence[int] = (), *,
+        self, run: MicroBatch, program: Program, mesh: Mesh, policy: Formats, slices: Sequence[int] = (), *,
         by_parts: bool = False,
     ):
         self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
@@ -199,7 +199,7 @@ class RankCounts:
         shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
         return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
 
-    def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[Held, int]]:
+    def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[LocalParameter, int]]:
         """The parameters of a bucket, and how many elements of each are in this rank's shard of it."""
         start, index = 0, self.mesh.index("edp_shard" if bucket[0].expert else "shard")
         for held in in_order(bucket):

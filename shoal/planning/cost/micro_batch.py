@@ -17,7 +17,7 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class MicroBatch:
     """What decides the activations of one micro-batch on one rank.
 
     Attributes:
@@ -77,11 +77,11 @@ class Pass:
         return max(4, self.itemsize)
 
 
-def once(count: Callable[Concatenate[Pass, P], T]) -> Callable[Concatenate[Pass, P], T]:
+def once(count: Callable[Concatenate[MicroBatch, P], T]) -> Callable[Concatenate[MicroBatch, P], T]:
     """A count of a pass that is made once for the same arguments: a search asks for it thousands of times."""
 
     @wraps(count)
-    def of(run: Pass, *args: P.args, **named: P.kwargs) -> T:
+    def of(run: MicroBatch, *args: P.args, **named: P.kwargs) -> T:
         key = (count, *args, *named.items())
         if key not in run.counted:
             run.counted[key] = count(run, *args, **named)

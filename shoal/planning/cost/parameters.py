@@ -29,7 +29,7 @@ class StagePart(NamedTuple):
     shared: bool = False
 
 
-class Held(NamedTuple):
+class LocalParameter(NamedTuple):
     """One parameter on one rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Held(NamedTuple):
     expert: bool = False
 
 
-Unit = list[Held]
+Unit = list[LocalParameter]
 """What is gathered at once: the embedding, a layer, the final norm and the head."""
 SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
 
@@ -69,44 +69,46 @@ def units_of(
     y_index, x_index = divmod(tp_index, x)  # of a grid; in one dimension (tp_index, 0)
     summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
 
-    def whole(name: str, *size: int) -> Held:  # but for the hidden dim, its last, of which a grid's rank has a part
+    def whole(
+        name: str, *size: int
+    ) -> LocalParameter:  # but for the hidden dim, its last, of which a grid's rank has a part
         *others, last = size
         box = Box((*(0 for _ in others), x_index * (last // x)), (*others, last // x))
-        return Held(name, size, box, box.numel, summed, y)
+        return LocalParameter(name, size, box, box.numel, summed, y)
 
-    def rows(name: str, *size: int, parts: int = tp, alone: bool = False) -> Held:
+    def rows(name: str, *size: int, parts: int = tp, alone: bool = False) -> LocalParameter:
         copies, each = tp // parts, -(-size[0] // parts)
         start = min(tp_index // copies * each, size[0])
         box = Box((start, *(0 for _ in size[1:])), (min(each, size[0] - start), *size[1:]))
         partial = f"tp/{copies}" if copies > 1 else ""
-        return Held(name, size, box, each * math.prod(size[1:]), partial, copies, alone)
+        return LocalParameter(name, size, box, each * math.prod(size[1:]), partial, copies, alone)
 
-    def columns(name: str, out: int, width: int) -> Held:
+    def columns(name: str, out: int, width: int) -> LocalParameter:
         box = Box((x_index * (out // x), y_index * (width // y)), (out // x, width // y))
-        return Held(name, (out, width), box, box.numel)
+        return LocalParameter(name, (out, width), box, box.numel)
 
-    def norm(name: str) -> Iterator[Held]:
+    def norm(name: str) -> Iterator[LocalParameter]:
         yield whole(f"{name}.weight", h)
         if bias:
             yield whole(f"{name}.bias", h)
 
-    def block_of(name: str, size: int, parts: int) -> Held:  # on a grid
+    def block_of(name: str, size: int, parts: int) -> LocalParameter:  # on a grid
         copies, each = y // min(y, parts), size // min(y, parts)
         box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
-        return Held(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
+        return LocalParameter(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
 
-    def into(name: str, size: int, parts: int = tp) -> Iterator[Held]:  # column-parallel
+    def into(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:  # column-parallel
         weight = f"{name}.weight"
         yield rows(weight, size, h, parts=parts) if x == 1 else block_of(weight, size, parts)
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 
-    def out_of(name: str, size: int) -> Iterator[Held]:  # row-parallel
+    def out_of(name: str, size: int) -> Iterator[LocalParameter]:  # row-parallel
         yield columns(f"{name}.weight", h, size)
         if bias:
             yield whole(f"{name}.bias", h)
 
-    def layer(i: int) -> Iterator[Held]:
+    def layer(i: int) -> Iterator[LocalParameter]:
         if shape.skips(i):
             width = shape.depths.predictor
             yield whole(f"layers.{i}.depth.router", h)
@@ -125,18 +127,18 @@ def units_of(
         for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
             size = (experts.count, h)
             partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
-            yield Held(f"{name}.router.{part}", size, Box.whole(size), math.prod(size), partial, tp)
+            yield LocalParameter(f"{name}.router.{part}", size, Box.whole(size), math.prod(size), partial, tp)
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         for part in ("up", "down") if bias else ("gate", "up", "down"):
             down = part == "down"
             size = (experts.count, h, experts.ffn) if down else (experts.count, experts.ffn, h)
             offset = (ep_index * count, 0, etp_index * width) if down else (ep_index * count, etp_index * width, 0)
             box = Box(offset, (count, h, width) if down else (count, width, h))
-            yield Held(f"{name}.experts.{part}", size, box, box.numel, expert=True)
+            yield LocalParameter(f"{name}.experts.{part}", size, box, box.numel, expert=True)
         if experts.shared:
             yield from block(f"{name}.shared", experts.shared * experts.ffn)
 
-    def block(name: str, width: int) -> Iterator[Held]:
+    def block(name: str, width: int) -> Iterator[LocalParameter]:
         for part in ("up",) if bias else ("gate", "up"):
             yield from into(f"{name}.{part}", width)
         yield from out_of(f"{name}.down", width)

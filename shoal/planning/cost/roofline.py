@@ -12,7 +12,7 @@ from shoal.spec.catalog import Accelerator
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCost:
     """What an operation does.
 
     Attributes:
@@ -38,16 +38,16 @@ class Work:
         return max(self.flops / peak, self.bytes / bandwidth)
 
 
-def dot_product(n: int, itemsize: int = 2) -> Work:
+def dot_product(n: int, itemsize: int = 2) -> OperationCost:
     """Of two vectors of n numbers: intensity (2 n - 1) / (e (2 n + 1)), 1/2 in 16 bits, whatever n is.
 
     >>> round(dot_product(10**6).intensity, 3)
     0.5
     """
-    return Work(2 * n - 1, itemsize * (2 * n + 1))
+    return OperationCost(2 * n - 1, itemsize * (2 * n + 1))
 
 
-def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | None = None) -> Work:
+def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | None = None) -> OperationCost:
     """[m, k] x [k, n]: intensity 2 m k n / (e (m k + k n + m n)), about m in 16 bits where m is the small one.
 
     Args:
@@ -57,7 +57,7 @@ def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | No
     >>> round(matrix_product(64, 8192, 8192).intensity)
     63
     """
-    return Work(2 * m * k * n, itemsize * (m * k + k * n) + (result or itemsize) * m * n)
+    return OperationCost(2 * m * k * n, itemsize * (m * k + k * n) + (result or itemsize) * m * n)
 
 
 def ridge(peak: float, bandwidth: float) -> float:

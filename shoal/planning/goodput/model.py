@@ -36,7 +36,7 @@ def device_mtbf(devices: int, days: float, interruptions: float) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training that fails. Times are seconds.
 
     Attributes:
@@ -74,12 +74,12 @@ class Job:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def young(job: Job) -> float:
+def young(job: TrainingJob) -> float:
     """Seconds of work between saves: sqrt(2 delta M) (Young 1974)."""
     return math.sqrt(2 * job.checkpoint * job.between)
 
 
-def daly(job: Job) -> float:
+def daly(job: TrainingJob) -> float:
     """The same with two more terms of the series, M where a save takes 2 M or more (Daly 2006, equation 37)."""
     delta, mean = job.checkpoint, job.between
     if delta >= 2 * mean:
@@ -88,7 +88,7 @@ def daly(job: Job) -> float:
     return math.sqrt(2 * delta * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - delta
 
 
-def best_interval(job: Job) -> float:
+def best_interval(job: TrainingJob) -> float:
     """The same exactly: where the derivative of `effective` is zero, x + delta/M + log(1 - x) = 0 with x = tau / M; but
     not before the last save is written."""
     delta = job.checkpoint / job.between
@@ -99,7 +99,7 @@ def best_interval(job: Job) -> float:
     return max(low * job.between, job.flush)
 
 
-def effective(job: Job, interval: float) -> float:
+def effective(job: TrainingJob, interval: float) -> float:
     """The part of the time that is spent on steps that count, where a restart never waits (Daly 2006, equation 20)."""
     mean, before = job.between, job.restart + job.flush
     if (before + interval + job.checkpoint) / mean > 700:
@@ -110,7 +110,7 @@ def effective(job: Job, interval: float) -> float:
 # ---- spares ----------------------------------------------------------------------------------------------------------
 
 
-def available(job: Job) -> float:
+def available(job: TrainingJob) -> float:
     """The part of the time in which enough nodes are whole; 1 where no spares are counted.
 
     Failures come while the job is up, and each is repaired by itself: the job is down with all spares used and one
@@ -131,7 +131,7 @@ def erlang_b(servers: int, load: float) -> float:
     return blocked
 
 
-def spares_for(job: Job, availability: float) -> int:
+def spares_for(job: TrainingJob, availability: float) -> int:
     """The fewest spare nodes with which enough are whole for this part of the time."""
     spares = 0
     while available(replace(job, spares=spares)) < availability:
@@ -139,7 +139,7 @@ def spares_for(job: Job, availability: float) -> int:
     return spares
 
 
-def goodput(job: Job, interval: float | None = None) -> float:
+def goodput(job: TrainingJob, interval: float | None = None) -> float:
     """All of it: the part of the time on steps that count, and that the nodes are there."""
     return available(job) * effective(job, best_interval(job) if interval is None else interval)
 
@@ -147,7 +147,7 @@ def goodput(job: Job, interval: float | None = None) -> float:
 # ---- played ----------------------------------------------------------------------------------------------------------
 
 
-def play(job: Job, interval: float, *, failures: int = 2000, seed: int = 0) -> float:
+def play(job: TrainingJob, interval: float, *, failures: int = 2000, seed: int = 0) -> float:
     """The same from a simulation of so many failures: of the job, its saves, its restarts, and of repairs.
 
     Nodes fail while the job runs, saves or restarts; while it waits for a node nothing fails.

@@ -59,7 +59,7 @@ def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class StageChain:
     """A program's stages and where they are.
 
     Attributes:

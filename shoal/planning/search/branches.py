@@ -14,16 +14,16 @@ import numpy as np
 
 from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.planning.cost.time.stage import Stages
-from shoal.planning.run import Run
+from shoal.planning.cost.time.stage import StagePrices
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.bounds import Order
 from shoal.planning.search.outline import Outline
-from shoal.planning.search.space import Fields, Space, depth_of, pipelines, splits
+from shoal.planning.search.space import Fields, LayoutSpace, depth_of, pipelines, splits
 
 SLACK = 1e-9  # relative: a bound and a time may differ by as much in rounding
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """What has the same FLOPs on each rank.
 
     Attributes:
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     degrees: Fields
     way: Fields
     microbatches: int
-    plain: Stages
+    plain: StagePrices
 
 
 class Branch(NamedTuple):
@@ -52,7 +52,7 @@ class Branch(NamedTuple):
     """
 
     least: float
-    work: Work
+    work: WorkItem
     pipe: Fields
     split: Fields
     outline: Outline
@@ -72,7 +72,7 @@ class _Together(NamedTuple):
     """
 
     least: np.ndarray
-    works: Sequence[Work]
+    works: Sequence[WorkItem]
     pipe: Fields
     split: Fields
     outline: Outline
@@ -104,9 +104,9 @@ class Branches:
         return Branch(self.least[place], work, *group[2:])
 
 
-def branches(run: Run, space: Space, works: Iterable[Work]) -> Branches:
+def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -> Branches:
     """Every one, the least time first."""
-    of_depth: dict[int, dict[int, list[Work]]] = {}
+    of_depth: dict[int, dict[int, list[WorkItem]]] = {}
     for work in works:
         of_depth.setdefault(work.degrees["pp"], {}).setdefault(work.microbatches, []).append(work)
     found: list[_Together] = []
@@ -132,7 +132,7 @@ def branches(run: Run, space: Space, works: Iterable[Work]) -> Branches:
 
 
 def _outlines(
-    run: Run, pp: int, pipe: Fields, space: Space, known: dict[tuple, Outline]
+    run: EstimatedRun, pp: int, pipe: Fields, space: LayoutSpace, known: dict[tuple, Outline]
 ) -> Iterator[tuple[Fields, Outline]]:
     """The outlines of a pipeline's programs, by the layers of its stages; those of pipelines that place them alike are
     the same."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.planning.cost.time.stage import Stages
+from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.search.branches import SLACK, Branch
 from shoal.planning.search.outline import Outline
-from shoal.planning.search.replicas import Replicas
+from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.space import Fields
 
 
@@ -25,9 +25,9 @@ class Placed:
         replicas: the ways to shard.
     """
 
-    plain: Stages
+    plain: StagePrices
     outline: Outline
-    replicas: Replicas
+    replicas: ReplicaChoices
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -106,7 +106,7 @@ class Candidate(NamedTuple):
     """
 
     levels: tuple[Fields, ...]
-    stages: Stages
+    stages: StagePrices
     times: np.ndarray
     finishing: np.ndarray
     launched: float

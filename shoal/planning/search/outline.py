@@ -12,8 +12,8 @@ from shoal.pipeline.program import Program
 from shoal.planning.cost.memory.stage import TIMES, Alive, alive_at
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.partition import stage_parts
-from shoal.planning.cost.time.stage import Stages
-from shoal.planning.search.bounds import Chain, Order
+from shoal.planning.cost.time.stage import StagePrices
+from shoal.planning.search.bounds import Order, StageChain
 from shoal.spec.catalog import ModelShape
 
 Alike = tuple[list[StagePart], list[Alive]]
@@ -27,12 +27,12 @@ class Outline:
     Attributes:
         chain: the program's outline.
         kinds: one stage of each kind.
-        counts: [kinds, 5] of each kind what `Stages.linear` has the times of.
+        counts: [kinds, 5] of each kind what `StagePrices.linear` has the times of.
         kind: [stages] the kind of each.
         ranks: of ranks that hold alike, (the numbers of each one's stages, and what these keep).
     """
 
-    chain: Chain
+    chain: StageChain
     kinds: list[StagePart]
     counts: np.ndarray
     kind: np.ndarray
@@ -55,27 +55,27 @@ class Outline:
             ranks.setdefault(tuple(kind[held[rank]]), []).append(held[rank])
         alike_ranks = [(same, [parts[stage] for stage in same[0]]) for same in ranks.values()]
         one_each = [parts[int(np.argmax(kind == k))] for k in kinds.values()]
-        return Outline(Chain(program), one_each, counts.astype(float), kind, alike_ranks)
+        return Outline(StageChain(program), one_each, counts.astype(float), kind, alike_ranks)
 
     @property
     def first(self) -> list[StagePart]:
         """The stages of the first rank."""
         return self.ranks[0][1]
 
-    def times(self, stages: Stages) -> np.ndarray:
+    def times(self, stages: StagePrices) -> np.ndarray:
         """[3, stages] seconds of forwards and of both halves of backwards."""
         priced = [stages.stage_of(part) for part in self.kinds]
         return np.array([s.passes for s in priced]).T[:, self.kind]
 
-    def finishing(self, stages: Stages) -> np.ndarray:
+    def finishing(self, stages: StagePrices) -> np.ndarray:
         """[3, kinds] seconds: reduction, update, gather."""
         return np.array([stages.finish_of(part) for part in self.kinds]).T
 
-    def kept(self, stages: Stages) -> np.ndarray:
+    def kept(self, stages: StagePrices) -> np.ndarray:
         """[stages] bytes that a micro-batch keeps alive."""
         return np.array([stages.kept_of(part) for part in self.kinds], float)[self.kind]
 
-    def between(self, stages: Stages) -> np.ndarray:
+    def between(self, stages: StagePrices) -> np.ndarray:
         """[stages] bytes that are there between the halves of a micro-batch's backward."""
         return np.array([stages.between_of(part) for part in self.kinds], float)[self.kind]
 
@@ -83,7 +83,7 @@ class Outline:
         """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
 
         Args:
-            linear: [layouts, 4, 5], as `Stages.linear`.
+            linear: [layouts, 4, 5], as `StagePrices.linear`.
             hops: [layouts] seconds of a message.
             microbatches: [layouts] of each replica.
         """
@@ -92,7 +92,7 @@ class Outline:
         launched = self.chain.by_rank(self.chain.through(microbatches) * times[:, 3])
         return np.maximum(np.maximum(busy, launched).max(axis=1), firsts)
 
-    def launched(self, stages: Stages, finishing: np.ndarray, microbatches: int) -> float:
+    def launched(self, stages: StagePrices, finishing: np.ndarray, microbatches: int) -> float:
         """Seconds that the slowest host needs for a step at least.
 
         Args:
@@ -110,7 +110,8 @@ class Outline:
         return found
 
     def ends(self, times: np.ndarray, hop: float, microbatches: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
-        """`Chain.ends` of layouts that send and split the batch alike, with [3, layouts, stages] seconds of stages."""
+        """`StageChain.ends` of layouts that send and split the batch alike, of [3, layouts, stages] seconds of
+        stages."""
         layouts = times.shape[1]
         return self.chain.ends(*times, np.full(layouts, hop), np.full(layouts, microbatches), order)
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from shoal.base.errors import UsageError
 from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.run import Run
-from shoal.planning.search.search import Found, Plan, Progressing, search
-from shoal.planning.search.space import Space
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.search import Plan, PricedLayout, Progressing, search
+from shoal.planning.search.space import LayoutSpace
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.links import Link
 
@@ -25,17 +25,19 @@ class Answer(NamedTuple):
     plan: Plan
 
     @property
-    def run(self) -> Run:
+    def run(self) -> EstimatedRun:
         """What it was for."""
         return self.plan.run
 
     @property
-    def found(self) -> Found:
+    def found(self) -> PricedLayout:
         """The best layout."""
         return self.plan.best[0]
 
 
-def best(run: Run, space: Space, progress: Progressing | None = None, within: float = inf) -> Answer | None:
+def best(
+    run: EstimatedRun, space: LayoutSpace, progress: Progressing | None = None, within: float = inf
+) -> Answer | None:
     """The fastest layout that fits, if a step of it takes no longer than ``within`` seconds; None where none does."""
     plan = search(run, space, count=1, within=within, progress=progress)
     return Answer(plan) if plan.best else None
@@ -58,7 +60,7 @@ def sized(machine: Cluster, nodes: int, per_node: int | None = None) -> Cluster:
     return replace(machine, nodes=nodes, per_node=each, nics=nics, nic=machine.nic if nodes > 1 else None)
 
 
-def fewest(run: Run, space: Space, progress: Progressing | None = None) -> Answer | None:
+def fewest(run: EstimatedRun, space: LayoutSpace, progress: Progressing | None = None) -> Answer | None:
     """The least cluster on which the run fits: one device, one more of its node at a time, then one more node.
 
     The weights in their number format alone need so many at least; no fewer are tried.
@@ -77,7 +79,7 @@ def fewest(run: Run, space: Space, progress: Progressing | None = None) -> Answe
     return None
 
 
-def machines(run: Run, space: Space, progress: Progressing | None = None) -> Iterator[Answer]:
+def machines(run: EstimatedRun, space: LayoutSpace, progress: Progressing | None = None) -> Iterator[Answer]:
     """The best on 1, 2, 4, ... nodes up to the cluster's, where the run fits."""
     nodes = 1
     while nodes <= run.cluster.nodes:
@@ -88,7 +90,7 @@ def machines(run: Run, space: Space, progress: Progressing | None = None) -> Ite
 
 
 def affordable(
-    run: Run, space: Space, device_seconds: float, progress: Progressing | None = None
+    run: EstimatedRun, space: LayoutSpace, device_seconds: float, progress: Progressing | None = None
 ) -> Answer | None:
     """The fastest on any number of nodes up to the cluster's, of those whose step takes so many device-seconds at most.
 
@@ -109,7 +111,9 @@ def affordable(
     return found
 
 
-def what_if(run: Run, space: Space, progress: Progressing | None = None) -> Iterator[tuple[str, Answer | None]]:
+def what_if(
+    run: EstimatedRun, space: LayoutSpace, progress: Progressing | None = None
+) -> Iterator[tuple[str, Answer | None]]:
     """The best layout on the cluster as it is, and with one thing of it changed."""
     machine = run.cluster
     chip = machine.accelerator
@@ -137,7 +141,7 @@ def what_if(run: Run, space: Space, progress: Progressing | None = None) -> Iter
 
 
 def grid(
-    runs: Mapping[str, Run], nodes: Sequence[int], space: Space, progress: Progressing | None = None
+    runs: Mapping[str, EstimatedRun], nodes: Sequence[int], space: LayoutSpace, progress: Progressing | None = None
 ) -> dict[tuple[str, int], Answer | None]:
     """The best layout of every model on every number of nodes.
 

@@ -1,7 +1,7 @@
 """The ways in which replicas share out their state, all at once: bounds of what each costs in time and memory.
 
-Closed forms in arrays with one entry for each of `shoal.planning.search.space.shardings`. None is above what `Stages`
-says of the same layout (`stage_of`, `finish_of`, `memory_of`): padding is left out.
+Closed forms in arrays with one entry for each of `shoal.planning.search.space.shardings`. None is above what
+`StagePrices` says of the same layout (`stage_of`, `finish_of`, `memory_of`): padding is left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shoal.planning.cost.memory.optimizer_state import least
 from shoal.planning.cost.memory.stage import Alive
 from shoal.planning.cost.memory.working_set import Half
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.communication import Ring
-from shoal.planning.cost.time.stage import Stages
+from shoal.planning.cost.time.communication import CommunicationGroup
+from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.search.space import Fields
 
 
@@ -37,7 +37,7 @@ class _Group(NamedTuple):
     per_byte: np.ndarray
 
     @staticmethod
-    def of(rings: Sequence[Ring]) -> _Group:
+    def of(rings: Sequence[CommunicationGroup]) -> _Group:
         """Of each way's ring."""
         ranks, empty, whole, tree = np.array([
             (ring.ranks, ring.all_gather(0.0), ring.all_gather(1e12), ring.all_reduce(0.0)) for ring in rings
@@ -66,7 +66,7 @@ class _Counted(NamedTuple):
     buckets: np.ndarray
 
 
-class Replicas:
+class ReplicaChoices:
     """The ways of some degrees.
 
     Args:
@@ -74,7 +74,7 @@ class Replicas:
         stages: of each, with any micro-batch.
     """
 
-    def __init__(self, ways: Sequence[Fields], stages: Sequence[Stages]):
+    def __init__(self, ways: Sequence[Fields], stages: Sequence[StagePrices]):
         self.ways, self.run = ways, stages[0].run
         self.zero = np.array([[way["zero"]] for way in ways])  # [ways, 1]
         self.groups = [self._groups(stages, "shard", "replicate")]
@@ -86,11 +86,11 @@ class Replicas:
         self.gathers = np.where(self.zero == 3, 1 + reshard, 0)  # in a forward and a backward
 
     @staticmethod
-    def _groups(stages: Sequence[Stages], shard: str, replicate: str) -> tuple[_Group, _Group]:
+    def _groups(stages: Sequence[StagePrices], shard: str, replicate: str) -> tuple[_Group, _Group]:
         """Those that share out each parameter, and those that have the same share."""
         return _Group.of([one.group(shard) for one in stages]), _Group.of([one.group(replicate) for one in stages])
 
-    def _counted(self, plain: Stages, parts: Sequence[StagePart]) -> list[_Counted]:
+    def _counted(self, plain: StagePrices, parts: Sequence[StagePart]) -> list[_Counted]:
         """Experts apart, where there are some."""
         each = []
         for part in parts:
@@ -109,15 +109,15 @@ class Replicas:
             least(rule, policy.state.itemsize),
         )  # fmt: skip
 
-    def reserved(self, plain: Stages, parts: Sequence[StagePart], alive: float) -> np.ndarray:
+    def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float) -> np.ndarray:
         """[ways] bytes that a rank needs at least, with so many alive in activations."""
         return self._resting(plain, parts) + plain.unused + plain.with_holes(alive)
 
-    def at_worst(self, plain: Stages, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
+    def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.
 
         Args:
-            alive: as `Stages.memory_of` has it.
+            alive: as `StagePrices.memory_of` has it.
         """
         worst = 0.0
         for part, there in zip(parts, alive, strict=True):
@@ -127,7 +127,7 @@ class Replicas:
             worst = max([worst, *(most + plain.most(part, kind) for kind, most in of_kind.items())])
         return self.reserved(plain, parts, worst)
 
-    def _resting(self, plain: Stages, parts: Sequence[StagePart]) -> np.ndarray:
+    def _resting(self, plain: StagePrices, parts: Sequence[StagePart]) -> np.ndarray:
         """[ways] bytes that a rank holds between steps at least."""
         key = (plain.run.layout.sequence_parallel, *(_kind(plain, part) for part in parts))
         if key not in self.held:
@@ -142,7 +142,7 @@ class Replicas:
             self.held[key] = found[:, 0]
         return self.held[key]
 
-    def adding(self, plain: Stages, parts: Sequence[StagePart], seconds: np.ndarray) -> np.ndarray:
+    def adding(self, plain: StagePrices, parts: Sequence[StagePart], seconds: np.ndarray) -> np.ndarray:
         """[4, ways, stages] seconds at least: what ZeRO-2 and 3 add to a micro-batch's passes; and a stage's reduction,
         update and gather behind its last backward.
 
@@ -167,7 +167,7 @@ class Replicas:
         reductions = self._left(plain, reductions, sum(of.elements for of in counted), seconds[1] + seconds[2])
         return np.stack([passes, reductions, self._updating(plain, updated), gathers])
 
-    def _passes(self, plain: Stages, gather: np.ndarray, reduction: np.ndarray, hides: np.ndarray) -> np.ndarray:
+    def _passes(self, plain: StagePrices, gather: np.ndarray, reduction: np.ndarray, hides: np.ndarray) -> np.ndarray:
         """[ways, stages] what is left of a micro-batch's gathers and reductions.
 
         Args:
@@ -178,7 +178,9 @@ class Replicas:
         waiting = np.maximum(0.0, plain.slower * forward - hides) + np.maximum(0.0, plain.slower * backward - 2 * hides)
         return waiting + plain.slower * plain.constants["contention"] * (forward + backward)
 
-    def _left(self, plain: Stages, reduction: np.ndarray, elements: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    def _left(
+        self, plain: StagePrices, reduction: np.ndarray, elements: np.ndarray, backward: np.ndarray
+    ) -> np.ndarray:
         """[ways, stages] what is left of the last reductions behind the last backward.
 
         Args:
@@ -190,11 +192,11 @@ class Replicas:
         reduction = plain.run.passes * reduction
         return np.maximum(reduction * bucket, reduction - hidden)
 
-    def _updating(self, plain: Stages, updated: np.ndarray) -> np.ndarray:
+    def _updating(self, plain: StagePrices, updated: np.ndarray) -> np.ndarray:
         storage, _, reduce, moments = self._sizes
         touched = updated * (2 * moments + 2 * storage + 2 * reduce)
         return plain.constants["update_slow"] * touched / plain.hbm
 
 
-def _kind(plain: Stages, part: StagePart) -> tuple:
+def _kind(plain: StagePrices, part: StagePart) -> tuple:
     return len(part.layers), plain.sparse(part), part.first, part.last, part.shared

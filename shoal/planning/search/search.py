@@ -25,17 +25,17 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator.columns import Columns, before_backwards, of_schedule
 from shoal.pipeline.simulator.many import Replay
 from shoal.planning.cost.memory.activations import of_layers
-from shoal.planning.cost.memory.stage import Memory, StageMemory
+from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.stage import Stages
+from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.bounds import first_rank
-from shoal.planning.search.branches import SLACK, Branch, Work, branches
+from shoal.planning.search.branches import SLACK, Branch, WorkItem, branches
 from shoal.planning.search.closer import Candidate, Closer, Placed
 from shoal.planning.search.outline import Alike, Outline
-from shoal.planning.search.replicas import Replicas
-from shoal.planning.search.space import LEVELS, Fields, Space, layout_of, meshes, shardings, works
+from shoal.planning.search.replicas import ReplicaChoices
+from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, layout_of, meshes, shardings, works
 from shoal.spec.layout import Layout
 
 TOLD_APART = (
@@ -44,7 +44,7 @@ TOLD_APART = (
 Progressing = Callable[[int, int, "Plan"], None]
 
 
-class Found(NamedTuple):
+class PricedLayout(NamedTuple):
     """A layout, priced.
 
     Attributes:
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
     seconds: float
     layout: Layout
-    memory: Memory
+    memory: PeakMemory
 
 
 @dataclass
@@ -67,14 +67,14 @@ class Plan:
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
         programs: that were written down, by pipeline ranks, micro-batches, schedule and stages on each rank.
         replays: of those that were played.
-        known: what was counted of their stages, as `Stages` has it.
+        known: what was counted of their stages, as `StagePrices` has it.
         played: how many layouts were.
         branches, pruned: works by pipelines, and how many of them were left out by their time.
         seconds: that the search took.
     """
 
-    run: Run
-    best: list[Found] = field(default_factory=list)
+    run: EstimatedRun
+    best: list[PricedLayout] = field(default_factory=list)
     programs: dict[tuple, Columns] = field(default_factory=dict)
     replays: dict[tuple, Replay] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
@@ -90,7 +90,7 @@ def family(layout: Layout) -> tuple:
 
 
 def search(
-    run: Run, space: Space | None = None, *, count: int = 10, within: float = np.inf,
+    run: EstimatedRun, space: LayoutSpace | None = None, *, count: int = 10, within: float = np.inf,
     progress: Progressing | None = None,
 ) -> Plan:  # fmt: skip
     """The fastest layouts that fit.
@@ -110,7 +110,7 @@ def search(
             "\n  Search for the model without it, and estimate the best (shoal estimate)."
         )
     begin = time.perf_counter()
-    searching = Search(run, space or Space(), count, within)
+    searching = Search(run, space or LayoutSpace(), count, within)
     with uncollected():
         searching.all(progress)
     searching.plan.seconds = time.perf_counter() - begin
@@ -139,14 +139,14 @@ class Search:
         within: seconds that a step may take.
     """
 
-    def __init__(self, run: Run, space: Space, count: int, within: float = np.inf):
+    def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float = np.inf):
         self.run, self.space, self.count = run, space, count
         self.plan = Plan(run)
         self.known = self.plan.known
-        self.priced: dict[tuple, Stages] = {}
-        self.replicas: dict[tuple, Replicas] = {}
-        self.placed: dict[tuple[Stages, Outline], Placed] = {}
-        self.families: dict[tuple, Found] = {}
+        self.priced: dict[tuple, StagePrices] = {}
+        self.replicas: dict[tuple, ReplicaChoices] = {}
+        self.placed: dict[tuple[StagePrices, Outline], Placed] = {}
+        self.families: dict[tuple, PricedLayout] = {}
         self.limit = within
         self.room = StageMemory(run, self.known).capacity
 
@@ -178,7 +178,7 @@ class Search:
                 progress(place, len(every), self.plan)
         self.plan.pruned = len(every) - place
 
-    def _works(self) -> Iterator[Work]:
+    def _works(self) -> Iterator[WorkItem]:
         """Those of which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
             full: set[tuple] = set()
@@ -186,7 +186,7 @@ class Search:
                 kind = way["sequence_parallel"], way["recompute"]
                 if kind not in full and self._may_fit(degrees, way):
                     plain = self._priced(degrees, way, {"zero": 0})
-                    yield Work(degrees, way, plain.run.microbatches, plain)
+                    yield WorkItem(degrees, way, plain.run.microbatches, plain)
                 else:
                     full.add(kind)  # nor do more sequences, which come later
 
@@ -204,19 +204,21 @@ class Search:
         kept = of_layers(plain.forward, part.layers)
         return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.room).any())
 
-    def _replicas(self, degrees: Fields, way: Fields) -> Replicas:
+    def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
         """The ways to shard of a mesh, whatever the micro-batch."""
         key = tuple(degrees.values())
         if key not in self.replicas:
             every = shardings(degrees, self.space)
-            self.replicas[key] = Replicas(every, [self._priced(degrees, way, shards) for shards in every])
+            self.replicas[key] = ReplicaChoices(every, [self._priced(degrees, way, shards) for shards in every])
         return self.replicas[key]
 
-    def _priced(self, degrees: Fields, way: Fields, shards: Fields) -> Stages:
+    def _priced(self, degrees: Fields, way: Fields, shards: Fields) -> StagePrices:
         """For every schedule and every split."""
         key = (*degrees.values(), *way.values(), *shards.values())
         if key not in self.priced:
-            self.priced[key] = Stages(replace(self.run, layout=layout_of(self.space, degrees, way, shards)), self.known)
+            self.priced[key] = StagePrices(
+                replace(self.run, layout=layout_of(self.space, degrees, way, shards)), self.known
+            )
         return self.priced[key]
 
     # ---- one program ---------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class Search:
             if self._wanted(layout, steps[i]):  # else nobody asks how much memory it needs, which takes long to say
                 memory = _fullest(candidate.stages, alive)
                 if memory.reserved <= self.room:
-                    self._keep(Found(steps[i], layout, memory))
+                    self._keep(PricedLayout(steps[i], layout, memory))
 
     def _step(self, candidate: Candidate, least: float) -> float:
         """Seconds of a step, where devices may be fewer cores than there are ranks."""
@@ -322,7 +324,7 @@ class Search:
         known = self.families.get(family(layout))
         return seconds <= self.limit and (known is None or seconds * (1 - SLACK) <= known.seconds)
 
-    def _keep(self, found: Found) -> None:
+    def _keep(self, found: PricedLayout) -> None:
         which = family(found.layout)
         known = self.families.get(which)
         if known and order(known) <= order(found):
@@ -334,7 +336,7 @@ class Search:
             self.limit = self.plan.best[-1].seconds * (1 + SLACK)
 
 
-def order(found: Found) -> tuple:
+def order(found: PricedLayout) -> tuple:
     """Equally fast ones by the memory that they need, then by name."""
     names = tuple(str(getattr(found.layout, name)) for name in LEVELS)
     return (float(f"{found.seconds:.9g}"), float(f"{found.memory.reserved:.9g}"), names)
@@ -347,6 +349,6 @@ def _table(candidate: Candidate) -> np.ndarray:
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
 
 
-def _fullest(stages: Stages, alive: Sequence[Alike]) -> Memory:
+def _fullest(stages: StagePrices, alive: Sequence[Alike]) -> PeakMemory:
     """Of ranks that hold alike, the one with the most activations is priced."""
     return max((stages.memory_of(*of) for of in alive), key=lambda memory: memory.reserved)

@@ -19,7 +19,7 @@ from shoal.base.errors import UsageError, divisors
 from shoal.pipeline.partition import even_layers
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimable import check_trained
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -32,7 +32,7 @@ PLAIN = Layout()
 
 
 @dataclass(frozen=True)
-class Space:
+class LayoutSpace:
     """Which choices there are.
 
     Attributes:
@@ -66,7 +66,7 @@ class Space:
         return list(values) if given is None or given in values else [*values, given]
 
 
-def layouts(run: Run, space: Space) -> Iterator[Layout]:
+def layouts(run: EstimatedRun, space: LayoutSpace) -> Iterator[Layout]:
     """Every layout of the space that the run's model, batch and cluster allow."""
     for degrees in meshes(run, space):
         for work in works(run, degrees, space):
@@ -77,7 +77,7 @@ def layouts(run: Run, space: Space) -> Iterator[Layout]:
                         yield layout_of(space, degrees, work, pipe, split, shards)
 
 
-def layout_of(space: Space, *levels: Fields) -> Layout:
+def layout_of(space: LayoutSpace, *levels: Fields) -> Layout:
     """The layout of a choice on each level; fields of no level are as they are given, or by default."""
     values = {name: value for name, value in space.fixed.items() if name in OTHERS}
     for level in levels:
@@ -95,7 +95,7 @@ OTHERS = tuple(name for name in Layout.model_fields if name not in LEVELS)
 # ---- the levels ------------------------------------------------------------------------------------------------------
 
 
-def meshes(run: Run, space: Space) -> Iterator[Fields]:
+def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
     """Degrees that fill the cluster."""
     ranks = run.cluster.size
     most_cp = max(1, run.sequence_length // space.least_tokens, space.fixed.get("cp", 1))
@@ -111,7 +111,7 @@ def meshes(run: Run, space: Space) -> Iterator[Fields]:
                 yield degrees
 
 
-def _experts(shape: ModelShape, tp: int, space: Space) -> list[tuple[int, int | None]]:
+def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, int | None]]:
     """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices (None), or
     one."""
     if shape.experts is None:
@@ -120,7 +120,7 @@ def _experts(shape: ModelShape, tp: int, space: Space) -> list[tuple[int, int | 
     return list(product(divisors(shape.experts.count), split))
 
 
-def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
+def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fields]:
     """What one micro-batch is, and what of it is computed again."""
     split = (False, True) if degrees["tp"] > 1 else (False,)
     split = [value for value in split if fits(run, Layout(**degrees, sequence_parallel=value))]
@@ -133,7 +133,7 @@ def works(run: Run, degrees: Fields, space: Space) -> Iterator[Fields]:
                 yield work
 
 
-def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator[Fields]:
+def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> Iterator[Fields]:
     """Schedules, and stages on each rank where these leave that open (one is another schedule's).
 
     Args:
@@ -152,7 +152,7 @@ def pipelines(pp: int, microbatches: int, layers: int, space: Space) -> Iterator
                 yield pipe
 
 
-def splits(shape: ModelShape, pp: int, depth: int, space: Space) -> tuple[Fields, ...]:
+def splits(shape: ModelShape, pp: int, depth: int, space: LayoutSpace) -> tuple[Fields, ...]:
     """Layers of each stage: even; and shared out as if the last stage did the work of some layers besides, alone or
     with the first: from none to what the matrix of the head, and of the embedding, is in layers, rounded up.
 
@@ -193,7 +193,7 @@ def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...
     return (begin, *[each] * (stages - 2 - more), *[each + 1] * more, end)
 
 
-def shardings(degrees: Fields, space: Space) -> tuple[Fields, ...]:
+def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
     """What replicas, and the context-parallel ranks of each, share out: ZeRO's stages, over all of them or fewer."""
     dp = degrees["dp"]
     # What says over how many, or how often, says that there is something to share.
@@ -213,7 +213,7 @@ def depth_of(pp: int, pipe: Fields) -> int:
     return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.copies
 
 
-def fits(run: Run, layout: Layout) -> bool:
+def fits(run: EstimatedRun, layout: Layout) -> bool:
     """Whether `shoal train` takes a layout."""
     try:
         check_trained(run, layout)

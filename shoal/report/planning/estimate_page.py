@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.context import tokens_here
 from shoal.planning.cost.experts import routed_rows
-from shoal.planning.cost.roofline import Work, matrix_product, ridge
+from shoal.planning.cost.roofline import OperationCost, matrix_product, ridge
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
 from shoal.report.page import Fragment, page
@@ -73,7 +73,7 @@ def timebar(estimate: Estimate) -> str:
     return canvas.document(WIDTH, y + BAR + 8, "Where the time of a step goes")
 
 
-def operations(estimate: Estimate) -> dict[str, Work]:
+def operations(estimate: Estimate) -> dict[str, OperationCost]:
     """The products of one layer on one rank, by name; of experts, those of each."""
     run = estimate.run
     shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
@@ -93,7 +93,7 @@ def operations(estimate: Estimate) -> dict[str, Work]:
         found["expert's up"] = matrix_product(rows, shape.hidden, width, factor, e)
         found["expert's down"] = matrix_product(rows, width, shape.hidden, factor, e)
     head = matrix_product(n, shape.hidden, -(-shape.vocab // layout.tp), e)
-    return found | {"head": head, "residual": Work(n * hidden, 3 * e * n * hidden)}
+    return found | {"head": head, "residual": OperationCost(n * hidden, 3 * e * n * hidden)}
 
 
 def roofline(estimate: Estimate) -> str:

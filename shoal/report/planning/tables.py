@@ -16,8 +16,8 @@ from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
-from shoal.planning.search.search import Found, Plan
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.search import Plan, PricedLayout
 from shoal.planning.search.space import LEVELS
 from shoal.spec.layout import Layout
 
@@ -53,7 +53,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     ]
 
 
-def _for_train(model: str, run: Run, layout: Layout) -> list[str]:
+def _for_train(model: str, run: EstimatedRun, layout: Layout) -> list[str]:
     """A run's TOML under its title, or why there is none."""
     try:
         return ["The best, for `shoal train`:", "", *run_toml(model, run, layout).splitlines()]
@@ -75,7 +75,7 @@ def words(layout: Layout) -> str:
     return ", ".join([layout.describe(), *more])
 
 
-def estimate_of(plan: Plan, found: Found) -> Estimate:
+def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
     """The whole estimate of a layout that a search found, by the program as it was played."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
@@ -100,7 +100,7 @@ def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     return found
 
 
-def run_toml(model: str, run: Run, layout: Layout) -> str:
+def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
     """A run's TOML: all that the plan decided, and the model's own vocabulary.
 
     Raises:

@@ -26,7 +26,7 @@ HALVES = ((0.0, 1.0), (0.0, 0.5), (0.5, 0.5))  # begin and height of an action i
 
 
 @dataclass(frozen=True)
-class Box:
+class Rectangle:
     """A filled rectangle; `title` is what it stands for, "" for decoration."""
 
     x: float
@@ -56,7 +56,7 @@ class Figure:
 
     width: float
     height: float
-    marks: tuple[Box | Label, ...]
+    marks: tuple[Rectangle | Label, ...]
 
 
 def figure(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
@@ -71,7 +71,7 @@ def figure(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
     left = MARGIN + FONT * (DIGIT * len(str(most - 1)) + 2.6)
     plot = width - left - MARGIN
     lane = max(2.0, min(11.0, 150 / most))
-    marks: list[Box | Label] = []
+    marks: list[Rectangle | Label] = []
     y = 0.0
     for chart in charts:
         row = chart.summary()
@@ -87,26 +87,26 @@ def figure(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
     return Figure(width, bottom, (*marks, *entries))
 
 
-def _lanes(chart: Chart, left: float, top: float, per_time: float, lane: float, end: float) -> list[Box | Label]:
+def _lanes(chart: Chart, left: float, top: float, per_time: float, lane: float, end: float) -> list[Rectangle | Label]:
     timeline = chart.timeline
     columns, bar = timeline.columns, lane - min(1.5, lane * 0.15)
     digits = len(str(columns.microbatch.max(initial=0)))
     size = min(6.5, bar * 0.75)
     every = -(-FONT * 1.15 // lane)
-    marks: list[Box | Label] = []
+    marks: list[Rectangle | Label] = []
     for rank in range(timeline.ranks):
         y = top + rank * lane
         if rank % every == 0:
             text = f"rank {rank}" if rank == 0 else str(rank)
             marks.append(Label(left - 3, y + bar / 2 + FONT * 0.36, text, anchor="end", fill=SOFT))
-        marks.append(Box(left, y, end * per_time, bar, GROUND))
+        marks.append(Rectangle(left, y, end * per_time, bar, GROUND))
         for row in range(columns.offset[rank], columns.offset[rank + 1]):
             begin, length = float(chart.start[row]), float(chart.end[row] - chart.start[row])
             x, width = left + begin * per_time, length * per_time
             fill = colour(chart.paints[chart.paint[row]])
             seam = 0.35 if width > 2 else 0.0
             down, part = HALVES[chart.half[row]]
-            box = Box(x, y + down * bar, max(width - seam, 0.05), part * bar, fill, str(columns.action(row)))
+            box = Rectangle(x, y + down * bar, max(width - seam, 0.05), part * bar, fill, str(columns.action(row)))
             marks.append(box)
             microbatch = int(columns.microbatch[row])
             if microbatch >= 0 and size >= 4.5 and width >= (digits + 0.5) * DIGIT * size:
@@ -117,29 +117,29 @@ def _lanes(chart: Chart, left: float, top: float, per_time: float, lane: float, 
     return marks
 
 
-def _axis(left: float, y: float, plot: float, end: float, *, seconds: bool) -> list[Box | Label]:
+def _axis(left: float, y: float, plot: float, end: float, *, seconds: bool) -> list[Rectangle | Label]:
     factor, unit = scale(end) if seconds else (1.0, "T")
-    marks: list[Box | Label] = [Box(left, y + 1.5, plot, 0.5, RULE)]
+    marks: list[Rectangle | Label] = [Rectangle(left, y + 1.5, plot, 0.5, RULE)]
     for mark in ticks(0.0, end * factor, max(2, int(plot / 45))):
         x = left + mark / (end * factor) * plot
-        marks.append(Box(x - 0.25, y + 1.5, 0.5, 3, RULE))
+        marks.append(Rectangle(x - 0.25, y + 1.5, 0.5, 3, RULE))
         marks.append(Label(x, y + 11.5, f"{mark:.6g}", fill=SOFT, anchor="middle"))
     return [*marks, Label(left - 6, y + 11.5, unit, fill=SOFT, anchor="end")]
 
 
-def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Box | Label], float]:
+def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Rectangle | Label], float]:
     """The marks, and where they end."""
     entries = [(colour(paint), name) for paint, name in legend(charts)]
     if any(paint.shade for chart in charts for paint in chart.paints):
         entries.append(("", "lighter: a later stage of the rank"))
-    marks: list[Box | Label] = []
+    marks: list[Rectangle | Label] = []
     x = MARGIN
     for fill, name in entries:
         needed = (10 if fill else 0) + len(name) * FONT * 0.5 + 9
         if x > MARGIN and x + needed > width:
             x, y = MARGIN, y + 10
         if fill:
-            marks.append(Box(x, y - 5.8, 7, 7, fill))
+            marks.append(Rectangle(x, y - 5.8, 7, 7, fill))
         marks.append(Label(x + (10 if fill else 0), y, name, fill=SOFT))
         x += needed
     return marks, y + MARGIN + 2
@@ -168,7 +168,7 @@ def svg(drawn: Figure) -> str:
         f'<rect width="100%" height="100%" fill="{WHITE}"/>',
     ]
     for mark in drawn.marks:
-        if isinstance(mark, Box):
+        if isinstance(mark, Rectangle):
             size = f'width="{mark.width:.2f}" height="{mark.height:.2f}"'
             box = f'<rect x="{mark.x:.2f}" y="{mark.y:.2f}" {size} fill="{mark.fill}"'
             lines.append(f"{box}><title>{escape(mark.title)}</title></rect>" if mark.title else f"{box}/>")
@@ -189,7 +189,7 @@ def png(drawn: Figure) -> Image.Image:
     pen = ImageDraw.Draw(image)
     anchors = {"start": "ls", "middle": "ms", "end": "rs"}
     for mark in drawn.marks:
-        if isinstance(mark, Box):
+        if isinstance(mark, Rectangle):
             left, top = round(mark.x * dots), round(mark.y * dots)
             right, bottom = round((mark.x + mark.width) * dots), round((mark.y + mark.height) * dots)
             pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), fill=mark.fill)

@@ -12,7 +12,7 @@ from shoal.pipeline.program import Op
 from shoal.pipeline.simulator.columns import CODE, COMPUTING, OPS, REDUCE, STEP, Columns, of_program
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Messages, Timeline
-from shoal.pipeline.simulator.times import Links, Times
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 from shoal.training.records.profile import Profile, RankProfile
 
 FIELDS = {
@@ -28,7 +28,7 @@ WAITED = 20e-6  # s; a shorter wait says nothing about the message
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A profile on the simulator's columns.
 
     An action lasts from the moment at which what it waits for is there to the begin of what its rank does next: posting
@@ -48,7 +48,7 @@ class Measured:
     end: np.ndarray
 
     @staticmethod
-    def of(profile: Profile) -> Measured:
+    def of(profile: Profile) -> MeasuredStep:
         """Arrange a profile; each step begins at 0, with its first computation."""
         columns = of_program(profile.program)
         steps = len(profile.ranks[0].steps)
@@ -60,7 +60,7 @@ class Measured:
                 where = (step, rank.dp, rank.tp, rows)
                 asked[where], start[where], end[where] = _rank(rank, step)
         zero = start.min(axis=(1, 2, 3), keepdims=True)
-        return Measured(profile, columns, np.maximum(asked - zero, 0.0), start - zero, end - zero)
+        return MeasuredStep(profile, columns, np.maximum(asked - zero, 0.0), start - zero, end - zero)
 
     @cached_property
     def step_times(self) -> np.ndarray:
@@ -100,10 +100,10 @@ class Measured:
         own = [self._played(self.times_of(step)).step_time for step in range(len(self.step_times))]
         return float(np.median(np.array(own) / self.step_times - 1))
 
-    def _played(self, times: Times) -> Timeline:
+    def _played(self, times: ActionTimes) -> Timeline:
         return simulate(self.columns, times, self.links(), dp=self.start.shape[1], tp=self.start.shape[2])
 
-    def times(self) -> Times:
+    def times(self) -> ActionTimes:
         """For each op and stage, the mean over steps, micro-batches and ranks.
 
         Where ranks meet, the last to come waits for none: of a reduction and a gather the shortest over the replicas
@@ -118,7 +118,7 @@ class Measured:
                     length[rows] = length[rows].mean()
         return self._times(length)
 
-    def times_of(self, step: int) -> Times:
+    def times_of(self, step: int) -> ActionTimes:
         """Each action's own time in one recorded step; over replicas and tensor-parallel ranks as in `times`."""
         return self._times(self._lengths[step])
 
@@ -134,7 +134,7 @@ class Measured:
             found[:, rows] = own[:, None]
         return found
 
-    def _times(self, length: np.ndarray) -> Times:
+    def _times(self, length: np.ndarray) -> ActionTimes:
         """As the simulator looks them up: by op, stage, micro-batch and part; the mean of actions equal in these."""
         columns = self.columns
         place = np.stack([columns.stage + 1, columns.microbatch + 1, columns.part + 1]).astype(int)
@@ -147,9 +147,9 @@ class Measured:
         def of(code: int) -> Callable[..., np.ndarray]:
             return lambda rank, stage, microbatch, part: table[code, stage + 1, microbatch + 1, part + 1]
 
-        return Times(**{FIELDS[op]: of(code) for op, code in CODE.items()})
+        return ActionTimes(**{FIELDS[op]: of(code) for op, code in CODE.items()})
 
-    def links(self) -> Links:
+    def links(self) -> MessageTimes:
         """For each pair of pipeline ranks, the median time of those messages that were waited for.
 
         A message that was there before it was needed could have come at any time; where all were, none counts.
@@ -166,7 +166,7 @@ class Measured:
             own = (messages.source == source) & (messages.target == target)
             if np.any(seen[..., own]):
                 latency[source, target] = max(0.0, float(np.median(flight[..., own][seen[..., own]])))
-        return Links(latency=latency)
+        return MessageTimes(latency=latency)
 
     @cached_property
     def _messages(self) -> Messages:

@@ -34,7 +34,7 @@ from shoal.pipeline.from_layout import program_of
 from shoal.spec.config import RunConfig, save
 from shoal.testing.chaos.comparison import differences, done, last, reached
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, Planted, disturbed, variable
-from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, Kind
+from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, FaultType
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import home
 from shoal.training.run_folder import new_run
@@ -96,7 +96,7 @@ class Chaos:
         if code := self._supervise(self.reference, {}):
             raise UsageError(f"the undisturbed run ended with code {code}.\n  Its log: {log}")
 
-    def kinds(self, chosen: list[str]) -> dict[str, Kind]:
+    def kinds(self, chosen: list[str]) -> dict[str, FaultType]:
         """Those of the chosen kinds that this run can have."""
         kinds = {name: KINDS[name] for name in chosen}
         if self.config.data.source == "synthetic":
@@ -269,12 +269,12 @@ class Chaos:
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
-    def _expect(self, trial: Trial, kind: Kind, code: int) -> None:
+    def _expect(self, trial: Trial, kind: FaultType, code: int) -> None:
         if code not in kind.codes and (kind.codes or not code):
             wanted = " or ".join(map(str, kind.codes)) or "another"
             trial.problems.append(f"ended with code {code}, not {wanted}")
 
-    def _judge(self, trial: Trial, kind: Kind, folder: Path, said: str, rank: int) -> None:
+    def _judge(self, trial: Trial, kind: FaultType, folder: Path, said: str, rank: int) -> None:
         events = read_events(folder)
         trial.lost = [event["lost"] for event in events if event["event"] == "recovered"]
         trial.seconds = [event["seconds"] for event in events if event["event"] == "recovered"]

@@ -38,7 +38,7 @@ class Planted:
     """One fault of one rank.
 
     Attributes:
-        deed: what it does (`Fault.do`).
+        deed: what it does (`InjectedFault.do`).
         rank: who.
         step: in which step, from 0.
         op: of the action in which it happens; STAGING or COMMITTING of a checkpoint, the first from that step on.
@@ -78,10 +78,10 @@ def plant(trainer: Trainer) -> None:
     mine = (trainer.mesh.rank, int(os.environ.get("SHOAL_ATTEMPT", 0)))
     for values in json.loads(os.environ.get(VARIABLE, "[]")):
         if ((planted := Planted(**values)).rank, planted.attempt) == mine:
-            Fault(trainer, planted)
+            InjectedFault(trainer, planted)
 
 
-class Fault:
+class InjectedFault:
     """A `Recorder` that does the deed at its moment."""
 
     def __init__(self, trainer: Trainer, planted: Planted):

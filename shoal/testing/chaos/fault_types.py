@@ -8,7 +8,7 @@ from shoal.testing.chaos.fault_injection import COMMITTING, RAISED, STAGING
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultType:
     """A kind of fault.
 
     Attributes:
@@ -30,29 +30,31 @@ class Kind:
 
 KILLED = r"rank RANK was killed by SIGKILL"
 KINDS = {
-    "kill-forward": Kind("kill", "forward", KILLED),
-    "kill-backward": Kind("kill", "backward", KILLED),
-    "kill-collective": Kind("kill", "collective", KILLED),
-    "kill-optimizer": Kind("kill", "optimizer", KILLED),
-    "kill-staging": Kind("kill", STAGING, KILLED),
-    "kill-committing": Kind("kill", COMMITTING, r"rank 0 was killed by SIGKILL"),
-    "kill-supervisor": Kind("", "", "", late=True),
-    "stop": Kind("stop", "any", r"rank RANK is stopped \(SIGSTOP\)"),
-    "exit-0": Kind("exit", "any", r"rank RANK exited with code 0, though it was not done"),
-    "exception": Kind("raise", "any", rf"rank RANK exited with code 1(.|\n)*ArithmeticError: {RAISED}"),
-    "nan": Kind("nan", "forward", r"First on rank RANK ", codes=(0, 1)),
-    "bit-checkpoint": Kind("flip", "any", r"step-\d+\S* is damaged", late=True),
-    "truncated-checkpoint": Kind("truncate", "any", r"step-\d+\S* is damaged", late=True),
-    "missing-file": Kind("remove", "any", r"step-\d+\S* cannot be read", late=True),
-    "bit-shard": Kind("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
-    "disk-full": Kind("", "", r"[Nn]o space left on device", late=True, codes=()),
-    "read-only": Kind("", "", r"[Rr]ead-only file system", late=True, codes=()),
-    "slow": Kind("slow", "forward", r"slowest: rank RANK "),
-    "lost-node": Kind("kill", "any", r"rank RANK was killed(.|\n)*devices are there: now on", rounded=True),
-    "returned-node": Kind("kill", "any", r"devices are there: now on(.|\n)*devices are there: now on", rounded=True),
+    "kill-forward": FaultType("kill", "forward", KILLED),
+    "kill-backward": FaultType("kill", "backward", KILLED),
+    "kill-collective": FaultType("kill", "collective", KILLED),
+    "kill-optimizer": FaultType("kill", "optimizer", KILLED),
+    "kill-staging": FaultType("kill", STAGING, KILLED),
+    "kill-committing": FaultType("kill", COMMITTING, r"rank 0 was killed by SIGKILL"),
+    "kill-supervisor": FaultType("", "", "", late=True),
+    "stop": FaultType("stop", "any", r"rank RANK is stopped \(SIGSTOP\)"),
+    "exit-0": FaultType("exit", "any", r"rank RANK exited with code 0, though it was not done"),
+    "exception": FaultType("raise", "any", rf"rank RANK exited with code 1(.|\n)*ArithmeticError: {RAISED}"),
+    "nan": FaultType("nan", "forward", r"First on rank RANK ", codes=(0, 1)),
+    "bit-checkpoint": FaultType("flip", "any", r"step-\d+\S* is damaged", late=True),
+    "truncated-checkpoint": FaultType("truncate", "any", r"step-\d+\S* is damaged", late=True),
+    "missing-file": FaultType("remove", "any", r"step-\d+\S* cannot be read", late=True),
+    "bit-shard": FaultType("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
+    "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True, codes=()),
+    "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True, codes=()),
+    "slow": FaultType("slow", "forward", r"slowest: rank RANK "),
+    "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*devices are there: now on", rounded=True),
+    "returned-node": FaultType(
+        "kill", "any", r"devices are there: now on(.|\n)*devices are there: now on", rounded=True
+    ),
 }  # fmt: skip
 """By name."""
 
-MENDED = Kind("", "", "")
+MENDED = FaultType("", "", "")
 NEED_MOUNTS = {"disk-full", "read-only"}
 OPS_OF = {"forward": "F", "backward": "BIW", "collective": "R", "optimizer": "S", "any": "FBIWRS"}

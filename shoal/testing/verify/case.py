@@ -15,7 +15,7 @@ from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
 from shoal.testing.verify.compare import PLAIN, Finding, Verdict, judge
-from shoal.testing.verify.rank import Job, RankReport, compare, synthetic
+from shoal.testing.verify.rank import ComparisonJob, RankReport, compare, synthetic
 from shoal.testing.verify.reference import StepFacts, run_reference
 
 _PLAIN_RATE = 0.1  # large enough that a wrong gradient shows in the weights of the next step
@@ -101,7 +101,7 @@ def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Ve
         )
         # The ranks share this machine's cores, so they take a multiple of what one device took.
         timeout = 120 + 30 * (time.monotonic() - start)
-        job = Job(rules, case.shape, steps, folder, plant)
+        job = ComparisonJob(rules, case.shape, steps, folder, plant)
         verdict = _judged(job, case, pool, facts, timeout)
         if verdict.findings and verdict.findings[0].step >= 0:
             verdict.findings = _located(verdict.findings, job, case, pool, timeout) + verdict.findings
@@ -109,7 +109,7 @@ def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Ve
 
 
 def _judged(
-    job: Job, case: Case, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float
+    job: ComparisonJob, case: Case, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float
 ) -> Verdict:
     layout = case.config.parallel
     try:
@@ -124,7 +124,7 @@ def _judged(
     return judge(layout, case.shape.layers, case.config.train.precision, facts, reports)
 
 
-def _located(findings: list[Finding], job: Job, case: Case, pool: Pool, timeout: float) -> list[Finding]:
+def _located(findings: list[Finding], job: ComparisonJob, case: Case, pool: Pool, timeout: float) -> list[Finding]:
     """Run the first step that differs once more, watching every module: what differs there in forward or backward."""
     first = findings[0]
     config = job.rules[first.rule]

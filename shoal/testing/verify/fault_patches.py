@@ -18,7 +18,7 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.parallel import overlap
 from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextParallel
-from shoal.engine.parallel.context.ring import Ring
+from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.context.token_order import count
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.weight_grad import sum_of_products
@@ -188,17 +188,17 @@ def one_run(right: Callable) -> Callable:
 
 
 def by_place(right: Callable) -> Callable:
-    def pieces(queries, keys) -> list[causal_blocks.Piece]:
+    def pieces(queries, keys) -> list[causal_blocks.ScoreBlock]:
         if queries == keys:
             return right(queries, keys)
-        everything = causal_blocks.Piece(slice(0, count(queries)), slice(0, count(keys)))
+        everything = causal_blocks.ScoreBlock(slice(0, count(queries)), slice(0, count(keys)))
         return [everything] if keys[0][0] < queries[0][0] else []
 
     return pieces
 
 
 def nothing_comes(right: Callable) -> Callable:
-    def shift(ring: Ring, x: Tensor, out: Tensor, group):
+    def shift(ring: RingPosition, x: Tensor, out: Tensor, group):
         work = right(ring, x, out, group)
         if group is ring.gradients:
             work.wait()
@@ -209,7 +209,7 @@ def nothing_comes(right: Callable) -> Callable:
 
 
 def alone(right: Callable) -> Callable:
-    def along(axis: str, mesh: Mesh) -> zero_engine.Replicas:
+    def along(axis: str, mesh: Mesh) -> zero_engine.DataParallelGroups:
         found = right(axis, mesh)
         return replace(found, replicate_group=None) if axis == "edp" else found
 

@@ -18,7 +18,7 @@ from shoal.engine.models.loss import SummedCrossEntropy
 from shoal.engine.parallel import apply, expert, mixture_of_depths, overlap, tensor
 from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextParallel
-from shoal.engine.parallel.context.ring import Ring
+from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.zero import zero_engine
 from shoal.engine.weight_versions import Stash
@@ -142,7 +142,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "key-gradients-stay": Fault(
         "the gradients of keys and values that other ranks made do not come home round the ring",
-        Ring, "shift", fault_patches.nothing_comes, {"cp": 2},
+        RingPosition, "shift", fault_patches.nothing_comes, {"cp": 2},
     ),
     "same-samples": Fault(
         "every replica reads the same samples",
@@ -171,7 +171,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "expert-gradients": Fault(
         "gradients of experts that several ranks hold are not summed",
-        zero_engine.Replicas, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
+        zero_engine.DataParallelGroups, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
     ),
     "expert-norm": Fault(
         "the gradient norm takes experts to be held as often as the rest",

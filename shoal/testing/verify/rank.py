@@ -24,12 +24,12 @@ from shoal.spec.config import RunConfig
 from shoal.testing.verify.faults import FAULTS
 from shoal.testing.verify.reference import EXPERTS, expert_name, step_file, trace_file
 from shoal.testing.verify.routing_trace import Choices
-from shoal.testing.verify.trace import Pass, Tracer, largest, trace_errors
+from shoal.testing.verify.trace import ForwardTrace, Tracer, largest, trace_errors
 from shoal.training.step.engine import Engine
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparisonJob:
     """One comparison.
 
     Attributes:
@@ -110,7 +110,7 @@ def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 
 
-def compare(job: Job) -> RankReport:
+def compare(job: ComparisonJob) -> RankReport:
     """Run every rule of the job on this rank and compare each step."""
     layout = next(iter(job.rules.values())).parallel
     with FAULTS[job.plant].plant() if job.plant else nullcontext():
@@ -130,7 +130,7 @@ def compare(job: Job) -> RankReport:
     return report
 
 
-def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> RankStep:
+def _step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: Recorded) -> RankStep:
     tracers = [Tracer(stage.module) for stage in engine.stages if job.trace and step == job.steps - 1]
     scale = engine.loss_scale.value if engine.loss_scale else 1.0
     choices = Choices([stage.module for stage in engine.stages], job.shape, engine.config.data.sequence_length)
@@ -149,8 +149,11 @@ def _step(engine: Engine, job: Job, rule: str, step: int, samples: Recorded) -> 
             found.differences |= differences(file, "weight", name, pieces, kind="in use")
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
         actions = engine.program.actions[engine.mesh.index("pp")]
-        passed = [Pass(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_of(a.part))
-                  for a in actions if a.op is Op.FORWARD and a.stage == stage.index]
+        passed = [
+            ForwardTrace(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_of(a.part))
+            for a in actions
+            if a.op is Op.FORWARD and a.stage == stage.index
+        ]
         found.trace |= trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, scale)
     return found
 

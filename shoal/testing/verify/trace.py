@@ -72,7 +72,7 @@ class Tracer:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardTrace:
     """A forward.
 
     Attributes:
@@ -120,7 +120,7 @@ def part(key: str, whole: Tensor, mesh: Mesh, vocab: int) -> Tensor:
 
 
 def trace_errors(
-    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, passes: list[Pass], loss_scale: float = 1.0
+    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, passes: list[ForwardTrace], loss_scale: float = 1.0
 ) -> dict[str, tuple[float, float, int]]:
     """Compare what a rank's tracer took with the reference's.
 

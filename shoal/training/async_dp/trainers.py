@@ -13,7 +13,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.device import peak_memory
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine, ReplicaResult
 from shoal.training.async_dp.unsynchronised import COLUMNS, FreeEngine
-from shoal.training.fault_knobs import Times, who_waits
+from shoal.training.fault_knobs import RankTimes, who_waits
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.engine import Engine, StepResult
@@ -250,11 +250,11 @@ class FreeTrainer(Trainer):
 
     def _tell_times(self) -> None:
         """The table of who waited, and how stale gradients were."""
-        times: dict[int, Times | None] = {}
+        times: dict[int, RankTimes | None] = {}
         for replica, row in enumerate(self.engine.board.tolist()):
             mine = dict(zip(COLUMNS, row, strict=True))
             here = self.engine.window.alive(replica)
-            times[replica] = Times(int(mine["steps"]), mine["computing"], mine["total"]) if here else None
+            times[replica] = RankTimes(int(mine["steps"]), mine["computing"], mine["total"]) if here else None
         self.display.console.print(who_waits(times))
         self._tell_survivors(replica for replica, there in times.items() if there)
         updates, stale = (float(self.engine.board[:, i].sum()) for i in (6, 7))

@@ -44,7 +44,7 @@ from shoal.training.step.engine import Engine
 
 
 @dataclass
-class Moment:
+class ActionMemory:
     """What one action of the program did to memory.
 
     Attributes:
@@ -73,7 +73,7 @@ class CountedStep:
     flops: dict[str, int]
     sent: dict[tuple[str, str], float]
     calls: dict[tuple[str, str, int], int]
-    moments: list[Moment] = field(repr=False)
+    moments: list[ActionMemory] = field(repr=False)
     peak: int
 
 
@@ -96,7 +96,7 @@ class Counted:
     steps: list[CountedStep]
 
 
-class Recorder:
+class MemoryRecorder:
     """Hears of a runtime's actions, and notes what each did to memory, and most of all that was alive between them."""
 
     def __init__(self, tracker: Tracker):
@@ -112,7 +112,7 @@ class Recorder:
 
     def end(self, action: Action) -> None:
         """It is done."""
-        self.moments.append(Moment(action, self.tracker.rewind(), self.tracker.alive))
+        self.moments.append(ActionMemory(action, self.tracker.rewind(), self.tracker.alive))
 
 
 class DryEngine(Engine):
@@ -206,7 +206,7 @@ def count(engine: Engine, tracker: Tracker, steps: int) -> Counted:
 
 
 def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
-    recorder = Recorder(tracker)
+    recorder = MemoryRecorder(tracker)
     engine.runtime.recorders.append(recorder)
     tracker.flops.clear()
     sent, calls = engine.mesh.sent(), engine.mesh.calls()

@@ -28,7 +28,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import read_json, write_whole
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.apply import Stage
+from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.precision.histogram import BINS, count
 from shoal.spec.compatibility.precision_rules import SEVERAL_UPDATES
 from shoal.spec.config import RunConfig
@@ -141,7 +141,7 @@ class Histograms:
                     if piece.primary:
                         self._add(kind, name, piece.tensor, scale)
 
-    def _attach(self, stage: Stage, undo: ExitStack) -> None:
+    def _attach(self, stage: LocalStage, undo: ExitStack) -> None:
         def enter(*_: object) -> None:
             self._forward = True
 

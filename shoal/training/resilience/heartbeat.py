@@ -47,7 +47,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class HeartbeatRecord:
     """What a rank last wrote of itself; times are of `time.monotonic`, which is one clock for the machine."""
 
     pid: int
@@ -171,7 +171,7 @@ def record_path(scratch: Path, rank: int) -> Path:
     return scratch / f"beat-{rank}"
 
 
-def read(path: Path) -> Record | None:
+def read(path: Path) -> HeartbeatRecord | None:
     """What a record says; None where there is none yet."""
     try:
         data = path.read_bytes()
@@ -185,7 +185,7 @@ def read(path: Path) -> Record | None:
     action = None
     if 0 <= whole[OP] < len(OPS):
         action = Action(OPS[whole[OP]], whole[STAGE], whole[MICROBATCH], whole[PART], whole[VERSION])
-    return Record(
+    return HeartbeatRecord(
         whole[PID], real[ALIVE], real[MARKED], whole[COUNT], Phase(whole[PHASE]), whole[BEGUN], whole[STEPS],
         real[SECONDS], action,
     )

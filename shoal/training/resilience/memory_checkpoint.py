@@ -22,18 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.engine.checkpoint.write import Plan, Staged, State, header_of, lay_out, part_of
+from shoal.engine.checkpoint.write import SavePlan, Staged, State, header_of, lay_out, part_of
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import check_room, free, make_home, own, sweep
-from shoal.training.resilience.memory_slot import Record, Slot
+from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 CHUNK = 16 << 20
 """Bytes of one message: between two of them, other traffic gets its turn."""
 
 
 @dataclass(frozen=True)
-class Places:
+class RankTopology:
     """Where each rank is.
 
     Attributes:
@@ -45,7 +45,7 @@ class Places:
     nodes: list[int]
 
     @staticmethod
-    def of(group: Group, node_ranks: int = 0) -> Places:
+    def of(group: Group, node_ranks: int = 0) -> RankTopology:
         """Those of a group's ranks; collective.
 
         Args:
@@ -53,7 +53,7 @@ class Places:
         """
         hosts = broadcast(gather(socket.gethostname(), group), group)
         names = list(dict.fromkeys(hosts))
-        return Places(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
+        return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
 
     def first_here(self, rank: int) -> int:
         """The first rank on the same host."""
@@ -74,14 +74,14 @@ class Places:
         return [r for r in range(len(self.nodes)) if self.receiver(r) == rank]
 
 
-class Memory:
+class InMemoryCheckpointer:
     """Keeps the newest states of a run in host memory. All methods must be called on all ranks alike.
 
     Args:
         home: the run's folder in this host's memory (`shoal.training.resilience.host_memory_dir.home`).
         run_folder: of the run.
         group: a gloo group of all ranks that serves nothing else; None in a single process.
-        node_ranks: see `Places.of`.
+        node_ranks: see `RankTopology.of`.
         keep: the save (step, attempt) that this run goes on from; what else earlier attempts left is removed now, and
             this when there is something newer.
         report: told, on rank 0, what deserves a line.
@@ -99,7 +99,7 @@ class Memory:
     ):
         self._home, self._group, self._report = home, group, report
         self._rank, self._world = rank_of(group), size_of(group)
-        self.places = Places.of(group, node_ranks)
+        self.places = RankTopology.of(group, node_ranks)
         self.attempt: str = broadcast(secrets.token_hex(4), group)
         self._leads = self.places.first_here(self._rank) == self._rank
         if self._leads:
@@ -111,7 +111,9 @@ class Memory:
         gather(None, group)  # the folder is there
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
-        self._slots = [{rank: Slot(node / f"{self.attempt}-{rank:05d}-{i}", rank) for rank in ranks} for i in (0, 1)]
+        self._slots = [
+            {rank: MemorySlot(node / f"{self.attempt}-{rank:05d}-{i}", rank) for rank in ranks} for i in (0, 1)
+        ]
         self._turn, self._first = 0, True
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._pending: Future[tuple[bool, str]] | None = None
@@ -187,7 +189,7 @@ class Memory:
         mine = self._slots[self._turn]
         described = b""
         if staged is not None:
-            record = Record(
+            record = SlotRecord(
                 attempt=self.attempt, step=step, rank=self._rank, world_size=self._world, extra=json.loads(extra),
                 part=part_of(self._rank, header, staged),
             )
@@ -207,7 +209,7 @@ class Memory:
         self._first = False
         return True, ""
 
-    def _exchange(self, mine: dict[int, Slot], described: bytes, sizes: list[tuple[int, int]]) -> list[str]:
+    def _exchange(self, mine: dict[int, MemorySlot], described: bytes, sizes: list[tuple[int, int]]) -> list[str]:
         """Send this rank's slot to the next node, and take in those of the node before. Returns what went wrong."""
         problem, into = "", {}
         try:
@@ -231,7 +233,7 @@ class Memory:
         return []
 
 
-def _header(plan: Plan) -> bytes:
+def _header(plan: SavePlan) -> bytes:
     """Of a rank's file; a rank that is primary for nothing has none."""
     return header_of(plan.slots) if plan.slots else b""
 

@@ -16,14 +16,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.engine.checkpoint.load import check_part
-from shoal.engine.checkpoint.manifest import CheckpointError, Part
+from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
 from shoal.training.resilience.host_memory_dir import PART, is_private
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once, not one by one as they are first written
 
 
-class Record(BaseModel):
+class SlotRecord(BaseModel):
     """What a slot holds."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -35,7 +35,7 @@ class Record(BaseModel):
     rank: int
     world_size: int
     extra: dict[str, Any]
-    part: Part
+    part: RankPart
 
     @property
     def save(self) -> tuple[int, str]:
@@ -44,14 +44,14 @@ class Record(BaseModel):
 
 
 @dataclass(frozen=True)
-class Found:
+class CompleteSlot:
     """A slot that is whole."""
 
-    record: Record
+    record: SlotRecord
     folder: Path
 
 
-class Slot:
+class MemorySlot:
     """A rank's own slot, or one for its neighbour's copy: memory that is written again and again.
 
     Args:
@@ -107,13 +107,13 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
         os.close(descriptor)
 
 
-def encode(record: Record) -> bytes:
+def encode(record: SlotRecord) -> bytes:
     """A description with its own checksum."""
     text = record.model_dump_json().encode()
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
-def read(folder: Path) -> Record:
+def read(folder: Path) -> SlotRecord:
     """The description of a slot, proved undamaged.
 
     Raises:
@@ -123,7 +123,7 @@ def read(folder: Path) -> Record:
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise CheckpointError(f"{folder / PART} is damaged.")
     try:
-        return Record.model_validate_json(text)
+        return SlotRecord.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(f"{folder / PART} is not of this format: {error.errors()[0]['msg']}.") from None
 
@@ -133,14 +133,14 @@ def list_slots(home: Path) -> list[Path]:
     return sorted(path.parent for path in home.glob(f"node-*/*/{PART}")) if is_private(home) else []
 
 
-def look(folders: list[Path]) -> Iterator[Found | CheckpointError]:
+def look(folders: list[Path]) -> Iterator[CompleteSlot | CheckpointError]:
     """Read slots and prove every byte of them. One that vanishes meanwhile is not there."""
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             try:
                 record = read(folder)
                 check_part(folder, record.part)
-                yield Found(record, folder)
+                yield CompleteSlot(record, folder)
             except CheckpointError as error:
                 yield error
 

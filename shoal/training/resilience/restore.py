@@ -25,8 +25,8 @@ from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_home
-from shoal.training.resilience.memory_checkpoint import Places, in_messages
-from shoal.training.resilience.memory_slot import Found, Record
+from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
+from shoal.training.resilience.memory_slot import CompleteSlot, SlotRecord
 
 _LOADED = {"convert": True, "optional": ("precision.",)}
 """How: a run may go on in other number formats, and what one alone keeps of its numbers begins anew."""
@@ -58,7 +58,7 @@ class _Save:
         holders: of each rank's file, where it lies: (a rank on that host, the slot's folder).
     """
 
-    records: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, SlotRecord] = field(default_factory=dict)
     holders: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -83,7 +83,7 @@ def restore(
     Returns:
         What was loaded, None where there is nothing; and why anything newer was not, a line each, on every rank alike.
     """
-    places = Places.of(group)
+    places = RankTopology.of(group)
     saves, notes = _saves_in_memory(home, places, group)
     listed = broadcast([(step, path.name) for step, path in list_checkpoints(checkpoints)], group)
     order = broadcast(
@@ -110,19 +110,19 @@ def restore(
 # ---- what memory holds -----------------------------------------------------------------------------------------------
 
 
-def _saves_in_memory(home: Path, places: Places, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
+def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
     """By (step, attempt), on rank 0 alone; and what is damaged. The ranks of a host share the reading."""
     rank = rank_of(group)
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
     mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
     looked = list(memory_slot.look(mine))
-    found = [(f.record.model_dump(mode="json"), str(f.folder)) for f in looked if isinstance(f, Found)]
+    found = [(f.record.model_dump(mode="json"), str(f.folder)) for f in looked if isinstance(f, CompleteSlot)]
     damaged = [f"in memory refused: {f}" for f in looked if isinstance(f, CheckpointError)]
     saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
     for holder, held in enumerate(gather(found, group)):
         for values, folder in held:
-            record = Record.model_validate(values)
+            record = SlotRecord.model_validate(values)
             save = saves[record.save]
             save.records[record.rank] = record
             save.holders[record.rank].append((holder, folder))
@@ -131,7 +131,7 @@ def _saves_in_memory(home: Path, places: Places, group: Group) -> tuple[dict[tup
 
 
 def _load_from_memory(
-    home: Path, places: Places, save: _Save | None, state: State, group: Group, model: dict[str, Any]
+    home: Path, places: RankTopology, save: _Save | None, state: State, group: Group, model: dict[str, Any]
 ) -> dict[str, Any]:
     """Put a save together on each host, and load it.
 
@@ -149,7 +149,7 @@ def _load_from_memory(
     folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
     try:
         if rank == first:
-            _write_manifest(folder, [Record.model_validate(values) for values in told["records"]])
+            _write_manifest(folder, [SlotRecord.model_validate(values) for values in told["records"]])
         gather(None, group)
         holders = {file_name(int(owner)): held for owner, held in told["holders"].items()}
         _bring(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
@@ -173,14 +173,14 @@ def _put_together(save: _Save) -> dict[str, Any]:
     return {"records": [r.model_dump(mode="json") for _, r in sorted(save.records.items())], "holders": save.holders}
 
 
-def _write_manifest(folder: Path, records: list[Record]) -> None:
+def _write_manifest(folder: Path, records: list[SlotRecord]) -> None:
     make_home(folder.parent)
     folder.mkdir(mode=0o700)
     write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
 
 
 def _bring(
-    folder: Path, places: Places, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
+    folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
 ) -> None:
     """Have every file in ``folder`` that a rank on this host needs: by a link, or sent by a rank on a host that has it.
 

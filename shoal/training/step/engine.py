@@ -32,7 +32,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.resilience.spikes import Skips
 from shoal.training.step.curvature import estimate
-from shoal.training.step.mixture_of_depths import Depths, Foreseen
+from shoal.training.step.mixture_of_depths import DepthsRouting, Foreseen
 from shoal.training.step.optimizer_step import ManyUpdates, OneUpdate
 from shoal.training.step.routing import Routed, Routing
 
@@ -97,7 +97,7 @@ class Engine:
         self._initialise()
         self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
         self.validated: Routed | None = None  # what routers did in the last validation
-        self.depths = Depths(self.stages, mesh, shape) if shape.depths else None
+        self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
         for stage in self.stages:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None

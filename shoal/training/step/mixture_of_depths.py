@@ -10,7 +10,7 @@ import torch
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, in_host_memory
 from shoal.engine.models.mixture_of_depths import COUNTS, begin, depths_of
-from shoal.engine.parallel.apply import Stage
+from shoal.engine.parallel.apply import LocalStage
 from shoal.spec.catalog import ModelShape
 
 
@@ -38,7 +38,7 @@ class Foreseen:
         }
 
 
-class Depths:
+class DepthsRouting:
     """The layers of this rank's stages that only some tokens pass through.
 
     Args:
@@ -48,7 +48,7 @@ class Depths:
         totals: [such layers, `COUNTS` + 1] of the last step, over all ranks and micro-batches.
     """
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh, shape: ModelShape):
+    def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
         self.mesh, self.shape = mesh, shape
         self.layers = shape.depths.layers(shape.layers)
         self.here = [depth for stage in stages for depth in depths_of(stage.module)]

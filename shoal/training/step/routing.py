@@ -14,7 +14,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, in_host_memory
 from shoal.engine.models.experts.balance import begin, begin_validation, rebalance, routers_of
 from shoal.engine.models.experts.router import SUMS, Router
-from shoal.engine.parallel.apply import Stage
+from shoal.engine.parallel.apply import LocalStage
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
 
@@ -76,7 +76,7 @@ class Routing:
         totals: [layers with experts, `SUMS` + E] of the last step, over all ranks and micro-batches.
     """
 
-    def __init__(self, stages: Sequence[Stage], program: Program, mesh: Mesh, shape: ModelShape):
+    def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
         self.mesh, self.shape = mesh, shape
         self.layers = shape.experts.layers(shape.layers)
         self.routers: list[tuple[Router, bool]] = [

@@ -13,7 +13,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives import ops
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import Link
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import build
 from shoal.spec.layout import Layout
@@ -49,7 +49,8 @@ def _slowed(transport: str) -> dict[str, tuple[bool, float, float]]:
     """Per collective: whether it gives the same, its seconds, and those that its bytes take."""
     layout = Layout(tp=2)
     plain, slow = (
-        Mesh(layout, dist.get_rank(), transport=transport, link=link).group("tp") for link in (None, Link(RATE))
+        Mesh(layout, dist.get_rank(), transport=transport, link=link).group("tp")
+        for link in (None, ThrottledLink(RATE))
     )
     wanted = {name: run() for name, (run, _) in _each(plain).items()}
     answers = {}
@@ -70,7 +71,7 @@ def test_every_collective_takes_as_long_as_its_bytes(pool: Pool, transport: str)
 
 
 def _two_at_once() -> tuple[float, float]:
-    group = Mesh(Layout(dp=2), dist.get_rank(), link=Link(RATE / 3)).group("dp")
+    group = Mesh(Layout(dp=2), dist.get_rank(), link=ThrottledLink(RATE / 3)).group("dp")
     tensors = [torch.ones(NUMBERS, dtype=torch.float64) for _ in range(2)]
     dist.barrier()
     begin = time.monotonic()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data import shards
-from shoal.engine.data.shards import Manifest, TokenStream, open_shards, split_of
+from shoal.engine.data.shards import CacheManifest, TokenStream, open_shards, split_of
 from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -250,7 +250,7 @@ def test_a_killed_build_is_swept_away_by_the_next(config, tmp_path, monkeypatch)
     killed.communicate()
     key = next((config.cache / "shards").glob("*.lock")).stem
     (config.cache / "shards" / f"{key}.left.staging").mkdir()  # what a kill a little later leaves
-    assert Manifest.read(open_shards(config, BYTES)).vocab_size == 257
+    assert CacheManifest.read(open_shards(config, BYTES)).vocab_size == 257
     assert not list((config.cache / "shards").glob("*.staging"))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.base.boxes import flat_range
 from shoal.engine.optim.build import RULES, build, compilable, rate_factor, weight_decay
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.optimizers import READ_BY
@@ -29,7 +29,7 @@ def cut_shards(weights, gradients, cuts, config):
     for (name, whole), weight, gradient in zip(SHAPES.items(), weights, gradients, strict=True):
         ends = [0, *sorted({min(c, weight.numel()) for c in cuts}), weight.numel()]
         for start, stop in pairwise(ends):
-            parts = tuple(Part(name, whole, box, at) for at, box in flat_range(whole, start, stop))
+            parts = tuple(ShardPart(name, whole, box, at) for at, box in flat_range(whole, start, stop))
             flat = weight.flatten()[start:stop], gradient.flatten()[start:stop]
             shards.append(Shard(*flat, parts, weight_decay(config, whole), rate_factor(config, name)))
     return Shards(SHAPES, shards, weights[0].dtype, saves=frozenset(SHAPES))

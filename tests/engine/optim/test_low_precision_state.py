@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.base.boxes import Box, flat_range
 from shoal.engine.optim import low_precision_state
 from shoal.engine.optim.build import RULES, build, build_for
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.precision.policy import POLICIES
 from shoal.spec.config import OptimizerConfig
@@ -31,7 +31,7 @@ def cut(values, dtype, reduce, cuts, shapes=SHAPES):
         for name, shape in shapes.items():
             end = begin + math.prod(shape)
             for offset, box in flat_range(shape, max(start, begin) - begin, min(stop, end) - begin):
-                parts.append(Part(name, shape, box, max(start, begin) - start + offset))
+                parts.append(ShardPart(name, shape, box, max(start, begin) - start + offset))
             begin = end
         shards.append(Shard(weights[start:stop], gradients[start:stop], tuple(parts), decay=0.1))
     return Shards(shapes, shards, dtype), weights, gradients
@@ -128,7 +128,7 @@ def test_updates_below_half_a_digit_add_up(precision, name):
     """
     policy, n = POLICIES[precision], 4096
     weights, gradient = -torch.ones(n, dtype=policy.storage), torch.ones(n, dtype=policy.reduce)
-    shard = Shard(weights, gradient, (Part("w", (n,), Box.whole((n,)), 0),))
+    shard = Shard(weights, gradient, (ShardPart("w", (n,), Box.whole((n,)), 0),))
     rule = build_for(policy, OptimizerConfig(name=name), Shards({"w": (n,)}, [shard], policy.storage), seed=0)
     assert torch.equal((weights.float() - 2.0**-12).to(policy.storage), weights)
     for _ in range(64):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.base.boxes import flat_range
 from shoal.engine.optim import muon_distribution
 from shoal.engine.optim.build import build
-from shoal.engine.optim.shards import Part, Shard, Shards
+from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig
 
 SHAPES = {
@@ -54,7 +54,7 @@ def updated(holders, cuts, copies):
         ends = [0, *sorted(min(cut, n) for cut in cuts), n]
         start, stop = ends[owner], ends[owner + 1]
         if start < stop:
-            parts = tuple(Part(name, shape, box, at, copies) for at, box in flat_range(shape, start, stop))
+            parts = tuple(ShardPart(name, shape, box, at, copies) for at, box in flat_range(shape, start, stop))
             flat = weights[name].view(-1)[start:stop].clone()
             shards.append(Shard(flat, torch.zeros_like(flat), parts, decay=0.1, rate=0.5))
             gradients.append((name, slice(start, stop)))

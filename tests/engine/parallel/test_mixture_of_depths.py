@@ -15,7 +15,7 @@ from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.parallel.mixture_of_depths import SharedPlaces, by_rank
 from shoal.launch.worker_pool import Pool
-from shoal.planning.estimate import Estimate, Run
+from shoal.planning.estimate import Estimate, EstimatedRun
 from shoal.planning.search.search import search
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
@@ -158,7 +158,7 @@ def test_fewer_tokens_take_less_time_and_memory(parallel: dict[str, Any]) -> Non
 
     def estimate(**depths: float) -> Estimate:
         some = Depths(**depths) if depths else None
-        return Estimate(Run(whole.model_copy(update={"layers": 4, "depths": some}), layout, machine, 8192, 8))
+        return Estimate(EstimatedRun(whole.model_copy(update={"layers": 4, "depths": some}), layout, machine, 8192, 8))
 
     every, half, few = estimate(), estimate(capacity=0.5), estimate(capacity=1 / 16)
     assert few.step_seconds < half.step_seconds < every.step_seconds

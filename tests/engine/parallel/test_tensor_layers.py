@@ -11,7 +11,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.tensor import TENSOR_PARALLEL, apply_tensor_parallel, matches
 from shoal.engine.parallel.tensor_2d import GRID, apply_grid
 from shoal.launch.worker_pool import Pool
@@ -25,7 +25,7 @@ WIDE = LLAMA.model_copy(update={"hidden": 12, "ffn": 16, "kv_heads": 8})
 GPT = LLAMA.model_copy(update={"family": "gpt", "kv_heads": 8})
 
 
-def load(model: nn.Module, splits: dict[str, Split], whole: nn.Module) -> None:
+def load(model: nn.Module, splits: dict[str, ParamPlacement], whole: nn.Module) -> None:
     """Give each rank its part of the whole model's values; padding gets values that must not matter."""
     values = dict(whole.named_parameters())
     with torch.no_grad():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.intra.bound import within_bound
 from shoal.labs.autoshard.intra.ilp import NothingFits, solve, undominated
-from shoal.labs.autoshard.intra.problem import Decision, Problem, Shared
+from shoal.labs.autoshard.intra.problem import Decision, ShardingProblem, Shared
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from tests.labs.autoshard.modules import builder
 
@@ -52,7 +52,7 @@ def problems(draw):
             tuple((int(r), tuple(frozenset(map(int, rng.integers(0, states, rng.integers(1, 3)))) for _ in
                                  range(counts[r]))) for r in readers),
         ))  # fmt: skip
-    return Problem(decisions, pairs, shared)
+    return ShardingProblem(decisions, pairs, shared)
 
 
 @settings(max_examples=60)
@@ -94,7 +94,7 @@ def test_when_time_is_up_the_best_that_was_met_is_taken(monkeypatch):
     """Found by the bound, where the program has no time at all; without one it is not said that nothing fits."""
     rng = np.random.default_rng(3)
     decisions = [Decision(str(i), [{}] * 4, rng.random(4), rng.random(4), rng.random(4)) for i in range(8)]
-    problem = Problem(decisions, {(i, j): rng.random((4, 4)) for j in range(8) for i in range(j)})
+    problem = ShardingProblem(decisions, {(i, j): rng.random((4, 4)) for j in range(8) for i in range(j)})
     capacity = sum(float(np.median(d.memory + d.saved)) for d in decisions)
     exact, hurried = solve(problem, capacity), solve(problem, capacity, seconds=0.0)
     assert exact.proven and not hurried.proven

@@ -11,7 +11,7 @@ from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.execute import reference, worst_of
 from shoal.labs.autoshard.intra.problem import GIVEN, UPDATE
 from shoal.labs.autoshard.pipelined import Pipelined, compare_stages
-from shoal.labs.autoshard.stages import Stage
+from shoal.labs.autoshard.stages import AssignedStage
 from shoal.spec.catalog.clusters import cluster
 from tests.labs.autoshard.modules import BF16, transformer
 
@@ -43,7 +43,7 @@ def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     layers = Layers(forward, 3)
     assert len(layers.ends) == 3
     stages = joint(layers, "4xA100").planned(
-        (Stage(0, 1, (1, 1), 0.0), Stage(1, 2, (1, 2), 0.0), Stage(2, 3, (1, 1), 0.0))
+        (AssignedStage(0, 1, (1, 1), 0.0), AssignedStage(1, 2, (1, 2), 0.0), AssignedStage(2, 3, (1, 1), 0.0))
     )
     assert compared(pool, 4, module, inputs, forward, stages) < 1e-10
 
@@ -55,7 +55,7 @@ def cut_once(pool, module: nn.Module, at: int) -> tuple[Layers, float]:
     forward = forward_of(module, inputs)
     layers = Layers(forward, 99)
     count = len(layers.ends)
-    stages = (Stage(0, at % count, (1, 1), 0.0), Stage(at % count, count, (1, 1), 0.0))
+    stages = (AssignedStage(0, at % count, (1, 1), 0.0), AssignedStage(at % count, count, (1, 1), 0.0))
     return layers, compared(pool, 2, module, inputs, forward, joint(layers, "2xA100").planned(stages))
 
 

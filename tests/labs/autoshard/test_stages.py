@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.labs.autoshard.capture.layers import DELTA, _cut
-from shoal.labs.autoshard.stages import Stage, latency, parts, pipeline
+from shoal.labs.autoshard.stages import AssignedStage, latency, parts, pipeline
 
 
 def every(layers, nodes, per_node):
@@ -39,7 +39,8 @@ def test_the_best_of_all_pipelines_is_found(seed, layers, shape, microbatches, i
         return times[key]
 
     all_of_them = [
-        tuple(Stage(a, b, part, cost(a, b, part, left)) for a, b, part, left in way) for way in every(layers, *shape)
+        tuple(AssignedStage(a, b, part, cost(a, b, part, left)) for a, b, part, left in way)
+        for way in every(layers, *shape)
     ]
     can = [stages for stages in all_of_them if all(stage.seconds < float("inf") for stage in stages)]
     least = min((latency(stages, microbatches) for stages in can), default=float("inf"))

@@ -11,7 +11,7 @@ from shoal.cli.bench import collectives
 from shoal.cli.bench.main import main as main_of_bench
 from shoal.cli.main import main
 from shoal.labs.bench import collectives as collectives_bench
-from shoal.labs.bench.collectives import Row
+from shoal.labs.bench.collectives import CollectiveTiming
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK
 from shoal.launch.worker_pool import RankError
@@ -45,9 +45,11 @@ def test_sizes_are_rounded_up_and_measured_once(pool, monkeypatch):
 
 @pytest.mark.parametrize("end", [RankError("x", 1, [(0, "other result")]), KeyboardInterrupt()])
 def test_what_is_measured_is_told_whatever_ends_the_rest(end, tmp_path, monkeypatch, capsys):
-    def measure(*_: object) -> Iterator[Row]:
-        yield from (Row("all-reduce", n, 64, name, 1e-3, 1e6, 1.0) for n in (2, 4) for name in ("backend", "ring"))
-        yield from (Row("reduce", 2, 64, name, 1e-3, 1e6, 1.0) for name in ("backend", "chain"))
+    def measure(*_: object) -> Iterator[CollectiveTiming]:
+        yield from (
+            CollectiveTiming("all-reduce", n, 64, name, 1e-3, 1e6, 1.0) for n in (2, 4) for name in ("backend", "ring")
+        )
+        yield from (CollectiveTiming("reduce", 2, 64, name, 1e-3, 1e6, 1.0) for name in ("backend", "chain"))
         raise end
 
     monkeypatch.setattr(collectives, "measure", measure)

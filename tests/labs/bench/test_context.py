@@ -5,11 +5,11 @@ import re
 import pytest
 
 from shoal.cli.main import main
-from shoal.labs.bench.context import Attention, makes_room, ratios, seconds_of_a_step
+from shoal.labs.bench.context import AttentionCase, makes_room, ratios, seconds_of_a_step
 
 
 def test_a_ring_beside_its_bound() -> None:
-    seconds = seconds_of_a_step(Attention(ranks=3, tokens=48, heads=4, kv_heads=2, head_dim=8), repeats=2)
+    seconds = seconds_of_a_step(AttentionCase(ranks=3, tokens=48, heads=4, kv_heads=2, head_dim=8), repeats=2)
     assert {way: len(times) for way, times in seconds.items()} == {"ring": 2, "bound": 2}
     assert all(time > 0 for times in seconds.values() for time in times)
     assert ratios({"ring": [3.0, 1.0], "bound": [4.0, 2.0]}) == [0.75, 0.5]

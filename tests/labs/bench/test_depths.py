@@ -14,7 +14,7 @@ from shoal.labs.bench.learning.mixture_of_depths import (
     LENGTH,
     LESS,
     SHORTER,
-    Run,
+    DepthsRun,
     config_of,
     draw,
     one_by_one,
@@ -58,7 +58,7 @@ def test_a_dense_model_loses_nothing_token_by_token() -> None:
 def test_the_plot_is_over_flops_and_the_table_has_every_validation(tmp_path: Path) -> None:
     told = Foreseen(0.9, 0.5, 0.2, 0.3)
     runs = [
-        Run(kind, seed, (10, 20), (3.0, 2.0 + seed / 10), 2.5, None if kind == DENSE else told, 4, 100, 10**6)
+        DepthsRun(kind, seed, (10, 20), (3.0, 2.0 + seed / 10), 2.5, None if kind == DENSE else told, 4, 100, 10**6)
         for seed in range(2) for kind in KINDS
     ]
     assert runs[0].points()[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)

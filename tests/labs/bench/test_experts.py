@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.bench.experts import ExpertsOptions, experts
 from shoal.labs.bench.experts import measure
 from shoal.labs.bench.learning import switch
-from shoal.labs.bench.learning.switch import Run, config_of, draw, steps_to_dense, write_csv
+from shoal.labs.bench.learning.switch import SwitchRun, config_of, draw, steps_to_dense, write_csv
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -36,12 +36,12 @@ def test_a_shape_without_layers_for_experts_is_refused(shape: tuple[int, int, in
         experts(options, Console())
 
 
-def runs() -> list[Run]:
+def runs() -> list[SwitchRun]:
     return [
-        Run("dense", 0, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
-        Run("switch", 0, (10, 20, 30), (3.0, 1.0, 0.5), 0.1, 300, 7),
-        Run("dense", 1, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
-        Run("switch", 1, (10, 20, 30), (4.0, 3.5, 3.0), 0.1, 300, 7),
+        SwitchRun("dense", 0, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
+        SwitchRun("switch", 0, (10, 20, 30), (3.0, 1.0, 0.5), 0.1, 300, 7),
+        SwitchRun("dense", 1, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
+        SwitchRun("switch", 1, (10, 20, 30), (4.0, 3.5, 3.0), 0.1, 300, 7),
     ]
 
 

@@ -7,7 +7,7 @@ from shoal.cli.main import main
 from shoal.engine.models import products
 from shoal.engine.optim.build import RULES
 from shoal.labs.bench import optimizers
-from shoal.labs.bench.optimizers import FUSED, Timing, flat, rivals, shapes_of
+from shoal.labs.bench.optimizers import FUSED, OptimizerTiming, flat, rivals, shapes_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig
 
@@ -67,10 +67,10 @@ def test_shapes_have_at_least_the_parameters_asked_for():
 
 def test_a_ratio_is_of_the_medians_and_the_fastest_rival():
     rivals = {"fused": [5.0, 4.0, 9.0], "foreach": [6.0, 6.0, 6.0]}
-    timing = Timing("adam", 1, {"shoal": [1.0, 3.0, 2.0], "compiled": [8.0] * 3}, rivals)
+    timing = OptimizerTiming("adam", 1, {"shoal": [1.0, 3.0, 2.0], "compiled": [8.0] * 3}, rivals)
     assert (timing.rival, timing.target, timing.met) == ("fused", 1.0, True)
     assert (timing.ratio("shoal"), timing.ratio("compiled")) == (2.5, 0.625)
-    assert not Timing("adam", 1, {"compiled": [8.0] * 3}, rivals).met
+    assert not OptimizerTiming("adam", 1, {"compiled": [8.0] * 3}, rivals).met
 
 
 def test_the_command(capsys, monkeypatch):

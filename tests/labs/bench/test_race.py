@@ -18,9 +18,9 @@ from shoal.cli.bench import main, step
 from shoal.engine.models.products import _multiplies_faster
 from shoal.labs.bench import collectives, context, transport
 from shoal.labs.bench.attention import measure
-from shoal.labs.bench.crew import Contender, Crew, Failed, Turn
-from shoal.labs.bench.peak import Product
-from shoal.labs.bench.race import Disagreement, Lap, Race, Row, check_agreement, rows, run
+from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn, Failed
+from shoal.labs.bench.peak import MatmulWorkload
+from shoal.labs.bench.race import ContenderResult, Disagreement, Lap, Race, check_agreement, rows, run
 from shoal.labs.bench.step import torch_baselines
 from shoal.labs.bench.step.comparisons import NAMES, races
 from shoal.labs.bench.step.torch_pipelining import SCHEDULES
@@ -32,7 +32,7 @@ WORK = Workload()
 
 def lap(name: str, *turns: list[float], losses: float = 1.0) -> Lap:
     contender = Contender(name, build, WORK)
-    return Lap(contender, [Turn(seconds, seconds, [losses] * len(seconds)) for seconds in turns])
+    return Lap(contender, [ContenderTurn(seconds, seconds, [losses] * len(seconds)) for seconds in turns])
 
 
 def build(workload: Workload, rank: int, ranks: int, fails: bool = False):
@@ -91,13 +91,13 @@ def multiplies(workload: Workload, rank: int, ranks: int):
 
 def test_a_crew_multiplies_by_the_library_of_its_contender():
     for products, medium in ((False, False), (True, _multiplies_faster())):
-        with Crew(Contender("c", multiplies, WORK, products=products)) as crew:
+        with ContenderProcesses(Contender("c", multiplies, WORK, products=products)) as crew:
             assert crew.run(1).losses == [float(medium)]
 
 
 def test_share_of_a_peak_compares_flops():
     ours = lap("ours", [2.0])
-    product = Lap(Contender("product", build, Product(side=1000)), [Turn([1.0], [1.0], [0.0])])
+    product = Lap(Contender("product", build, MatmulWorkload(side=1000)), [ContenderTurn([1.0], [1.0], [0.0])])
     race = Race("x", (ours.contender,), (product.contender,), target=0.5)
     assert rows(race, [ours, product])[0].ratio == pytest.approx(WORK.flops / 2.0 / 2e9)
 
@@ -125,14 +125,14 @@ def test_different_losses_are_refused():
 
 
 def test_crew_steps_on_from_turn_to_turn_and_adds_the_shares_of_the_ranks():
-    with Crew(Contender("c", build, WORK, ranks=2)) as crew:
+    with ContenderProcesses(Contender("c", build, WORK, ranks=2)) as crew:
         assert crew.run(2).losses == [0.25, 2.25]
         turn = crew.run(1)
     assert turn.losses == [4.25] and len(turn.seconds) == len(turn.cpu_seconds) == 1
 
 
 def test_crew_tells_which_contender_failed_and_why():
-    with Crew(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as crew:
+    with ContenderProcesses(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as crew:
         crew.run(2)
         with pytest.raises(Failed, match=r"broken, rank \d[\s\S]*third step"):
             crew.run(1)
@@ -144,7 +144,7 @@ def unbuildable(workload: Workload, rank: int, ranks: int):
 
 
 def test_a_crew_that_has_ended_before_it_is_asked_says_why():
-    with Crew(Contender("broken", unbuildable, WORK)) as crew:
+    with ContenderProcesses(Contender("broken", unbuildable, WORK)) as crew:
         crew._processes[0].join()  # as when others are built for longer
         with pytest.raises(Failed, match=r"Traceback[\s\S]*no such kernel\nand no other") as failed:
             crew.run(1)
@@ -162,7 +162,7 @@ def sleeping(workload: Workload, rank: int, ranks: int):
 
 
 def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monkeypatch):
-    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as crew:
         assert len(crew.run(3).seconds) == 3
         monkeypatch.setattr("shoal.labs.bench.crew.TIMEOUT", 0.05)
         assert len(crew.run(5).seconds) == 5
@@ -172,9 +172,11 @@ def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monk
 
 def test_a_first_turn_of_many_steps_is_given_time_by_its_first_step(monkeypatch):
     limits: list[float] = []
-    answers = Crew._answers
-    monkeypatch.setattr(Crew, "_answers", lambda crew, limit: limits.append(limit) or answers(crew, limit))
-    with Crew(Contender("sleeper", sleeping, WORK)) as crew:
+    answers = ContenderProcesses._answers
+    monkeypatch.setattr(
+        ContenderProcesses, "_answers", lambda crew, limit: limits.append(limit) or answers(crew, limit)
+    )
+    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as crew:
         assert len(crew.run(4).losses) == 4
     assert limits[0] == 300 and limits[1] > 300 + 10 * 3 * 0.1
 
@@ -265,7 +267,7 @@ def test_a_race_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
 def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monkeypatch, capsys):
-    def run(race: Race, *_: object, **__: object) -> list[Row]:
+    def run(race: Race, *_: object, **__: object) -> list[ContenderResult]:
         if race.name == "tp":
             raise end
         return rows(race, [lap("ours", [1.0]), lap("theirs", [2.0])])
@@ -299,7 +301,7 @@ def test_all_contenders_of_a_small_model_do_the_same_work():
     of_name = {c.name: c for race in races(small) for c in (*race.ours, *race.references)}
     laps = []
     for contender in map(of_name.get, wanted):
-        with Crew(contender) as crew:
+        with ContenderProcesses(contender) as crew:
             laps.append(Lap(contender, [crew.run(3)]))
     assert {lap.contender.name for lap in laps} == wanted
     check_agreement(laps, 1e-5)
@@ -316,8 +318,8 @@ def test_all_transports_are_timed():
     (transport.seconds_at_most(2, [4096], 15), transport.seconds_at_most(4, [4096, 1 << 30], 15), 3000),
     (collectives.seconds_at_most(2, Collective.REDUCE, 64, 9),
      collectives.seconds_at_most(2, Collective.REDUCE, 1 << 30, 999), 50_000),
-    (context.seconds_at_most(context.Attention(2, 4096, 8, 4, 64), 7),
-     context.seconds_at_most(context.Attention(2, 131_072, 8, 4, 64), 7), 100_000),
+    (context.seconds_at_most(context.AttentionCase(2, 4096, 8, 4, 64), 7),
+     context.seconds_at_most(context.AttentionCase(2, 131_072, 8, 4, 64), 7), 100_000),
 ])  # fmt: skip
 def test_limits_grow_with_what_is_asked_for(few: float, many: float, least: float):
     assert few < 2000 < least < many

@@ -16,7 +16,7 @@ from shoal.labs.bench.learning.relaxed import (
     METHODS,
     OVER_LINKS,
     REFERENCE,
-    Run,
+    RelaxedRun,
     config_of,
     draw,
     seconds_at_most,
@@ -26,8 +26,10 @@ from shoal.labs.bench.learning.relaxed import (
 from shoal.training.check import check
 
 RUNS = [
-    Run(REFERENCE, 0, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.0), Run(REFERENCE, 1, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.2),
-    Run("hogwild", 0, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.1), Run("hogwild", 1, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.5),
+    RelaxedRun(REFERENCE, 0, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.0),
+    RelaxedRun(REFERENCE, 1, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.2),
+    RelaxedRun("hogwild", 0, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.1),
+    RelaxedRun("hogwild", 1, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.5),
 ]
 
 
@@ -53,7 +55,7 @@ def test_the_plot_and_the_csv_hold_every_run(tmp_path):
 @pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])
 def test_runs_of_few_or_endless_losses_are_drawn(losses):
     times = tuple(map(float, range(1, len(losses) + 1)))
-    text = draw([Run(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
+    text = draw([RelaxedRun(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
     ET.fromstring(text)
     assert "nan" not in text and "inf" not in text
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.labs.bench.slices import Layer, measure
+from shoal.labs.bench.slices import TimedLayer, measure
 from shoal.spec.catalog import model_shape
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
 def test_slices_of_every_size_and_place_are_timed(family: str) -> None:
-    layer = Layer(model_shape(family), 1, "fp32", torch.device("cpu"))
+    layer = TimedLayer(model_shape(family), 1, "fp32", torch.device("cpu"))
     measured = measure(layer, 32, 1)
     assert {size for size, _, _ in measured} == {2, 4, 8, 16, 32}
     assert {before for _, before, _ in measured} >= {0, 8, 16, 30}

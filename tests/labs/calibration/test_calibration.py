@@ -21,7 +21,7 @@ from shoal.labs.calibration.measure import (
     SPLIT,
     SPLIT_MODELS,
     UPDATED,
-    Measured,
+    CoreMeasurements,
     measure,
     model_shape_of,
     on_two_ranks,
@@ -32,7 +32,7 @@ from shoal.labs.calibration.profile import PASSES, _both, _kernels, fit, profile
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
 from shoal.planning.search.search import search
-from shoal.planning.search.space import Space
+from shoal.planning.search.space import LayoutSpace
 from shoal.spec.catalog import tables
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
@@ -46,7 +46,7 @@ TRUE = {
 
 
 @pytest.fixture
-def found() -> Measured:
+def found() -> CoreMeasurements:
     """What a machine takes that is exactly as the cost model says, but for the bytes of products."""
     rate = {"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}
     products = {
@@ -61,7 +61,7 @@ def found() -> Measured:
         for n in (2, 4) for size in REDUCED
     }  # fmt: skip
     ones = dict.fromkeys(MODELS, 1.0)
-    empty = Measured(2, 2, products, attention, ones, ones, {}, 8 * COPIED / BANDWIDTH,
+    empty = CoreMeasurements(2, 2, products, attention, ones, ones, {}, 8 * COPIED / BANDWIDTH,
                      1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
     k = _kernels(MODELS, PEAK, BANDWIDTH, TRUE)
     head = k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
@@ -97,7 +97,7 @@ def _split() -> dict[tuple[str, int, int, int], float]:
 
 
 @pytest.fixture
-def here(found: Measured, tmp_path: Path):
+def here(found: CoreMeasurements, tmp_path: Path):
     """A catalog with that machine."""
     file = tmp_path / "here.toml"
     file.write_text(tomli_w.dumps(profile(found, "here", 4e9, "a test")))
@@ -106,7 +106,7 @@ def here(found: Measured, tmp_path: Path):
     tables.forget()
 
 
-def test_a_profile_recovers_the_machine(found: Measured) -> None:
+def test_a_profile_recovers_the_machine(found: CoreMeasurements) -> None:
     made = profile(found, "here", 4e9, "a test")
     machine, node = made["accelerators"]["here"], made["nodes"]["here"]
     assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}, rel=0.03)
@@ -120,7 +120,7 @@ def test_a_profile_recovers_the_machine(found: Measured) -> None:
     assert {name: node["constants"][name] for name in TRUE} == pytest.approx(TRUE, rel=0.2)
 
 
-def test_of_a_single_core_collectives_take_what_they_take_alone(found: Measured) -> None:
+def test_of_a_single_core_collectives_take_what_they_take_alone(found: CoreMeasurements) -> None:
     constants = profile(replace(found, split={}), "here", 4e9, "a test")["nodes"]["here"]["constants"]
     assert constants["latency_inside"] == pytest.approx(1e-5, rel=1e-3) and constants["launch_exchange"] == 0
 
@@ -143,7 +143,7 @@ def test_ranks_that_share_cores_take_turns(here: Path) -> None:
     assert max(pipe.timeline.step_time, busy / 2) < pipe.step_seconds < pipe.timeline.step_time + busy / 2
 
 
-def test_ranks_share_a_machines_memory_and_all_of_its_cores(found: Measured, here: Path) -> None:
+def test_ranks_share_a_machines_memory_and_all_of_its_cores(found: CoreMeasurements, here: Path) -> None:
     one, four = cluster("1xhere"), cluster("4xhere")
     assert one.memory_bytes == 4e9 == 4 * four.memory_bytes
     assert Estimate(run_of(Layout(dp=4, micro_batch=3), "here")).capacity == 1e9
@@ -157,7 +157,7 @@ def _dp(ranks: int) -> Layout:
 
 
 def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
-    plan = search(run_of(Layout(dp=4), "here"), Space(("1f1b", "zb-v"), most_virtual=2), count=5)
+    plan = search(run_of(Layout(dp=4), "here"), LayoutSpace(("1f1b", "zb-v"), most_virtual=2), count=5)
     assert len(plan.best) == 5
     for one in plan.best:
         assert one.seconds == pytest.approx(Estimate(run_of(one.layout, "here")).step_seconds, rel=1e-9)

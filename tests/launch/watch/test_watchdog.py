@@ -13,14 +13,16 @@ import shoal
 from shoal.engine.collectives.ops import read
 from shoal.launch.watch.watchdog import LONGEST_GAP, SLOW_SECONDS, STOPPED_SECONDS, Sign, Watchdog, waits, who_is_stuck
 from shoal.spec.config import FailoverConfig
-from shoal.training.resilience.heartbeat import Phase, Record
+from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
 SHOAL = Path(shoal.__file__).parent
 LIMITS = FailoverConfig(silence_seconds=10, stall_seconds=20)
 
 
-def record(now: float = 0.0, count: int = 1, phase: Phase = Phase.STEP, steps: int = 5, begun: int = 0) -> Record:
-    return Record(1, now, now, count, phase, begun, steps, 1.0, None)
+def record(
+    now: float = 0.0, count: int = 1, phase: Phase = Phase.STEP, steps: int = 5, begun: int = 0
+) -> HeartbeatRecord:
+    return HeartbeatRecord(1, now, now, count, phase, begun, steps, 1.0, None)
 
 
 def watch(dog: Watchdog, seconds: float, sign, start: float = 0.0, gap: float = 0.25):
@@ -49,7 +51,7 @@ def test_a_healthy_run_is_left_alone_however_irregular(beats, steps, gap):
                 t, n = t + times[n], n + 1
             return n, t
         (_, alive), (n, marked) = done(beats), done(steps)
-        return [Sign(Record(1, alive, marked, n, Phase.STEP, 0, n, 0.0, None), "S", 0.0)]
+        return [Sign(HeartbeatRecord(1, alive, marked, n, Phase.STEP, 0, n, 0.0, None), "S", 0.0)]
 
     assert watch(Watchdog(LIMITS, 1), total, sign, gap=gap)[0] is None
 

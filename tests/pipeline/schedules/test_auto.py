@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.checker import check
-from shoal.pipeline.program import Op, Program, Schedule, Times, build
+from shoal.pipeline.program import Op, Program, Schedule, StageDurations, build
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.placement import looped, vee_shaped
 
-TIMES = st.builds(Times, *[st.floats(0.2, 3)] * 3, st.floats(0, 1))
+TIMES = st.builds(StageDurations, *[st.floats(0.2, 3)] * 3, st.floats(0, 1))
 
 
 def program_of(orders: list, m: int, placement: tuple[int, ...]) -> Program:
@@ -21,7 +21,7 @@ def program_of(orders: list, m: int, placement: tuple[int, ...]) -> Program:
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12), TIMES, st.integers(1, 3), st.booleans(), st.data())
 def test_every_order_is_whole_and_within_the_memory(
-    p: int, m: int, times: Times, virtual: int, vee: bool, data: st.DataObject
+    p: int, m: int, times: StageDurations, virtual: int, vee: bool, data: st.DataObject
 ) -> None:
     virtual = 2 if vee else virtual
     placement = vee_shaped(p, 2) if vee else looped(p, virtual)
@@ -34,7 +34,7 @@ def test_every_order_is_whole_and_within_the_memory(
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 16), TIMES, st.data())
-def test_no_published_order_that_fits_is_shorter(p: int, m: int, times: Times, data: st.DataObject) -> None:
+def test_no_published_order_that_fits_is_shorter(p: int, m: int, times: StageDurations, data: st.DataObject) -> None:
     memory = data.draw(st.integers(p, 2 * p))
     ours = check(program_of(zb_auto(p, m, times, memory), m, looped(p, 1)), times)
     for name, needs in (("1f1b", p), ("zb-h1", p), ("zb-h2", 2 * p - 1)):
@@ -57,7 +57,7 @@ def test_with_less_memory_than_1f1b_it_runs_longer_but_runs(p: int, m: int) -> N
 
 
 def test_halves_that_are_free_to_move_fill_the_gaps_of_slow_messages() -> None:
-    times = Times(communication=0.5)
+    times = StageDurations(communication=0.5)
     auto, h1 = (check(program, times).bubble for program in (
         program_of(zb_auto(4, 16, times, 7), 16, looped(4, 1)), build(SCHEDULES["zb-h1"], 4, 16)
     ))

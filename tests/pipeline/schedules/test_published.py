@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.pipeline.checker import Check, check
-from shoal.pipeline.program import COMPUTE, Times, build
+from shoal.pipeline.program import COMPUTE, StageDurations, build
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import load_csv
 from tests.pipeline.schedules import torch_schedules
@@ -146,5 +146,5 @@ def test_messages_that_take_time_never_make_a_step_shorter(name: str, p: int, m:
     schedule = SCHEDULES[name]
     assume(not schedule.refuses(p, m, schedule.virtual or 2))
     program = build(schedule, p, m, virtual_stages=2)
-    slow = check(program, Times(communication=communication))
+    slow = check(program, StageDurations(communication=communication))
     assert slow.flushed_bubble >= check(program).flushed_bubble - 1e-12

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, Program, build
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator import Disturbance, Links, Timeline, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, Disturbance, MessageTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import of_program
 
 NAMES = st.sampled_from(sorted(SCHEDULES))
@@ -32,16 +32,18 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @st.composite
-def plays(draw: st.DrawFn) -> tuple[Program, Times, Links]:
+def plays(draw: st.DrawFn) -> tuple[Program, ActionTimes, MessageTimes]:
     """A program, times that differ for every stage and micro-batch, links that differ for every pair of ranks."""
     program = draw(programs())
     random = np.random.default_rng(draw(st.integers(0, 1000)))
     shape = (program.stages, program.microbatches)
-    times = Times(*(random.uniform(0.5, 2, shape) for _ in range(3)), step=random.uniform(0, 2, program.stages).max())
+    times = ActionTimes(
+        *(random.uniform(0.5, 2, shape) for _ in range(3)), step=random.uniform(0, 2, program.stages).max()
+    )
     pairs = (program.ranks, program.ranks)
     slow = draw(st.sampled_from((0.0, 0.3, 3.0)))
     blocking = draw(st.booleans())
-    return program, times, Links(*(slow * random.random(pairs) for _ in range(2)), blocking=blocking)
+    return program, times, MessageTimes(*(slow * random.random(pairs) for _ in range(2)), blocking=blocking)
 
 
 @settings(deadline=None)
@@ -113,7 +115,7 @@ def test_the_step_is_as_long_as_its_critical_path_and_no_shorter_than_any_rank_o
 def test_a_slower_link_never_shortens_the_step(play: tuple, more: float) -> None:
     program, times, links = play
     before = simulate(program, times, links)
-    latency = Links(links.time, links.latency + more, blocking=links.blocking)
+    latency = MessageTimes(links.time, links.latency + more, blocking=links.blocking)
     assert simulate(program, times, latency).step_time >= before.step_time - 1e-9
     if program.ranks > 1:
         slow = Disturbance(slow_links={(0, 1): 1 + more})
@@ -135,8 +137,8 @@ def test_a_straggler_never_shortens_the_step_nor_costs_more_than_its_own_time(
 
 def test_a_blocking_link_holds_its_sender() -> None:
     program = build(SCHEDULES["gpipe"], 2, 3)
-    overlapped = simulate(program, Times(), Links(time=1.0))
-    held = simulate(program, Times(), Links(time=1.0, blocking=True))
+    overlapped = simulate(program, ActionTimes(), MessageTimes(time=1.0))
+    held = simulate(program, ActionTimes(), MessageTimes(time=1.0, blocking=True))
     starts = [[i.start for i in timeline.of_rank(0)][:3] for timeline in (overlapped, held)]
     assert starts == [[0, 1, 2], [0, 2, 4]]
 
@@ -157,7 +159,7 @@ def test_replicas_that_do_not_differ_are_played_once() -> None:
 def test_replicas_meet_at_the_reduction(program: Program, dp: int, tp: int, data: st.DataObject) -> None:
     """Each ends as late as the slowest, and a straggler in one of them costs what it would cost alone."""
     rank = data.draw(st.integers(0, program.ranks * dp * tp - 1))
-    times = Times(reduce=0.5, step=0.25)
+    times = ActionTimes(reduce=0.5, step=0.25)
     many = simulate(program, times, disturbance=Disturbance({rank: 3.0}), dp=dp, tp=tp)
     alone = simulate(program, times, disturbance=Disturbance({rank // (dp * tp): 3.0}))
     assert many.step_time == pytest.approx(alone.step_time)
@@ -206,9 +208,9 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
     with pytest.raises(UsageError, match="rank 0 meets 4"):
         simulate(program, dp=2, tp=2, disturbance=Disturbance(slow_links={(0, 1): 2.0}))
     with pytest.raises(UsageError, match=r"times.forward: given for \(3,\)"):
-        simulate(program, Times(forward=np.ones(3)))
+        simulate(program, ActionTimes(forward=np.ones(3)))
     with pytest.raises(UsageError, match="must be finite and not negative"):
-        Times(forward=-1.0)
+        ActionTimes(forward=-1.0)
     with pytest.raises(UsageError, match="2 is twice as slow"):
         Disturbance({0: 0.0})
 

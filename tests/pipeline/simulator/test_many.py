@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator import Links, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import of_schedule
 from shoal.pipeline.simulator.many import Replay
 
@@ -21,10 +21,13 @@ def test_each_set_ends_when_it_does_alone(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     times = random.uniform(0, 2, (6, columns.program.stages, 3))
     times[4] = random.uniform(0, 2, 3)  # the optimizer's is of a rank
-    links = [Links(*random.uniform(0, 1, 2)) for _ in range(3)]
+    links = [MessageTimes(*random.uniform(0, 1, 2)) for _ in range(3)]
     alone = [
-        simulate(columns, Times(*times[:3, :, i], reduce=times[3, :, i], step=times[4, 0, i], gather=times[5, :, i]),
-                 links[i])
+        simulate(
+            columns,
+            ActionTimes(*times[:3, :, i], reduce=times[3, :, i], step=times[4, 0, i], gather=times[5, :, i]),
+            links[i],
+        )
         for i in range(3)
     ]
     together = Replay(columns)

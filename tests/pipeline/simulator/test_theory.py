@@ -11,21 +11,21 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator import Timeline, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import of_schedule
-from shoal.pipeline.simulator.theory import THEORY, Step
+from shoal.pipeline.simulator.theory import THEORY, EqualStages
 
 FORMULAS = Path(__file__).parents[4] / "shared" / "measured" / "schedule_formulas.csv"
 SPANS = st.sampled_from((0.5, 0.75, 1.0, 1.25, 1.5, 2.0))
 
 
-def play(name: str, step: Step) -> Timeline:
+def play(name: str, step: EqualStages) -> Timeline:
     columns = of_schedule(SCHEDULES[name], step.p, step.m, step.v)
-    return simulate(columns, Times(step.f, step.b, step.w, pair=step.pair))
+    return simulate(columns, ActionTimes(step.f, step.b, step.w, pair=step.pair))
 
 
 @st.composite
-def steps(draw: st.DrawFn, name: str) -> Step:
+def steps(draw: st.DrawFn, name: str) -> EqualStages:
     """A step that a schedule's closed forms hold for."""
     schedule = SCHEDULES[name]
     both_ways = name.startswith("dualpipe")
@@ -37,7 +37,7 @@ def steps(draw: st.DrawFn, name: str) -> Step:
     if name == "zb-v":
         f = b = w
     pair = draw(st.sampled_from((1.0, 0.9))) * (f + b + w) if both_ways else None
-    step = Step(p, m, v, f, b, w, pair)
+    step = EqualStages(p, m, v, f, b, w, pair)
     assume(THEORY[name].holds(step))
     return step
 
@@ -59,22 +59,22 @@ def test_the_bubble_by_its_two_definitions(name: str, p: int, rounds: int, v: in
     """GPipe's, over the step: (p-1)/(v m + p-1); Megatron's, over the ideal time: (p-1)/(v m)."""
     v = SCHEDULES[name].virtual or v
     m = p * rounds
-    timeline = play(name, Step(p, m, v))
+    timeline = play(name, EqualStages(p, m, v))
     assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
     assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (v * m))
     assert timeline.bubble_of_slowest_rank == pytest.approx(timeline.bubble)
 
 
 def test_1f1b_keeps_fewer_activations_on_every_later_rank() -> None:
-    assert play("1f1b", Step(4, 8)).peak_live.tolist() == [4, 3, 2, 1]
+    assert play("1f1b", EqualStages(4, 8)).peak_live.tolist() == [4, 3, 2, 1]
 
 
 def test_the_halves_of_a_backward_free_memory_one_after_the_other() -> None:
     """Qi et al. 2024, table 2: ZB-H1 needs no more than 1F1B's p M_B; ZB-H2 no more than (2p-1) M_B + M_W."""
     p, m = 8, 24
     for kept in (0.0, 0.4, 1.0):
-        assert play("zb-h1", Step(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * p
-        assert play("zb-h2", Step(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * (2 * p - 1 + kept)
+        assert play("zb-h1", EqualStages(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * p
+        assert play("zb-h2", EqualStages(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * (2 * p - 1 + kept)
 
 
 # ---- the table of formulas -----------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ LATER = "DeepSeek-V3 Table 2"
 
 def idle(name: str, **times: float) -> float:
     """Relative to the step's work, of the slowest rank."""
-    timeline = play(name, Step(P, M, SCHEDULES[name].virtual or 1, **times))
+    timeline = play(name, EqualStages(P, M, SCHEDULES[name].virtual or 1, **times))
     return float(timeline.stall.max())
 
 
@@ -124,14 +124,14 @@ def test_the_formulas_of_deepseek_v3() -> None:
     whole = b + w
     formulas = {schedule: note for (source, schedule), note in read_formulas().items() if source == LATER}
     assert formulas.pop("1F1B").startswith("bubble=(PP-1)(F+B); parameters=1x; activations=PP")
-    one = play("1f1b", Step(P, M, 1, f, b, w))
+    one = play("1f1b", EqualStages(P, M, 1, f, b, w))
     assert (one.stall.max(), one.peak_live.max()) == ((P - 1) * (f + whole), P)
     assert formulas.pop("ZB1P").startswith("bubble=(PP-1)(F+B-2W); parameters=1x; activations=PP")
-    zero = play("zb-h1", Step(P, M, 1, f, b, w))
+    zero = play("zb-h1", EqualStages(P, M, 1, f, b, w))
     assert (zero.stall.max(), zero.peak_live.max()) == ((P - 1) * (f + whole - 2 * w), P)
     assert formulas.pop("DualPipe").startswith("bubble=(PP/2-1)(F&B+B-3W); parameters=2x; activations=PP+1")
     for pair in (f + whole, 0.9 * (f + whole)):
-        dual = play("dualpipe", Step(P, 32, 2, f, b, w, pair))
+        dual = play("dualpipe", EqualStages(P, 32, 2, f, b, w, pair))
         assert dual.idle.max() == pytest.approx((P / 2 - 1) * (pair + whole - 3 * w))
         assert dual.peak_live.max() == P + 1
         assert dual.columns.program.copies == 2  # parameters
@@ -143,13 +143,13 @@ def test_the_formulas_of_the_zero_bubble_repository() -> None:
     formulas = {schedule: note for (source, schedule), note in read_formulas().items() if source == FIRST}
     assert formulas["1F1B"].startswith("bubble rate=(p-1)/(m+p-1)=B; activation memory=1x")
     one = idle("1f1b")
-    assert play("1f1b", Step(P, M)).bubble == pytest.approx((P - 1) / (M + P - 1))
+    assert play("1f1b", EqualStages(P, M)).bubble == pytest.approx((P - 1) / (M + P - 1))
     assert formulas["ZB1P"].startswith("bubble rate=B/3; activation memory=1x")
     assert idle("zb-h1") == automatic(memory=P) == pytest.approx(one / 3)
     assert formulas["ZB2P"].startswith("bubble rate=0; activation memory=2x")
     assert automatic(memory=2 * P) == idle("zb-h2") == 0
     assert formulas["ZBV"].startswith("bubble rate=0; activation memory=1x")
-    vee = play("zb-v", Step(P, M, 2))
+    vee = play("zb-v", EqualStages(P, M, 2))
     assert vee.stall.max() == 0
     assert vee.peak_live.max() / 2 == P  # its stages are half as large
 
@@ -165,6 +165,6 @@ def test_the_formulas_of_the_zero_bubble_repository() -> None:
 def test_less_memory_than_1f1b(name: str, formula: str, bubble: float, memory: float, p: int) -> None:
     """Up to the turns at the ends of the V, which the formulas leave out: two activations, some hundredths of time."""
     assert read_formulas()[FIRST, {"v-half": "V-Half", "v-min": "V-Min"}[name]].startswith(formula)
-    one, vee = play("1f1b", Step(p, 4 * p)), play(name, Step(p, 4 * p, 2, 0.5, 0.5, 0.5))
+    one, vee = play("1f1b", EqualStages(p, 4 * p)), play(name, EqualStages(p, 4 * p, 2, 0.5, 0.5, 0.5))
     assert vee.stall.max() / one.stall.max() == pytest.approx(bubble, abs=0.075)
     assert memory * p <= vee.peak_live.max() / 2 <= memory * p + 2  # its stages are half as large

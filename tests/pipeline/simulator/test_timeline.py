@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.checker import check
 from shoal.pipeline.program import Action, Op, Program, build
-from shoal.pipeline.program import Times as Unit
+from shoal.pipeline.program import ActionTimes as Unit
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
-from shoal.pipeline.simulator import Timeline, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import of_schedule
 
 KNOWN = SCHEDULES | ASYNCHRONOUS
@@ -26,11 +26,11 @@ def test_the_checker_and_the_simulator_find_the_same(name: str, p: int, m: int, 
         return
     program = build(schedule, p, m, virtual_stages=virtual)
     checked = check(program, Unit(1.0, 1.5, 0.5, 0.0))
-    timeline = simulate(program, Times(1.0, 1.5, 0.5))
+    timeline = simulate(program, ActionTimes(1.0, 1.5, 0.5))
     assert timeline.bubble == pytest.approx(checked.flushed_bubble)
     assert timeline.bubble_of_slowest_rank == pytest.approx(checked.bubble)
     assert timeline.peak_live.tolist() == list(checked.peak_live)
-    rank_by_rank = simulate(of_schedule(schedule, p, m, virtual), Times(1.0, 1.5, 0.5))
+    rank_by_rank = simulate(of_schedule(schedule, p, m, virtual), ActionTimes(1.0, 1.5, 0.5))
     assert np.array_equal(rank_by_rank.end, timeline.end) and np.array_equal(
         rank_by_rank.columns.op, timeline.columns.op
     )
@@ -91,13 +91,13 @@ def test_versions_are_kept_from_the_step_that_makes_them_to_their_last_use() -> 
 
 def test_a_pair_begins_and_ends_as_one_and_counts_once() -> None:
     columns = of_schedule(SCHEDULES["dualpipe"], 4, 16)
-    timeline = simulate(columns, Times(pair=2.5))
+    timeline = simulate(columns, ActionTimes(pair=2.5))
     assert len(timeline.pairs) > 0
     for row in timeline.pairs:
         assert columns.op[row] == 0 and columns.op[row + 1] == 1
         assert timeline.start[0, row] == timeline.start[0, row + 1]
         assert timeline.end[0, row] == timeline.end[0, row + 1] == timeline.start[0, row] + 2.5
-    alone = simulate(columns, Times())
+    alone = simulate(columns, ActionTimes())
     pairs = np.bincount(columns.rank[timeline.pairs], minlength=4)
     assert np.allclose(alone.busy[0] - timeline.busy[0], 0.5 * pairs)
     sent = {int(row): t for row, t in zip(timeline.messages.producer, timeline.messages.start[0], strict=True)}

@@ -10,7 +10,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved, korthikanti
 from shoal.planning.cost.memory.float8 import EightBits
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.partition import parts_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build
@@ -46,7 +46,7 @@ def both(config: RunConfig) -> tuple[int, int]:
     """Bytes kept on this rank, and those that the formulas say autograd keeps."""
     engine = engine_of(config)
     layout = config.parallel
-    run = Pass(
+    run = MicroBatch(
         engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
         kernel=config.train.attention,
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
@@ -215,6 +215,6 @@ def test_the_papers_forms() -> None:
 def test_ours_is_the_papers_without_dropout_and_scores() -> None:
     """GPT-3: 34 less the masks of two dropouts, no scores with a fused kernel; and what norms and softmax sum up."""
     shape = model_shape("gpt3-175b")
-    run = Pass(shape, Layout(), 2048, 2)
+    run = MicroBatch(shape, Layout(), 2048, 2)
     ours = activations.total(activations.layer(run)) / (2048 * shape.hidden)
     assert ours == pytest.approx(34 - 2, abs=0.05)

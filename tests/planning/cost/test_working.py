@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.engine.collectives.dry_groups import DryMesh
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.config import build
 from shoal.testing.verify.draw import Choose
@@ -29,7 +29,7 @@ def off(
     })  # fmt: skip
     layout, shape = config.parallel, config.model.shape(vocab=1, sequence_length=s)
     machine = cluster(f"{layout.world_size}xH100" if layout.world_size > 1 else "h100-sxm")
-    run = Run(shape, layout, machine, s, batch, config.train.precision)
+    run = EstimatedRun(shape, layout, machine, s, batch, config.train.precision)
     said = Estimate(run).memory[DryMesh(layout, rank).index("pp")].allocated
     return said / dry_run(config, shape, rank, steps=1).steps[0].peak - 1
 

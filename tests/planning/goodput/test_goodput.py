@@ -12,7 +12,7 @@ from shoal.planning.goodput.model import (
     DAY,
     HOUR,
     LLAMA_3,
-    Job,
+    TrainingJob,
     available,
     best_interval,
     daly,
@@ -25,9 +25,9 @@ from shoal.planning.goodput.model import (
     young,
 )
 
-LLAMA = Job(LLAMA_3["devices"], device_mtbf(**LLAMA_3))
+LLAMA = TrainingJob(LLAMA_3["devices"], device_mtbf(**LLAMA_3))
 jobs = st.builds(
-    Job,
+    TrainingJob,
     devices=st.integers(1, 100_000),
     mtbf=st.floats(20_000 * HOUR, 200_000 * HOUR),
     checkpoint=st.floats(1.0, 120.0),
@@ -38,20 +38,20 @@ jobs = st.builds(
 
 @settings(max_examples=20, deadline=None)
 @given(jobs, st.floats(0.3, 3.0))
-def test_the_simulation_finds_the_closed_form(job: Job, factor: float) -> None:
+def test_the_simulation_finds_the_closed_form(job: TrainingJob, factor: float) -> None:
     interval = max(factor * best_interval(job), job.flush)
     assert play(job, interval, failures=20_000, seed=1) == pytest.approx(effective(job, interval), abs=0.015)
 
 
 @given(jobs, st.floats(0.05, 20.0))
-def test_no_interval_is_better_than_the_best(job: Job, factor: float) -> None:
+def test_no_interval_is_better_than_the_best(job: TrainingJob, factor: float) -> None:
     best = best_interval(job)
     assert best >= job.flush
     assert effective(job, best) >= effective(job, max(factor * best, job.flush)) - 1e-12
 
 
 @given(jobs)
-def test_young_and_daly_are_near_the_best_and_daly_nearer(job: Job) -> None:
+def test_young_and_daly_are_near_the_best_and_daly_nearer(job: TrainingJob) -> None:
     job = replace(job, flush=0.0)
     best = best_interval(job)
     assert abs(daly(job) - best) <= abs(young(job) - best) + 1e-6 * best
@@ -66,7 +66,7 @@ def test_spares_are_nodes_of_as_many_devices_as_are_given(capsys: pytest.Capture
 
 def test_a_save_counts_once_it_is_written() -> None:
     """A failure in between costs the interval before: of every life as much as a restart that is longer by that."""
-    job = Job(16384, device_mtbf(**LLAMA_3), checkpoint=2.0, flush=240.0)
+    job = TrainingJob(16384, device_mtbf(**LLAMA_3), checkpoint=2.0, flush=240.0)
     at_once, interval = replace(job, flush=0.0), best_interval(job)
     assert best_interval(at_once) < interval == job.flush, "not before the last one is written"
     assert effective(job, interval) == pytest.approx(effective(replace(at_once, restart=540.0), interval))
@@ -75,7 +75,7 @@ def test_a_save_counts_once_it_is_written() -> None:
 
 
 def test_young_is_the_limit_of_rare_failures() -> None:
-    job = Job(1, 1e9, checkpoint=10.0)
+    job = TrainingJob(1, 1e9, checkpoint=10.0)
     assert young(job) == pytest.approx(best_interval(job), rel=1e-3)
 
 
@@ -95,14 +95,14 @@ def test_llama_3_lost_less_than_a_tenth_of_its_time() -> None:
 @pytest.mark.parametrize("spares", [0, 1, 3, 6])
 def test_spares_are_erlangs_formula(spares: int) -> None:
     """Against a simulation in which every failed node is repaired by itself, and the job waits where none is left."""
-    job = Job(16384, device_mtbf(**LLAMA_3), checkpoint=10.0, restart=0.0, spares=spares, repair=10 * HOUR)
+    job = TrainingJob(16384, device_mtbf(**LLAMA_3), checkpoint=10.0, restart=0.0, spares=spares, repair=10 * HOUR)
     interval = best_interval(job)
     found = play(job, interval, failures=60_000, seed=3) / effective(job, interval)
     assert found == pytest.approx(available(job), rel=0.02)
 
 
 def test_the_fewest_spares_are_enough_and_fewer_are_not() -> None:
-    job = Job(16384, device_mtbf(**LLAMA_3), repair=DAY)
+    job = TrainingJob(16384, device_mtbf(**LLAMA_3), repair=DAY)
     spares = spares_for(job, 0.99)
     assert available(replace(job, spares=spares)) >= 0.99 > available(replace(job, spares=spares - 1))
     assert erlang_b(0, 5.0) == 1.0
@@ -110,7 +110,7 @@ def test_the_fewest_spares_are_enough_and_fewer_are_not() -> None:
 
 
 def test_goodput_falls_with_the_number_of_devices() -> None:
-    found = [goodput(Job(n, LLAMA.mtbf)) for n in (1000, 4000, 16_000, 100_000)]
+    found = [goodput(TrainingJob(n, LLAMA.mtbf)) for n in (1000, 4000, 16_000, 100_000)]
     assert found == sorted(found, reverse=True)
     assert found[0] > 0.97 and found[-1] < 0.75
 

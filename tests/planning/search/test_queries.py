@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.planning.search.queries import affordable, best, fewest, sized
-from shoal.planning.search.space import Space
+from shoal.planning.search.space import LayoutSpace
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
 
-FEW = Space(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
+FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 SMALL = "--global-batch 30 --seq 512 --fix recompute=none,micro-batch=1"
 
 
 def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
-    run = Run(model_shape("llama-2-13b"), Layout(), cluster("2x8xH100"), 4096, 12)
+    run = EstimatedRun(model_shape("llama-2-13b"), Layout(), cluster("2x8xH100"), 4096, 12)
     assert fewest(run, FEW).run.cluster.size == 3
     assert all(best(replace(run, cluster=sized(run.cluster, 1, n)), FEW) is None for n in (1, 2))
 
 
 def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 sequences divide into 2, 6 and 10 replicas: 4 nodes are dearer than 5, and 2 than 3."""
-    run = Run(model_shape("llama-3.2-1b"), Layout(), cluster("5x2xH100"), 4096, 30)
+    run = EstimatedRun(model_shape("llama-3.2-1b"), Layout(), cluster("5x2xH100"), 4096, 30)
     few = replace(FEW, fixed={"recompute": "selective"})
     every = [best(replace(run, cluster=sized(run.cluster, n)), few) for n in range(1, 6)]
     prices = [answer.found.seconds * answer.run.cluster.size for answer in every]

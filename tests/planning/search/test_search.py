@@ -15,13 +15,13 @@ from shoal.pipeline.from_layout import check_schedule
 from shoal.pipeline.partition import even_layers
 from shoal.planning.cost.memory.stage import TIMES, StageMemory
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.stage import Stages
+from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import Run
-from shoal.planning.search.replicas import Replicas
-from shoal.planning.search.search import Found, Search, family, order, search
-from shoal.planning.search.space import LEVELS, Space, layout_of, layouts, meshes, shardings, splits, works
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.replicas import ReplicaChoices
+from shoal.planning.search.search import PricedLayout, Search, family, order, search
+from shoal.planning.search.space import LEVELS, LayoutSpace, layout_of, layouts, meshes, shardings, splits, works
 from shoal.report.planning.tables import estimate_of
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
@@ -37,24 +37,24 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2"
              "v-min", "dualpipe", "dualpipev")  # fmt: skip
 
 
-def brute_force(run: Run, space: Space, count: int) -> tuple[list[Found], int]:
+def brute_force(run: EstimatedRun, space: LayoutSpace, count: int) -> tuple[list[PricedLayout], int]:
     """Every layout, by the estimate alone; and how many do not fit."""
-    families: dict[tuple, Found] = {}
+    families: dict[tuple, PricedLayout] = {}
     known: dict = {}
     too_large = 0
     for layout in layouts(run, space):
-        estimate = Estimate(Run(**{**vars(run), "layout": layout}), known=known)
+        estimate = Estimate(EstimatedRun(**{**vars(run), "layout": layout}), known=known)
         if not estimate.fits:
             too_large += 1
             continue
-        found = Found(estimate.step_seconds, layout, estimate.fullest)
+        found = PricedLayout(estimate.step_seconds, layout, estimate.fullest)
         which = family(layout)
         if which not in families or order(found) < order(families[which]):
             families[which] = found
     return sorted(families.values(), key=order)[:count], too_large
 
 
-def with_memory(run: Run, space: Space, part: float) -> Run:
+def with_memory(run: EstimatedRun, space: LayoutSpace, part: float) -> EstimatedRun:
     """The run on devices whose memory is enough for about so many of its layouts: for one at least, and not for all."""
     known: dict = {}
     every = list(layouts(run, space))
@@ -63,7 +63,7 @@ def with_memory(run: Run, space: Space, part: float) -> Run:
     at = min(int(part * len(needs)), len(needs) - 2)
     between = (needs[at] + needs[at + 1]) / 2
 
-    def having(memory_bytes: float) -> Run:
+    def having(memory_bytes: float) -> EstimatedRun:
         chip = run.cluster.accelerator.model_copy(update={"memory_bytes": memory_bytes})
         return replace(run, cluster=replace(run.cluster, accelerator=chip))
 
@@ -73,7 +73,7 @@ def with_memory(run: Run, space: Space, part: float) -> Run:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Run, Space]:
+def problems(draw: st.DrawFn) -> tuple[EstimatedRun, LayoutSpace]:
     """A small model, dense or with experts, on a few devices, each on a core of its own or not, whose memory is enough
     for some or few of its layouts."""
     changed = {
@@ -87,18 +87,18 @@ def problems(draw: st.DrawFn) -> tuple[Run, Space]:
     machine = replace(machine, at_once=draw(st.sampled_from((None, None, 2))))
     batch = machine.size * draw(st.sampled_from((1, 2)))
     rules = ("adamw", "sgd", "muon", "adafactor", "adam8bit", *(() if changed["experts"] else ("sophia-g",)))
-    run = Run(SMALL.model_copy(update=changed), Layout(), machine, draw(st.sampled_from((64, 512))), batch,
+    run = EstimatedRun(SMALL.model_copy(update=changed), Layout(), machine, draw(st.sampled_from((64, 512))), batch,
               draw(st.sampled_from([kind for kind in ("bf16", "fp32") if kind in machine.accelerator.peak_flops])),
               draw(st.sampled_from(rules)))  # fmt: skip
     one = {"recompute": draw(st.sampled_from(("none", "selective", "full")))} if changed["experts"] else {}
-    space = Space(tuple(draw(st.permutations(SCHEDULES))[: 1 if changed["experts"] else 2]), most_virtual=3,
+    space = LayoutSpace(tuple(draw(st.permutations(SCHEDULES))[: 1 if changed["experts"] else 2]), most_virtual=3,
                   least_tokens=draw(st.sampled_from((4096, 128))), fixed=one)  # fmt: skip
     return with_memory(run, space, draw(st.sampled_from((0.0, 0.3, 0.6, 1.0)))), space
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems())
-def test_the_search_finds_what_brute_force_finds(problem: tuple[Run, Space]) -> None:
+def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, LayoutSpace]) -> None:
     run, space = problem
     exact, too_large = brute_force(run, space, 5)
     assert exact and too_large, "memory decides"
@@ -106,7 +106,7 @@ def test_the_search_finds_what_brute_force_finds(problem: tuple[Run, Space]) -> 
     assert [f.seconds for f in found] == pytest.approx([f.seconds for f in exact], rel=1e-8)
     assert len({family(f.layout) for f in found}) == len(found)
     for one in found:  # of equally fast layouts either may be listed
-        estimate = Estimate(Run(**{**vars(run), "layout": one.layout}))
+        estimate = Estimate(EstimatedRun(**{**vars(run), "layout": one.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(one.seconds, rel=1e-9)
         assert estimate.fullest.reserved == pytest.approx(one.memory.reserved, rel=1e-9)
 
@@ -116,7 +116,7 @@ def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
     layout = Layout(
         dp=4, tp=2, sequence_parallel=True, zero=1, micro_batch=4, schedule="looped-bfs", virtual_stages=2
     )
-    run = Run(SMALL, layout, cluster("2x4xA100"), 64, 16, "fp32")
+    run = EstimatedRun(SMALL, layout, cluster("2x4xA100"), 64, 16, "fp32")
     for _ in range(20):  # libraries keep more of a larger device
         estimate = Estimate(run)
         more = (1 + 1e-9) * estimate.fullest.reserved / estimate.capacity
@@ -124,18 +124,20 @@ def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
         run = replace(run, cluster=replace(run.cluster, accelerator=run.cluster.accelerator.model_copy(update=memory)))
     assert Estimate(run).fits
     fields = {name: getattr(layout, name) for name in LEVELS}
-    assert [found.layout for found in search(run, Space((layout.schedule,), fixed=fields), count=1).best] == [layout]
+    assert [found.layout for found in search(run, LayoutSpace((layout.schedule,), fixed=fields), count=1).best] == [
+        layout
+    ]
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems(), st.randoms(use_true_random=False))
-def test_no_bound_is_above_the_estimate(problem: tuple[Run, Space], random: object) -> None:
+def test_no_bound_is_above_the_estimate(problem: tuple[EstimatedRun, LayoutSpace], random: object) -> None:
     run, space = problem
     every = list(layouts(run, space))
     layout = random.choice(every)
-    estimate = Estimate(Run(**{**vars(run), "layout": layout}))
+    estimate = Estimate(EstimatedRun(**{**vars(run), "layout": layout}))
     fields = {name: getattr(layout, name) for name in LEVELS}
-    one = Space(**{**vars(space), "schedules": (layout.schedule,), "fixed": fields})
+    one = LayoutSpace(**{**vars(space), "schedules": (layout.schedule,), "fixed": fields})
     if not estimate.fits:
         assert search(run, one, count=1).best == []
         return
@@ -149,19 +151,19 @@ def test_no_bound_is_above_the_estimate(problem: tuple[Run, Space], random: obje
 
 
 @pytest.mark.parametrize("shape, space, chosen", [
-    (SMALL, Space(("1f1b", "interleaved-1f1b", "dualpipe"), most_virtual=3, uneven=False), {
+    (SMALL, LayoutSpace(("1f1b", "interleaved-1f1b", "dualpipe"), most_virtual=3, uneven=False), {
         "recompute": ("none", "selective", "full"), "schedule": ("1f1b", "interleaved-1f1b", "dualpipe"),
         "virtual_stages": (None, 2, 3), "zero": (0, 1, 2, 3),
     }),
-    (SMALL.model_copy(update={"experts": EXPERTS}), Space(
+    (SMALL.model_copy(update={"experts": EXPERTS}), LayoutSpace(
         ("1f1b",), least_tokens=16, uneven=False, fixed={"recompute": "selective", "zero": 3},
     ), {
         "recompute": ("selective",), "zero": (3,), "cp": (1, 2, 4), "ulysses": (1, 2, 4), "ep": (1, 2, 4),
         "etp": (None, 1),
     }),
 ], ids=["pipelines", "experts and contexts"])  # fmt: skip
-def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, space: Space, chosen: dict) -> None:
-    run = Run(shape, Layout(), cluster("4xH100"), 64, 8)
+def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, space: LayoutSpace, chosen: dict) -> None:
+    run = EstimatedRun(shape, Layout(), cluster("4xH100"), 64, 8)
     made = [str(layout) for layout in layouts(run, space)]
     assert len(set(made)) == len(made)
     sizes = (1, 2, 4)
@@ -199,15 +201,15 @@ def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, sp
     ("olmoe-1b-7b", "tp=4,etp=2,micro_batch=1", "expert_tensor", 2),
 ])  # fmt: skip
 def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: str, value: object) -> None:
-    run = Run(model_shape(model), Layout(), cluster("8xH100"), 1024, 8)
-    found = list(islice(layouts(run, Space(fixed=fixed(words))), 200))
+    run = EstimatedRun(model_shape(model), Layout(), cluster("8xH100"), 1024, 8)
+    found = list(islice(layouts(run, LayoutSpace(fixed=fixed(words))), 200))
     assert found and all(getattr(layout, field) == value for layout in found)
     check_trained(run, found[-1])
 
 
 def test_meshes_that_have_nothing_to_share_out_are_left_out_where_that_is_asked_for() -> None:
-    run = Run(SMALL, Layout(), cluster("4xH100"), 64, 8)
-    space = Space(("1f1b",), fixed={"zero": 3})
+    run = EstimatedRun(SMALL, Layout(), cluster("4xH100"), 64, 8)
+    space = LayoutSpace(("1f1b",), fixed={"zero": 3})
     assert all(degrees["dp"] > 1 for degrees in meshes(run, space))
     assert {found.layout.zero for found in search(run, space).best} == {3}
 
@@ -215,7 +217,7 @@ def test_meshes_that_have_nothing_to_share_out_are_left_out_where_that_is_asked_
 @given(layers=st.integers(1, 24), vocab=st.integers(1, 100_000), data=st.data())
 def test_uneven_stages_hold_all_layers_and_none_is_tried_twice(layers: int, vocab: int, data: st.DataObject) -> None:
     shape, pp = SMALL.model_copy(update={"layers": layers, "vocab": vocab}), data.draw(st.integers(1, layers))
-    even, *others = [split["stage_layers"] for split in splits(shape, pp, pp, Space())]
+    even, *others = [split["stage_layers"] for split in splits(shape, pp, pp, LayoutSpace())]
     assert even is None and len({*others, tuple(map(len, even_layers(shape, pp)))}) == len(others) + 1
     for sizes in others:
         assert (len(sizes), sum(sizes)) == (pp, layers) and min(sizes) >= 1
@@ -224,7 +226,7 @@ def test_uneven_stages_hold_all_layers_and_none_is_tried_twice(layers: int, voca
 
 def test_a_large_output_matrix_gives_more_ways_to_split() -> None:
     """Of 2.4 layers, so that the ends may have three fewer; of two thirds of one."""
-    made = {name: [split["stage_layers"] for split in splits(model_shape(name), pp, pp, Space())]
+    made = {name: [split["stage_layers"] for split in splits(model_shape(name), pp, pp, LayoutSpace())]
             for name, pp in (("llama-3-8b", 4), ("llama-3-405b", 16))}  # fmt: skip
     assert {(8, 8, 8, 8), (8, 8, 9, 7), (7, 9, 9, 7), (6, 9, 10, 7)} < set(made["llama-3-8b"])
     assert made["llama-3-405b"] == [None, (7, 7, *[8] * 14)], "where even ones are Llama 3's own: 7, 8, ..., 8, 7"
@@ -232,28 +234,30 @@ def test_a_large_output_matrix_gives_more_ways_to_split() -> None:
 
 def test_a_large_cluster_in_seconds() -> None:
     """Of half a million layouts some hundreds are played."""
-    run = Run(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
+    run = EstimatedRun(model_shape("llama-3-70b"), Layout(), cluster("64x8xH100"), 4096, 1024)
     begin = time.process_time()
     plan = search(run)
     assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
     assert len(plan.best) == 10 and plan.played < 500
     assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
     for found in plan.best[:3]:
-        estimate = Estimate(Run(**{**vars(run), "layout": found.layout}))
+        estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)
         assert estimate_of(plan, found).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems(), st.randoms(use_true_random=False))
-def test_the_bounds_of_all_ways_to_shard_are_below_each(problem: tuple[Run, Space], random: object) -> None:
+def test_the_bounds_of_all_ways_to_shard_are_below_each(
+    problem: tuple[EstimatedRun, LayoutSpace], random: object
+) -> None:
     run, space = problem
     degrees = random.choice(list(meshes(run, space)))
     way = random.choice(list(works(run, degrees, space)))
     ways = shardings(degrees, space)
-    each = [Stages(replace(run, layout=layout_of(space, degrees, way, shards))) for shards in ways]
+    each = [StagePrices(replace(run, layout=layout_of(space, degrees, way, shards))) for shards in ways]
     part = StagePart(range(random.randint(1, run.shape.layers)), random.random() < 0.5, random.random() < 0.5)
-    replicas, plain, alive = Replicas(ways, each), each[0], 1e6 * random.random()
+    replicas, plain, alive = ReplicaChoices(ways, each), each[0], 1e6 * random.random()
     reserved, passed = replicas.reserved(plain, [part], alive + plain.working([part])), plain.stage_of(part)
     seconds = np.array([[passed.forward], [passed.backward_input], [passed.backward_weight]])
     added = replicas.adding(plain, [part], seconds)[:, :, 0]

@@ -12,15 +12,15 @@ from PIL import Image
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator import Times, simulate
+from shoal.pipeline.simulator import ActionTimes, simulate
 from shoal.report.timeline.chart import Chart
-from shoal.report.timeline.figure import DPI, Box, figure, svg, write_figure
+from shoal.report.timeline.figure import DPI, Rectangle, figure, svg, write_figure
 from shoal.report.timeline.palette import colour
 from tests.report.charts import SHOWN, chart, charts, program
 
 
-def drawn(one) -> list[Box]:
-    return [mark for mark in figure([one]).marks if isinstance(mark, Box) and mark.title]
+def drawn(one) -> list[Rectangle]:
+    return [mark for mark in figure([one]).marks if isinstance(mark, Rectangle) and mark.title]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -35,7 +35,7 @@ def test_every_action_of_every_schedule_is_drawn_once(name):
 @settings(max_examples=40, deadline=None)
 def test_actions_are_as_wide_as_they_are_long_and_never_overlap(one, width):
     found = figure([one], width=width)
-    boxes = [mark for mark in found.marks if isinstance(mark, Box) and mark.title]
+    boxes = [mark for mark in found.marks if isinstance(mark, Rectangle) and mark.title]
     lengths = one.end - one.start
     x = np.array([box.x for box in boxes])
     wide = np.array([box.width for box in boxes])
@@ -55,7 +55,7 @@ def test_actions_are_as_wide_as_they_are_long_and_never_overlap(one, width):
 
 
 def test_two_actions_at_once_share_their_lane():
-    one = Chart("dualpipe", simulate(program("dualpipe"), Times(1.0, 1.0, 1.0, pair=2.5)))
+    one = Chart("dualpipe", simulate(program("dualpipe"), ActionTimes(1.0, 1.0, 1.0, pair=2.5)))
     boxes = drawn(one)
     assert len(one.timeline.pairs)
     for row in one.timeline.pairs:

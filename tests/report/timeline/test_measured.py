@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from shoal.cli.report import Comparison, op_table, rank_table
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator import Links, Times, simulate
+from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import CODE, OPS
-from shoal.report.timeline.measured import FIELDS, Measured
+from shoal.report.timeline.measured import FIELDS, MeasuredStep
 from shoal.training.records.profile import Profile, RankProfile
 from tests.report.charts import program
 
 
-def recorded(plan: Program, times: Times, links: Links, steps: int = 1, dp: int = 1) -> Profile:
+def recorded(plan: Program, times: ActionTimes, links: MessageTimes, steps: int = 1, dp: int = 1) -> Profile:
     """What a profiler would record of a simulated step, on every replica: transfers take no time of their own."""
     timeline = simulate(plan, times, links, dp=dp)
     ranks = []
@@ -44,8 +44,8 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
     plan = program(name, zero=zero)
     random = np.random.default_rng(seed)
     by_stage = {FIELDS[op]: random.uniform(0.5, 2.0, plan.stages) for op in OPS if op is not Op.STEP}
-    profile = recorded(plan, Times(**by_stage, step=0.3), Links(latency=latency), steps, dp)
-    compared = Comparison.of(Measured.of(profile))
+    profile = recorded(plan, ActionTimes(**by_stage, step=0.3), MessageTimes(latency=latency), steps, dp)
+    compared = Comparison.of(MeasuredStep.of(profile))
     measured, predicted = compared.measured, compared.charts[0].timeline
     for op, stage, count, median, mean, longest in measured.by_op():
         wanted = by_stage[FIELDS[op]][stage] if op is not Op.STEP else 0.3
@@ -62,7 +62,7 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_slow_message_is_seen(name):
-    compared = Comparison.of(Measured.of(recorded(program(name), Times(), Links(latency=0.25))))
+    compared = Comparison.of(MeasuredStep.of(recorded(program(name), ActionTimes(), MessageTimes(latency=0.25))))
     latency = compared.measured.links().latency
     assert latency[0, 1] == pytest.approx(0.25) and latency[1, 0] == pytest.approx(0.25)
     assert compared.difference == pytest.approx(0.0, abs=1e-9)
@@ -76,26 +76,26 @@ def test_a_step_played_with_its_own_times_ends_where_it_did(name, seed):
     def lengths(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         return random.uniform(0.1, 3.0, len(rank))
 
-    times = Times(lengths, lengths, lengths, lengths, reduce=lengths, step=0.5)
-    assert Measured.of(recorded(plan, times, Links())).replayed == pytest.approx(0.0, abs=1e-9)
+    times = ActionTimes(lengths, lengths, lengths, lengths, reduce=lengths, step=0.5)
+    assert MeasuredStep.of(recorded(plan, times, MessageTimes())).replayed == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_mean_of_the_steps_is_what_is_predicted():
     plan = program("1f1b")
-    quick, slow = (recorded(plan, Times(backward=time), Links()) for time in (2.0, 6.0))
+    quick, slow = (recorded(plan, ActionTimes(backward=time), MessageTimes()) for time in (2.0, 6.0))
     ranks = tuple(
         RankProfile(q.rank, q.pp, q.dp, q.tp, q.actions, (0, 1), *(
             [*getattr(q, field), *getattr(s, field)] for field in ("begin", "arrived", "end")
         ))
         for q, s in zip(quick.ranks, slow.ranks, strict=True)
     )
-    compared = Comparison.of(Measured.of(Profile(plan, "", ranks)))
-    wanted = simulate(plan, Times(backward=4.0)).step_time
+    compared = Comparison.of(MeasuredStep.of(Profile(plan, "", ranks)))
+    wanted = simulate(plan, ActionTimes(backward=4.0)).step_time
     assert compared.predicted == pytest.approx(wanted) and compared.measured.step_time == pytest.approx(wanted)
 
 
 def test_the_tables_have_every_stage_and_every_rank():
-    measured = Measured.of(recorded(program("zb-v"), Times(step=1.0), Links(), dp=2))
+    measured = MeasuredStep.of(recorded(program("zb-v"), ActionTimes(step=1.0), MessageTimes(), dp=2))
     actions = [(row[0], row[1]) for row in op_table(measured)[1:]]
     assert actions.count(("forward", "3")) == 1 and ("optimizer", "–") in actions
     assert len(actions) == len(set(actions)) == 4 * 8 + 1  # F, I, W and R of 8 stages, and the optimizer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.launch.checks.memory_check import Held, held_by
+from shoal.launch.checks.memory_check import RankMemory, held_by
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
@@ -22,7 +22,7 @@ def tensors_of(*owners: object) -> Iterator[torch.Tensor]:
             yield from (t for t in (value if isinstance(value, list) else [value]) if isinstance(t, torch.Tensor))
 
 
-def has(config: RunConfig) -> tuple[float, Held]:
+def has(config: RunConfig) -> tuple[float, RankMemory]:
     """Bytes of this rank's tensors, with its equal part of those that all share; and what was foretold of them."""
     engine = engine_of(config, 0.0)
     parameters, optimizer = engine.parameters, engine.optimizer

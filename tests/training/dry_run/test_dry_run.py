@@ -17,7 +17,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import program_of, slices_of
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.memory.state import state_bytes
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.partition import parts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -123,7 +123,7 @@ def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCoun
     microbatches = layout.microbatches(config.train.global_batch)
     slices = slices_of(layout, shape, microbatches=microbatches, sequence_length=s)
     kernel = attention_kernel(config.train.attention, torch.device("cpu"), POLICIES[config.train.precision].compute)
-    run = Pass(shape, layout, s, policy.compute.itemsize, kernel=kernel)
+    run = MicroBatch(shape, layout, s, policy.compute.itemsize, kernel=kernel)
     program = program_of(layout, microbatches, len(slices))
     return RankCounts(run, program, mesh, policy, slices, by_parts=layout.overlaps_products(background=False))
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.engine.checkpoint import Checkpointer
-from shoal.training.resilience.memory_checkpoint import Memory
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import Restored, restore
 from tests.engine.checkpoint.cuts import blank, cut, same
 
@@ -49,7 +49,9 @@ def keep(homes: list[Path], steps: list[int], cut_seed: int, node_ranks: int = 0
     rank, world, group = here()
     said = []
     with imagine_hosts(homes, rank, world) as home:
-        memory = Memory(home, home, group=group, node_ranks=node_ranks, keep=from_save, report=said.append)
+        memory = InMemoryCheckpointer(
+            home, home, group=group, node_ranks=node_ranks, keep=from_save, report=said.append
+        )
     for step in steps:
         memory.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
     memory.close(keep=True)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.checkpoint.write import Plan
+from shoal.engine.checkpoint.write import SavePlan
 from shoal.launch.forkserver import worker_context
 from shoal.spec.config import save
 from shoal.training.resilience import host_memory_dir, memory_slot
-from shoal.training.resilience.memory_checkpoint import Memory, Places
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from tests.training.resilience.states import flip, go_on, here, keep, on_disk, pieces_of
 from tests.trainings.runs import shoal, small_config
 
@@ -112,7 +112,7 @@ def test_with_every_copy_damaged_the_state_before_is_taken(pool, tmp_path):
 
 def keep_and_die(moment: str, home: Path) -> None:
     """Three saves, in the last of which the process is killed."""
-    owner, name = (Plan, "copy") if moment.endswith("copied") else (memory_slot.Slot, "commit")
+    owner, name = (SavePlan, "copy") if moment.endswith("copied") else (memory_slot.MemorySlot, "commit")
     original, calls = getattr(owner, name), 0
 
     def dies(*args: object, **options: object) -> object:
@@ -189,7 +189,7 @@ def test_parts_of_two_attempts_are_never_mixed(pool, tmp_path):
 
 
 def forgotten(home: Path) -> set[int]:
-    memory = Memory(home, home, group=None)
+    memory = InMemoryCheckpointer(home, home, group=None)
     for step in (1, 2):
         memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
     memory.forget(after=1)
@@ -208,7 +208,7 @@ def test_a_course_that_was_left_is_forgotten_and_the_slots_serve_again(tmp_path)
 
 
 def nodes_of(node_ranks: int) -> list[tuple[int | None, list[int]]]:
-    places = Places.of(here()[2], node_ranks)
+    places = RankTopology.of(here()[2], node_ranks)
     return [(places.receiver(r), places.senders(r)) for r in range(dist.get_world_size())]
 
 

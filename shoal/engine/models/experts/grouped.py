@@ -20,7 +20,7 @@ from shoal.spec.catalog import ModelShape
 _ALIGN = 16  # bytes: torch's grouped products take rows that are a multiple of it
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """E feed-forward blocks without biases, of the family's kind.
 
     Attributes:

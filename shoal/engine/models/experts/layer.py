@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.models.experts.grouped import Experts
+from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.router import Router, RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU
 from shoal.spec.catalog import ModelShape
@@ -23,7 +23,7 @@ class MoE(nn.Module):
     def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
         self.router = Router(shape, layer)
-        self.experts = Experts(shape)
+        self.experts = GroupedExperts(shape)
         width = shape.experts.shared * shape.experts.ffn
         block = SwiGLU if shape.family == "llama" else MLP
         self.shared = block(shape, width) if width else None

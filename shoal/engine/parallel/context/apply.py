@@ -23,7 +23,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.attention import AttentionCore
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import Sight, places_of
-from shoal.engine.parallel.context.ring import Ring, RingAttention
+from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.context.ulysses import Ulysses
 
@@ -39,7 +39,7 @@ class ContextParallel:
 
     rank: int
     spread: Spread
-    ring: Ring
+    ring: RingPosition
     ulysses: Ulysses
 
     def positions(self, start: int, s: int, device: torch.device) -> Tensor:
@@ -82,7 +82,7 @@ def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chose
     """
     if mesh.size("cp") == 1:
         return
-    at = ContextParallel(mesh.index("cp"), spread, Ring.of(mesh), Ulysses.of(mesh))
+    at = ContextParallel(mesh.index("cp"), spread, RingPosition.of(mesh), Ulysses.of(mesh))
     model.positions.forward = at.positions
     model.mask.forward = at.sight
     for layer in model.layers.values():

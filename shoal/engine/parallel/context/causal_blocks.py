@@ -21,7 +21,7 @@ ROWS = 512  # of queries in a piece where documents end in it: fewer leave out m
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoreBlock:
     """Some of the scores of a block.
 
     Attributes:
@@ -43,7 +43,7 @@ class Piece:
         return n * (n + 1) // 2 if self.causal else n * t
 
 
-def pieces(queries: Chunks, keys: Chunks) -> list[Piece]:
+def pieces(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
     """The scores that are computed, each once.
 
     >>> early, late = range(0, 4), range(12, 16)  # the first of two places; the second has what is between
@@ -55,10 +55,10 @@ def pieces(queries: Chunks, keys: Chunks) -> list[Piece]:
     [Piece(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
     """
     if queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
-        return [Piece(slice(0, count(queries)), slice(0, count(keys)), causal=True)]
+        return [ScoreBlock(slice(0, count(queries)), slice(0, count(keys)), causal=True)]
     found = []
     for row, some in zip(_starts(queries), queries, strict=True):
-        mine: list[Piece] = []
+        mine: list[ScoreBlock] = []
         for column, others in zip(_starts(keys), keys, strict=True):
             for piece in _of_chunks(some, others):
                 mine.append(replace(piece, rows=_moved(piece.rows, row), columns=_moved(piece.columns, column)))
@@ -74,32 +74,32 @@ def _moved(some: slice, by: int) -> slice:
     return slice(some.start + by, some.stop + by)
 
 
-def _of_chunks(queries: range, keys: range) -> Iterator[Piece]:
+def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
     """Of one chunk of queries and one of keys: query i sees key j where keys[j] <= queries[i]."""
     n, t = len(queries), len(keys)
     if keys[-1] <= queries[0]:
-        yield Piece(slice(0, n), slice(0, t))
+        yield ScoreBlock(slice(0, n), slice(0, t))
     elif keys[0] > queries[-1]:
         return
     elif queries.step != keys.step:  # one by one: the left-overs of stripes
         for i, query in enumerate(queries):
             seen = sum(key <= query for key in keys)
             if seen:
-                yield Piece(slice(i, i + 1), slice(0, seen))
+                yield ScoreBlock(slice(i, i + 1), slice(0, seen))
     else:
         ahead = (queries[0] - keys[0]) // queries.step  # query i sees keys up to i + ahead
         first, before = max(0, -ahead), max(0, ahead)
         side = min(n - first, t - before)
         if before:
-            yield Piece(slice(first, n), slice(0, before))
-        yield Piece(slice(first, first + side), slice(before, before + side), causal=True)
+            yield ScoreBlock(slice(first, n), slice(0, before))
+        yield ScoreBlock(slice(first, first + side), slice(before, before + side), causal=True)
         if first + side < n:
-            yield Piece(slice(first + side, n), slice(before, before + side))
+            yield ScoreBlock(slice(first + side, n), slice(before, before + side))
 
 
-def _merged(found: Sequence[Piece], same: str, along: str) -> list[Piece]:
+def _merged(found: Sequence[ScoreBlock], same: str, along: str) -> list[ScoreBlock]:
     """Join rectangles that follow each other along one side and are the same on the other."""
-    merged: list[Piece] = []
+    merged: list[ScoreBlock] = []
     for piece in found:
         last = merged[-1] if merged else None
         if (
@@ -123,10 +123,10 @@ class Sight:
 
     def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
         self.queries, self.keys, self.documents = queries, tuple(keys), documents
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[ScoreBlock]] = {}
         self._of_keys: dict[int, Tensor] = {}
 
-    def pieces(self, place: int) -> list[Piece]:
+    def pieces(self, place: int) -> list[ScoreBlock]:
         """What is computed with the keys of a place; what belongs to no common document is left out."""
         if place not in self._pieces:
             found = pieces(self.queries, self.keys[place])
@@ -135,7 +135,7 @@ class Sight:
             self._pieces[place] = found
         return self._pieces[place]
 
-    def mask(self, piece: Piece, place: int) -> Tensor | None:
+    def mask(self, piece: ScoreBlock, place: int) -> Tensor | None:
         """[b, 1, n, t] bool, True where a masked piece's queries see its keys; None for another."""
         if not piece.masked:
             return None
@@ -143,7 +143,7 @@ class Sight:
         same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
         return (same.tril() if piece.causal else same).unsqueeze(1)
 
-    def _inside(self, piece: Piece, place: int) -> Iterator[Piece]:
+    def _inside(self, piece: ScoreBlock, place: int) -> Iterator[ScoreBlock]:
         """What documents leave of a piece."""
         if self._in_one(piece, place):
             yield piece
@@ -158,13 +158,13 @@ class Sight:
             if columns:
                 yield replace(part, masked=not self._in_one(part, place))
 
-    def _in_one(self, piece: Piece, place: int) -> bool:
+    def _in_one(self, piece: ScoreBlock, place: int) -> bool:
         """Whether all its queries and keys are in one document, in every sequence."""
         of_queries, of_keys = self._documents_of(piece, place)
         one = of_queries[:, :1]
         return bool((of_queries == one).all() and (of_keys == one).all())
 
-    def _documents_of(self, piece: Piece, place: int) -> tuple[Tensor, Tensor]:
+    def _documents_of(self, piece: ScoreBlock, place: int) -> tuple[Tensor, Tensor]:
         if place not in self._of_keys:
             self._of_keys[place] = self._at(self.keys[place])
         return self._of_queries[:, piece.rows], self._of_keys[place][:, piece.columns]
@@ -182,7 +182,7 @@ def places_of(chunks: Chunks, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(c.start, c.stop, c.step, device=device) for c in chunks])
 
 
-def _rows_of(piece: Piece) -> Iterator[Piece]:
+def _rows_of(piece: ScoreBlock) -> Iterator[ScoreBlock]:
     """A piece in blocks of at most `ROWS` queries."""
     for start in range(piece.rows.start, piece.rows.stop, ROWS):
         rows = slice(start, min(start + ROWS, piece.rows.stop))
@@ -191,5 +191,5 @@ def _rows_of(piece: Piece) -> Iterator[Piece]:
             continue
         first = piece.columns.start + start - piece.rows.start
         if first > piece.columns.start:
-            yield Piece(rows, slice(piece.columns.start, first))
-        yield Piece(rows, slice(first, first + rows.stop - rows.start), causal=True)
+            yield ScoreBlock(rows, slice(piece.columns.start, first))
+        yield ScoreBlock(rows, slice(first, first + rows.stop - rows.start), causal=True)

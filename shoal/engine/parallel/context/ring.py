@@ -26,7 +26,7 @@ from shoal.engine.parallel.context.token_order import count
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingPosition:
     """This rank's place.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ring:
     gradients: Group | None
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Ring:
+    def of(cls, mesh: Mesh) -> RingPosition:
         """Of a mesh. To be called by all ranks at the same point."""
         return cls(
             mesh.index("ring"), mesh.size("ring"), mesh.ranks("ring"),
@@ -79,7 +79,7 @@ class RingAttention(torch.autograd.Function):
     """Attention of this place's queries to the keys of all places."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, sight: Sight, kernel: Kernel) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, sight: Sight, kernel: Kernel) -> Tensor:
         """softmax(q k^T / sqrt(d)) v.
 
         Args:

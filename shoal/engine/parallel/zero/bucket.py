@@ -17,18 +17,18 @@ from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.collectives.ops import Pending, all_gather_flat
 from shoal.engine.device import host_zeros
-from shoal.engine.parallel.placement import ENDS, Split
+from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.engine.precision.policy import Policy
 
 _ALIGN = 64  # elements: shards start on whole vector registers and cache lines
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """One parameter's place in a bucket."""
 
     parameter: nn.Parameter
-    split: Split
+    split: ParamPlacement
     decay: bool
     start: int
 
@@ -38,7 +38,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardSegment:
     """Consecutive elements of a shard that are treated alike.
 
     Attributes:
@@ -77,7 +77,7 @@ class Bucket:
 
     def __init__(
         self,
-        members: list[tuple[nn.Parameter, Split, bool]],
+        members: list[tuple[nn.Parameter, ParamPlacement, bool]],
         *,
         shards: int,
         index: int,
@@ -88,11 +88,11 @@ class Bucket:
         group: Group | None = None,
     ):
         members = sorted(members, key=lambda m: (m[1].sum_over, m[1].copies, m[2]))
-        self.slots: list[Slot] = []
+        self.slots: list[BucketSlot] = []
         self.replicas = members[0][1].replicas
         self.numel = 0
         for parameter, split, decay in members:
-            self.slots.append(Slot(parameter, split, decay, self.numel))
+            self.slots.append(BucketSlot(parameter, split, decay, self.numel))
             self.numel += split.numel
         self.shards, self.index, self.policy = shards, index, policy
         self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
@@ -121,20 +121,20 @@ class Bucket:
         """This rank's shard of a whole flat buffer, as a view."""
         return flat[self.index * self.chunk : (self.index + 1) * self.chunk]
 
-    def _runs(self) -> Iterator[Run]:
+    def _runs(self) -> Iterator[ShardSegment]:
         begin = self.index * self.chunk
-        run: Run | None = None
+        run: ShardSegment | None = None
         for slot in self.slots:
             start, stop = max(slot.start - begin, 0), min(slot.stop - begin, self.chunk)
             if start >= stop:
                 continue
             alike = (slot.split.sum_over, slot.split.copies, slot.decay)
             if run and (run.sum_over, run.copies, run.decay) == alike:
-                run = Run(run.start, stop, *alike)
+                run = ShardSegment(run.start, stop, *alike)
                 continue
             if run:
                 yield run
-            run = Run(start, stop, *alike)
+            run = ShardSegment(start, stop, *alike)
         if run:
             yield run
 
@@ -151,7 +151,7 @@ class Bucket:
             values = flat[at : at + box.numel].view(box.shape)
             yield slot.split.name, Piece(slot.split.whole, box, values, slot.split.primary)
 
-    def boxes(self, start: int, stop: int) -> Iterator[tuple[Slot, int, Box]]:
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[BucketSlot, int, Box]]:
         """Name elements ``start:stop`` of this rank's shard: (slot, offset from ``start``, box of the parameter)."""
         begin, end = self.index * self.chunk + start, self.index * self.chunk + stop
         for slot in self.slots:
@@ -222,14 +222,14 @@ class Bucket:
 
 
 def grouped(
-    units: list[list[tuple[nn.Parameter, Split, bool]]], limit: float, itemsize: int
-) -> Iterator[list[tuple[nn.Parameter, Split, bool]]]:
+    units: list[list[tuple[nn.Parameter, ParamPlacement, bool]]], limit: float, itemsize: int
+) -> Iterator[list[tuple[nn.Parameter, ParamPlacement, bool]]]:
     """The members of each bucket: whole units, until it has ``limit`` bytes of numbers of ``itemsize``.
 
     A parameter that two stages share is a bucket by itself, so that its shards lie alike on both; those whose replicas
     lie along other axes of the mesh are in other buckets.
     """
-    filling: dict[str, list[tuple[nn.Parameter, Split, bool]]] = {}
+    filling: dict[str, list[tuple[nn.Parameter, ParamPlacement, bool]]] = {}
     for unit in units:
         yield from ([member] for member in unit if ENDS in member[1].sum_over)
         for member in unit:

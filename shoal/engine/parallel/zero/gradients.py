@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.device import host_zeros
-from shoal.engine.parallel.zero.bucket import Bucket, Run, end_to_end
+from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, end_to_end
 
 Term = Callable[[Tensor, bool], object]
 """Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
@@ -47,7 +47,7 @@ class Gradients:
         self.update = host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else self.shard
         self.filled: set[int] = set()
         self.unreduced = True
-        self._squares: dict[Run, Tensor] = {}
+        self._squares: dict[ShardSegment, Tensor] = {}
         self._version = -1  # of ``update``, that they are of
         self.expect({})
 
@@ -107,7 +107,7 @@ class Gradients:
             self.update.copy_(self.shard)
         self._version = self.update._version
 
-    def square(self, run: Run) -> Tensor:
+    def square(self, run: ShardSegment) -> Tensor:
         """The squared norm of a part of ``update``, float64: as it was taken, if nothing was changed since."""
         taken = self._squares.get(run) if self.update._version == self._version else None
         return _square(self.update[run.slice]) if taken is None else taken

@@ -15,7 +15,7 @@ from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather_flat, all_reduce, reduce_scatter_flat
 from shoal.engine.optim.build import rate_factor, weight_decay
-from shoal.engine.optim.shards import Alone, Holders, Part, Shard, Shards
+from shoal.engine.optim.shards import Alone, Holders, Shard, ShardPart, Shards
 from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 from shoal.spec.config import OptimizerConfig
 
@@ -80,7 +80,7 @@ def shards_of(
             for run in bucket.runs:
                 _, weights, gradient = next(runs)
                 parts = tuple(
-                    Part(
+                    ShardPart(
                         slot.split.name, slot.split.whole, box, start,
                         copies * slot.split.copies // slot.split.stages * here[slot.split.name],
                         slot.split.primary and among.copy == 0,

@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.ops import Group, all_reduce
 from shoal.engine.parallel.placement import ENDS
-from shoal.engine.parallel.zero.bucket import Bucket, Run
+from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
@@ -29,7 +29,7 @@ class HeldParameters:
         """Of all stages, in order."""
         return [bucket for stage in self.stages for bucket in stage.buckets]
 
-    def runs(self) -> Iterator[tuple[Run, Tensor, Tensor]]:
+    def runs(self) -> Iterator[tuple[ShardSegment, Tensor, Tensor]]:
         """What the optimizer updates: (run, flat weights, flat gradients) of this rank's shards, as views."""
         for stage in self.stages:
             yield from stage.runs()

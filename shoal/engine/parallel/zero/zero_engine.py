@@ -35,8 +35,8 @@ from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_reduce, first_of, reduce_scatter_flat, start_all_reduce
-from shoal.engine.parallel.placement import ENDS, Split
-from shoal.engine.parallel.zero.bucket import Bucket, Run, grouped, same_memory
+from shoal.engine.parallel.placement import ENDS, ParamPlacement
+from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, grouped, same_memory
 from shoal.engine.parallel.zero.gradients import Gradients, Term
 from shoal.engine.precision.policy import Policy
 
@@ -53,7 +53,7 @@ class _Reduction:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class DataParallelGroups:
     """The ranks along one axis of the mesh, "replicas" or "edp", that hold the same parameters.
 
     Attributes:
@@ -71,10 +71,10 @@ class Replicas:
     copy: int
 
     @staticmethod
-    def along(axis: str, mesh: Mesh) -> Replicas:
+    def along(axis: str, mesh: Mesh) -> DataParallelGroups:
         """Those of a mesh."""
         shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
-        return Replicas(
+        return DataParallelGroups(
             mesh.group(shard), mesh.group(replicate),
             mesh.size(shard), mesh.index(shard), mesh.size(replicate), mesh.index(replicate),
         )
@@ -96,14 +96,14 @@ class ShardedParameters:
 
     def __init__(
         self,
-        units: list[list[tuple[nn.Parameter, Split, bool]]],
+        units: list[list[tuple[nn.Parameter, ParamPlacement, bool]]],
         mesh: Mesh,
         policy: Policy,
     ):
         self.mesh, self.policy = mesh, policy
         self.zero = mesh.layout.zero
         axes = {"replicas"} | {split.replicas for unit in units for _, split, _ in unit}
-        self.replicas = {axis: Replicas.along(axis, mesh) for axis in sorted(axes)}
+        self.replicas = {axis: DataParallelGroups.along(axis, mesh) for axis in sorted(axes)}
         limit = 0 if self.zero == 3 else mesh.layout.bucket_bytes
         self.buckets = []
         for members in grouped(units, limit, policy.reduce.itemsize):
@@ -353,7 +353,7 @@ class ShardedParameters:
 
     # ---- what it holds -----------------------------------------------------------------------------------------
 
-    def runs(self) -> Iterator[tuple[Run, Tensor, Tensor]]:
+    def runs(self) -> Iterator[tuple[ShardSegment, Tensor, Tensor]]:
         """What the optimizer updates: (run, flat weights, flat gradients) of this rank's shards, as views."""
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             for run in bucket.runs:

@@ -28,7 +28,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Op:
+class Operator:
     """An operator, or where a tensor comes from outside.
 
     Attributes:
@@ -76,7 +76,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperatorGraph:
     """The operators of a training step.
 
     Attributes:
@@ -85,18 +85,18 @@ class Graph:
         gradients: from a parameter, a boundary or an input to the operator that makes its gradient.
     """
 
-    ops: dict[str, Op]
+    ops: dict[str, Operator]
     outputs: tuple[str, ...]
     gradients: dict[str, str]
 
     @property
-    def parameters(self) -> list[Op]:
+    def parameters(self) -> list[Operator]:
         """Where weights come from."""
         return [op for op in self.ops.values() if op.kind == "parameter"]
 
-    def users(self) -> dict[str, list[Op]]:
+    def users(self) -> dict[str, list[Operator]]:
         """Who reads what an operator makes."""
-        found: dict[str, list[Op]] = {name: [] for name in self.ops}
+        found: dict[str, list[Operator]] = {name: [] for name in self.ops}
         for op in self.ops.values():
             for name in dict.fromkeys(op.operands):
                 found[name].append(op)
@@ -133,7 +133,7 @@ def overload(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, room or "aten"), name), kind)
 
 
-def phased(ops: dict[str, Op], outputs: tuple[str, ...], gradients: dict[str, str]) -> Graph:
+def phased(ops: dict[str, Operator], outputs: tuple[str, ...], gradients: dict[str, str]) -> OperatorGraph:
     """Without what nobody needs; each operator as late as it can be."""
     forward: set[str] = set()
     needed: set[str] = set()
@@ -152,6 +152,6 @@ def phased(ops: dict[str, Op], outputs: tuple[str, ...], gradients: dict[str, st
     for name, op in ops.items():
         if op.kind != "call" or name in needed:
             late = name in grown or (op.kind == "call" and name not in forward)
-            kept[name] = Op(name, op.kind, op.target, op.shape, op.dtype, op.args, op.kwargs,
+            kept[name] = Operator(name, op.kind, op.target, op.shape, op.dtype, op.args, op.kwargs,
                             BACKWARD if late else FORWARD)  # fmt: skip
-    return Graph(kept, outputs, gradients)
+    return OperatorGraph(kept, outputs, gradients)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal.labs.autoshard.capture.forward import Forward
-from shoal.labs.autoshard.capture.graph import Graph
+from shoal.labs.autoshard.capture.graph import OperatorGraph
 from shoal.labs.autoshard.capture.trace import differentiated
 
 DELTA = 0.5  # of a layer's share of the FLOPs that it may have more
@@ -89,7 +89,7 @@ class Layers:
         """Some layers; what they read of others are boundaries, what others read of them are outputs."""
         return _part(self.forward, self.inside(first, last))
 
-    def graph(self, first: int, last: int) -> Graph:
+    def graph(self, first: int, last: int) -> OperatorGraph:
         """A training step of some layers, with the gradients of what they read of others."""
         return differentiated(self.part(first, last))
 

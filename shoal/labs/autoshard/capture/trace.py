@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.capture.forward import Forward, forward_of, writes
-from shoal.labs.autoshard.capture.graph import Graph, Op, Ref, phased
+from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, phased
 from shoal.labs.autoshard.capture.unfold import unfolded
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ WHOLE_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_back
 # ---- from a forward pass ---------------------------------------------------------------------------------------------
 
 
-def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> Graph:
+def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> OperatorGraph:
     """The operators of a training step of a module.
 
     Args:
@@ -45,7 +45,7 @@ def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False)
     return differentiated(forward_of(module, inputs), input_gradients=input_gradients)
 
 
-def differentiated(forward: Forward, *, input_gradients: bool = False) -> Graph:
+def differentiated(forward: Forward, *, input_gradients: bool = False) -> OperatorGraph:
     """A forward pass with its gradients: of trained parameters and of the boundaries of a stage.
 
     Args:
@@ -106,7 +106,7 @@ def differentiated(forward: Forward, *, input_gradients: bool = False) -> Graph:
     return _splittable(_read(joint, kinds, names))
 
 
-def _splittable(graph: Graph) -> Graph:
+def _splittable(graph: OperatorGraph) -> OperatorGraph:
     """Unfolded.
 
     Raises:
@@ -177,10 +177,10 @@ def _var(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> Tens
 # ---- from a trace ----------------------------------------------------------------------------------------------------
 
 
-def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> Graph:
+def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> OperatorGraph:
     """Plain data from the traced graph; what only renames tensors goes."""
     new: dict[fx.Node, Any] = {}
-    ops: dict[str, Op] = {}
+    ops: dict[str, Operator] = {}
     places = iter(kinds)
     outputs: tuple[str, ...] = ()
     gradients: dict[str, str] = {}
@@ -199,7 +199,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
         if node.op == "placeholder":
             kind, name = next(places)
             called = name if kind == "parameter" else f"{kind} {name}"
-            ops[called] = Op(called, kind, name, tuple(value.shape), value.dtype)
+            ops[called] = Operator(called, kind, name, tuple(value.shape), value.dtype)
             new[node] = Ref(called)
         elif node.op == "output":
             first = len(node.args[0]) - len(learned)
@@ -220,7 +220,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
                 new[node] = operand
                 continue
             target = f"{'' if room == 'aten' else room + '::'}{name}.{node.target._overloadname}"
-            ops[node.name] = Op(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
+            ops[node.name] = Operator(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
             new[node] = Ref(node.name)
         elif node.target is getitem:  # of an operator with several outputs
             many, index = ops[new[node.args[0]].name], node.args[1]
@@ -228,7 +228,7 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             if many.op == "split_with_sizes":
                 x, sizes, dim = (*many.args, 0)[:3]
                 target, args = "slice.Tensor", (x, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
-            ops[node.name] = Op(node.name, "call", target, *_made(value), args)
+            ops[node.name] = Operator(node.name, "call", target, *_made(value), args)
             new[node] = Ref(node.name)
         else:
             raise UsageError(f"{node.op} {node.target}: graphs inside of operators, as torch.cond has, are not planned")

@@ -16,7 +16,7 @@ from string import ascii_letters
 
 import torch
 
-from shoal.labs.autoshard.capture.graph import Graph, Op, Ref, overload, phased
+from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, overload, phased
 
 Form = tuple[tuple[int, ...], ...]
 """For each dim of a tensor the sizes that it is kept as; none for a dim of 1."""
@@ -26,7 +26,7 @@ ALONG = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "slice":
 """Operators along one dim, with the place of its number among their arguments."""
 
 
-def unfolded(graph: Graph) -> Graph:
+def unfolded(graph: OperatorGraph) -> OperatorGraph:
     """The same operators on tensors that are kept unfolded; what comes from outside and is given back is as it was."""
     return _Unfolding(graph).graph()
 
@@ -65,13 +65,13 @@ def refinement(*splits: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 class _Unfolding:
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: OperatorGraph):
         self.old = graph
-        self.ops: dict[str, Op] = {}
+        self.ops: dict[str, Operator] = {}
         self.name: dict[str, str] = {}  # from an operator's name to that of the tensor that is kept for it
         self.form: dict[str, Form] = {}
 
-    def graph(self) -> Graph:
+    def graph(self) -> OperatorGraph:
         for op in self.old.ops.values():
             if op.kind != "call":
                 self._keep(op, tuple((n,) for n in op.shape))
@@ -82,7 +82,7 @@ class _Unfolding:
         gradients = {name: self._plain(gradient) for name, gradient in self.old.gradients.items()}
         return phased(self.ops, outputs, gradients)
 
-    def _done(self, op: Op) -> bool:
+    def _done(self, op: Operator) -> bool:
         """Do an operator on what is kept; False if it needs its operands as they were."""
         if not op.operands:
             return False
@@ -104,7 +104,7 @@ class _Unfolding:
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
-    def _keep(self, op: Op, form: Form) -> None:
+    def _keep(self, op: Operator, form: Form) -> None:
         self.ops[op.name] = replace(op, shape=sum(form, ()))
         self.name[op.name], self.form[op.name] = op.name, form
 
@@ -118,7 +118,9 @@ class _Unfolding:
             return kept.name
         called = f"{kept.name} as {'x'.join(map(str, sizes)) or 'scalar'}"
         if called not in self.ops:
-            self.ops[called] = Op(called, "call", "view.default", sizes, kept.dtype, (Ref(kept.name), list(sizes)))
+            self.ops[called] = Operator(
+                called, "call", "view.default", sizes, kept.dtype, (Ref(kept.name), list(sizes))
+            )
         return called
 
     def _plain(self, name: str) -> str:
@@ -127,7 +129,7 @@ class _Unfolding:
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
-    def _reshape(self, op: Op) -> bool:
+    def _reshape(self, op: Operator) -> bool:
         (name,), stored = op.operands, self._stored(op.operands[0])
         form = regrouped(stored, op.shape)
         if form is None:
@@ -142,7 +144,7 @@ class _Unfolding:
         self.form[op.name] = form
         return True
 
-    def _permute(self, op: Op) -> bool:
+    def _permute(self, op: Operator) -> bool:
         (name,) = op.operands
         form = self.form[name]
         order = [d % len(form) for d in op.args[1]]
@@ -152,7 +154,7 @@ class _Unfolding:
         self._keep(_with(op, {name: x}, (x, stored)), tuple(form[d] for d in order))
         return True
 
-    def _product(self, op: Op) -> bool:
+    def _product(self, op: Operator) -> bool:
         left, right = op.operands
         a, b = self.form[left], self.form[right]
         batch = [refinement(p, q) for p, q in zip(a[:-2], b[:-2], strict=True)]
@@ -169,14 +171,14 @@ class _Unfolding:
                    (*batch, rows, columns))  # fmt: skip
         return True
 
-    def _pointwise(self, op: Op) -> bool:
+    def _pointwise(self, op: Operator) -> bool:
         form = self._joined(op, ())
         if form is None:
             return False
         self._keep(_with(op, self._aligned(op, form)), form)
         return True
 
-    def _along(self, op: Op) -> bool:
+    def _along(self, op: Operator) -> bool:
         at = ALONG[op.op]
         d = (op.args[at] if len(op.args) > at else 0) % len(op.shape)
         form = self._joined(op, (d,))
@@ -186,7 +188,7 @@ class _Unfolding:
         self._keep(_with(op, self._aligned(op, form, d), args), form)
         return True
 
-    def _joined(self, op: Op, whole: tuple[int, ...]) -> Form | None:
+    def _joined(self, op: Operator, whole: tuple[int, ...]) -> Form | None:
         """How the output can be kept: every dim as fine as that of any operand, those in ``whole`` as they are."""
         form = []
         for d, n in enumerate(op.shape):
@@ -204,7 +206,7 @@ class _Unfolding:
             form.append(finer)
         return tuple(form)
 
-    def _aligned(self, op: Op, form: Form, whole: int | None = None) -> dict[str, Ref]:
+    def _aligned(self, op: Operator, form: Form, whole: int | None = None) -> dict[str, Ref]:
         """The operands, kept as an output of this form needs them to be broadcast."""
         refs = {}
         for name in op.operands:
@@ -220,7 +222,7 @@ class _Unfolding:
             refs[name] = Ref(self._shown(name, tuple(sizes)))
         return refs
 
-    def _sum(self, op: Op) -> bool:
+    def _sum(self, op: Operator) -> bool:
         (name,) = op.operands
         form = tuple(refinement(group) or () for group in self.form[name])
         given = op.args[1] or range(len(form))
@@ -234,7 +236,7 @@ class _Unfolding:
         self._keep(_with(op, {name: x}, (x, stored, *op.args[2:])), tuple(new))
         return True
 
-    def _expand(self, op: Op) -> bool:
+    def _expand(self, op: Operator) -> bool:
         (name,) = op.operands
         shape, skipped = self.old.ops[name].shape, len(op.shape) - len(self.old.ops[name].shape)
         form, sizes = [(n,) for n in op.shape[:skipped]], []
@@ -246,7 +248,7 @@ class _Unfolding:
         return True
 
 
-def _with(op: Op, new: dict[str, Ref], args: tuple | None = None) -> Op:
+def _with(op: Operator, new: dict[str, Ref], args: tuple | None = None) -> Operator:
     """An operator on other tensors; arguments that are tensors already are left."""
 
     def put(value):

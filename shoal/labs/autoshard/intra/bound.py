@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shoal.labs.autoshard.intra.problem import Problem, Shared
+from shoal.labs.autoshard.intra.problem import ShardingProblem, Shared
 
 ROUNDS, EACH = 60, 6  # there and back, and after how many of them choices are left out
 LARGEST = 300_000  # numbers in a term of more than two decisions
@@ -23,7 +23,7 @@ RAISE, RAISES = 4.0, 6  # of a price that is too low, and how often before the m
 
 
 def within_bound(
-    problem: Problem, capacity: float | None = None, in_flight: float = 1
+    problem: ShardingProblem, capacity: float | None = None, in_flight: float = 1
 ) -> tuple[list[list[int]], list[int] | None]:
     """The choices of each decision that may be in an optimum, and the best solution that was met and fits the memory.
 
@@ -135,7 +135,7 @@ class _Term:
 class _Bound:
     """A problem whose costs are moved."""
 
-    def __init__(self, problem: Problem, own: Sequence[np.ndarray] | None = None, terms: Sequence[_Term] = ()):
+    def __init__(self, problem: ShardingProblem, own: Sequence[np.ndarray] | None = None, terms: Sequence[_Term] = ()):
         self.problem = problem
         self.own = [d.costs.astype(float) for d in problem.decisions] if own is None else list(own)
         self.terms = list(terms) if own is not None else list(_terms(problem))
@@ -144,7 +144,7 @@ class _Bound:
             for decision in term.decisions:
                 self.of[decision].append(term)
 
-    def only(self, stay: Sequence[np.ndarray], problem: Problem) -> _Bound:
+    def only(self, stay: Sequence[np.ndarray], problem: ShardingProblem) -> _Bound:
         """With only these choices, costs as they lie now."""
         own = [costs[s] for costs, s in zip(self.own, stay, strict=True)]
         return _Bound(problem, own, [term.only(stay) for term in self.terms])
@@ -208,7 +208,7 @@ class _Bound:
         return chosen
 
 
-def _terms(problem: Problem) -> Iterator[_Term]:
+def _terms(problem: ShardingProblem) -> Iterator[_Term]:
     """All that is paid by several decisions together, or a bound of it."""
     for pair, matrix in problem.pairs.items():
         yield _term(pair, matrix, [np.arange(n) for n in matrix.shape])

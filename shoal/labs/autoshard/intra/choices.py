@@ -12,12 +12,12 @@ from functools import cache
 from itertools import permutations, product
 from string import ascii_uppercase
 
-from shoal.labs.autoshard.intra.spaces import Dims, Space
+from shoal.labs.autoshard.intra.spaces import Dims, IterationSpace
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 
 
 @dataclass(frozen=True)
-class Split:
+class OperatorSplit:
     """An operator as it is done.
 
     Attributes:
@@ -65,7 +65,7 @@ def states(shape: tuple[int, ...], mesh: NamedMesh) -> list[Sharding]:
     return found
 
 
-def splits(space: Space, mesh: NamedMesh) -> list[Split]:
+def splits(space: IterationSpace, mesh: NamedMesh) -> list[OperatorSplit]:
     """Every way to do an operator whose output is then as it was made."""
     sums = [f"+{i}" for i in space.linear] + (["+"] if space.together else [])
     found = []
@@ -88,7 +88,7 @@ def _assigned(targets: list[str], mesh: NamedMesh) -> Iterator[dict[str, str]]:
             yield dict(zip(found, axes, strict=True))
 
 
-def split_by(space: Space, letters: dict[str, str], mesh: NamedMesh) -> Split:
+def split_by(space: IterationSpace, letters: dict[str, str], mesh: NamedMesh) -> OperatorSplit:
     """An operator with mesh axes along its letters; ``+i`` is an operand i that is parts of a sum, ``+`` all are."""
 
     def along(dims: Dims) -> tuple[str, ...]:
@@ -101,10 +101,10 @@ def split_by(space: Space, letters: dict[str, str], mesh: NamedMesh) -> Split:
     summed = "".join(letters.get(letter, "") for letter in sorted(space.summed))
     parts = everywhere + "".join(letters.get(f"+{i}", "") for i in space.linear)
     made = lies(along(space.out), summed + parts)
-    return Split(operands, made, made, mesh.size("".join(letters.get(letter, "") for letter in space.sizes)))
+    return OperatorSplit(operands, made, made, mesh.size("".join(letters.get(letter, "") for letter in space.sizes)))
 
 
-def follow(space: Space, operand: int, given: Sharding, mesh: NamedMesh) -> Split:
+def follow(space: IterationSpace, operand: int, given: Sharding, mesh: NamedMesh) -> OperatorSplit:
     """An operator as one of its operands lies, or as near to that as it can be done.
 
     Where the operand is parts of a sum and the operator is not linear, the sum is made first; an axis along a dim that

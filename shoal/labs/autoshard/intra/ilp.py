@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.labs.autoshard.intra.bound import within_bound
-from shoal.labs.autoshard.intra.problem import Problem
+from shoal.labs.autoshard.intra.problem import ShardingProblem
 
 SECONDS = 120.0  # of a solve, at most
 INFEASIBLE = 2  # among the codes of `scipy.optimize.milp`
@@ -52,7 +52,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem, capacity: float | None = None, in_flight: float = 1, seconds: float = SECONDS
+    problem: ShardingProblem, capacity: float | None = None, in_flight: float = 1, seconds: float = SECONDS
 ) -> Solution:
     """The cheapest choices; when time is up, the best that were met.
 
@@ -89,7 +89,7 @@ def solve(
 # ---- before ----------------------------------------------------------------------------------------------------------
 
 
-def undominated(problem: Problem, memory: bool) -> list[list[int]]:
+def undominated(problem: ShardingProblem, memory: bool) -> list[list[int]]:
     """The choices of each decision that may be part of an optimum.
 
     Choice b goes if a is never worse: its own cost and the most that any neighbour can make it dearer do not exceed
@@ -113,7 +113,7 @@ def undominated(problem: Problem, memory: bool) -> list[list[int]]:
             return kept
 
 
-def _worse(problem: Problem, number: int) -> np.ndarray:
+def _worse(problem: ShardingProblem, number: int) -> np.ndarray:
     """[a, b]: how much dearer a can be than b, at most."""
     d = problem.decisions[number]
     worse = _less(d.costs[:, None], d.costs[:, None])
@@ -162,7 +162,7 @@ def _beaten(worse: np.ndarray) -> set[int]:
 class _Program:
     """Variables and rows, as they are found."""
 
-    problem: Problem
+    problem: ShardingProblem
     capacity: float | None
     in_flight: float
     objective: list[float] = field(default_factory=list)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.labs.autoshard.capture.graph import VIEWS, Op
+from shoal.labs.autoshard.capture.graph import VIEWS, Operator
 from shoal.labs.autoshard.intra.choices import sizes_of
 from shoal.labs.autoshard.intra.spaces import RESHAPES
 from shoal.labs.autoshard.notation.cost.network import Network
 from shoal.labs.autoshard.notation.cost.routes import STEP, Planner
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.route import Transfer
+from shoal.labs.autoshard.notation.route import RoutedMove
 from shoal.labs.collectives.description import Collective
-from shoal.planning.cost.roofline import Work
+from shoal.planning.cost.roofline import OperationCost
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
 from shoal.spec.catalog.clusters import Cluster
@@ -66,32 +66,32 @@ class Prices:
         peak = product_rate(cluster, kind) / cluster.turns
         return Prices(mesh, OfCluster(mesh, attained(cluster)), peak, memory_rate(cluster), itemsize)
 
-    def bytes_of(self, op: Op) -> int:
+    def bytes_of(self, op: Operator) -> int:
         """Of one element of what an operator makes."""
         return self.itemsize if op.dtype.is_floating_point else op.dtype.itemsize
 
-    def local(self, op: Op, lies: Sharding) -> float:
+    def local(self, op: Operator, lies: Sharding) -> float:
         """Bytes that a device holds of a tensor."""
         return op.numel / self.mesh.size("".join(axes for _, axes in lies.dims)) * self.bytes_of(op)
 
-    def move(self, op: Op, before: Sharding, after: Sharding) -> float:
+    def move(self, op: Operator, before: Sharding, after: Sharding) -> float:
         """Seconds of the cheapest moves of a tensor; infinite where there are none."""
         return 0.0 if before == after else self._table(op).seconds(before, after)
 
-    def path(self, op: Op, before: Sharding, after: Sharding) -> tuple[Transfer, ...]:
+    def path(self, op: Operator, before: Sharding, after: Sharding) -> tuple[RoutedMove, ...]:
         """These moves."""
         return () if before == after else self._table(op).planner.reshard(before, after)
 
-    def work(self, op: Op, flops: float, operands: list[tuple[Op, Sharding]], made: Sharding) -> float:
+    def work(self, op: Operator, flops: float, operands: list[tuple[Operator, Sharding]], made: Sharding) -> float:
         """Seconds of one device's part of an operator: the longer of its products and of what it reads and writes."""
         if op.op in VIEWS or op.op in RESHAPES or op.op == "getitem":
             return 0.0
         if op.op == "embedding":  # of the table it reads the rows that it gives
             operands = operands[1:]
         moved = self.local(op, made) + sum(self.local(operand, lies) for operand, lies in operands)
-        return Work(flops, moved).seconds(self.peak, self.bandwidth)
+        return OperationCost(flops, moved).seconds(self.peak, self.bandwidth)
 
-    def _table(self, op: Op) -> _Table:
+    def _table(self, op: Operator) -> _Table:
         key = (op.shape, self.bytes_of(op))
         if key not in self._tables:
             planner = Planner(self.mesh, sizes_of(op.shape), key[1], self.network, self.peak)

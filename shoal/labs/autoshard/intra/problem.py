@@ -15,10 +15,10 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, VIEWS, Graph, Op, Ref
-from shoal.labs.autoshard.intra.choices import Split, follow, settled, splits, states, whole
+from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, VIEWS, Operator, OperatorGraph, Ref
+from shoal.labs.autoshard.intra.choices import OperatorSplit, follow, settled, splits, states, whole
 from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.spaces import LOOKUPS, RESHAPES, Space, space_of
+from shoal.labs.autoshard.intra.spaces import LOOKUPS, RESHAPES, IterationSpace, space_of
 from shoal.labs.autoshard.notation.notation import Sharding
 
 UPDATE, GIVEN = "update ", "given "
@@ -40,7 +40,7 @@ class Decision:
     """
 
     name: str
-    choices: list[dict[str, Split]]
+    choices: list[dict[str, OperatorSplit]]
     costs: np.ndarray
     memory: np.ndarray
     saved: np.ndarray
@@ -69,7 +69,7 @@ class Shared:
 
 
 @dataclass
-class Problem:
+class ShardingProblem:
     """What to decide.
 
     Attributes:
@@ -92,7 +92,7 @@ class Problem:
             d.memory[c] + in_flight * d.saved[c] for d, c in zip(self.decisions, chosen, strict=True)
         ))  # fmt: skip
 
-    def restricted(self, allowed: Callable[[dict[str, Split]], bool]) -> Problem:
+    def restricted(self, allowed: Callable[[dict[str, OperatorSplit]], bool]) -> ShardingProblem:
         """With only some choices.
 
         Raises:
@@ -101,7 +101,7 @@ class Problem:
         kept = [[i for i, choice in enumerate(d.choices) if allowed(choice)] for d in self.decisions]
         return self.only(kept)
 
-    def only(self, kept: list[list[int]]) -> Problem:
+    def only(self, kept: list[list[int]]) -> ShardingProblem:
         """With only these choices of each decision."""
         for d, k in zip(self.decisions, kept, strict=True):
             if not k:
@@ -116,7 +116,7 @@ class Problem:
                     readers=tuple((r, tuple(needs[c] for c in kept[r])) for r, needs in g.readers))
             for g in self.shared
         ]  # fmt: skip
-        return Problem(decisions, pairs, shared)
+        return ShardingProblem(decisions, pairs, shared)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Builder:
         microbatches: of a step: gradients are reduced, and weights updated, once for all of them.
     """
 
-    def __init__(self, graph: Graph, prices: Prices, bytes_: Bytes, microbatches: int = 1):
+    def __init__(self, graph: OperatorGraph, prices: Prices, bytes_: Bytes, microbatches: int = 1):
         self.prices, self.bytes, self.once = prices, bytes_, 1 / microbatches
         self.graph = with_ends(graph)
         self.ops, self.mesh = self.graph.ops, prices.mesh
@@ -153,11 +153,11 @@ class Builder:
         self._lead()
         self.kept = self._kept()
 
-    def problem(self) -> Problem:
+    def problem(self) -> ShardingProblem:
         """The decisions with their costs."""
         decisions = [self._decision(name) for name in self.members]
         number = {d.name: i for i, d in enumerate(decisions)}
-        problem = Problem(decisions)
+        problem = ShardingProblem(decisions)
         for name in self.leader:
             for phase in (FORWARD, BACKWARD):
                 self._moves(name, phase, problem, number)
@@ -183,7 +183,7 @@ class Builder:
                 self.leader[name] = name
             self.members.setdefault(self.leader[name], []).append(name)
 
-    def _decides(self, op: Op, space: Space) -> bool:
+    def _decides(self, op: Operator, space: IterationSpace) -> bool:
         """Whether it is a product, or joins what came on different ways."""
         if op.op == "product" or op.op in LOOKUPS or op.name.startswith(ENDS):
             return True
@@ -208,29 +208,29 @@ class Builder:
         costs, memory, saved = (np.array(column) for column in zip(*kinds, strict=True))
         return Decision(name, choices, costs, memory, saved)
 
-    def _root(self, name: str) -> list[Split]:
+    def _root(self, name: str) -> list[OperatorSplit]:
         op, space = self.ops[name], self.spaces[name]
         if op.kind != "call":
-            return [Split((), state, state, 1) for state in states(op.shape, self.mesh)]
+            return [OperatorSplit((), state, state, 1) for state in states(op.shape, self.mesh)]
         if space is None:
             operands = tuple(whole(len(self.ops[operand].shape)) for operand in op.operands)
-            return [Split(operands, whole(len(op.shape)), whole(len(op.shape)))]
+            return [OperatorSplit(operands, whole(len(op.shape)), whole(len(op.shape)))]
         return [
             replace(split, out=out)
             for split in splits(space, self.mesh) for out in settled(split.made, op.shape, self.mesh)
         ]  # fmt: skip
 
-    def followed(self, name: str, root: Split) -> dict[str, Split]:
+    def followed(self, name: str, root: OperatorSplit) -> dict[str, OperatorSplit]:
         done = {name: root}
         for member in self.members[name][1:]:
             op, space, main = self.ops[member], self.spaces[member], self.main[member]
             if space is None:  # one of several outputs of what is done whole
-                done[member] = Split((whole(0),), whole(len(op.shape)), whole(len(op.shape)))
+                done[member] = OperatorSplit((whole(0),), whole(len(op.shape)), whole(len(op.shape)))
             else:
                 done[member] = follow(space, main, done[op.operands[main]].out, self.mesh)
         return done
 
-    def _priced(self, choice: dict[str, Split]) -> tuple[float, float, float]:
+    def _priced(self, choice: dict[str, OperatorSplit]) -> tuple[float, float, float]:
         seconds = memory = saved = 0.0
         moved: set[tuple] = set()
         for name, split in choice.items():
@@ -257,7 +257,7 @@ class Builder:
 
     # ---- between decisions -------------------------------------------------------------------------------------------
 
-    def _moves(self, name: str, phase: str, problem: Problem, number: dict[str, int]) -> None:
+    def _moves(self, name: str, phase: str, problem: ShardingProblem, number: dict[str, int]) -> None:
         """What others need of a tensor in a phase."""
         here = self.leader[name]
         uses: dict[str, list[tuple[str, int]]] = {}
@@ -293,7 +293,7 @@ class Builder:
         else:
             _add_pair(problem, group)
 
-    def _renewal(self, update: int, parameter: int, op: Op, problem: Problem) -> None:
+    def _renewal(self, update: int, parameter: int, op: Operator, problem: ShardingProblem) -> None:
         """New weights go from where they are made to where they are read."""
         made, read = problem.decisions[update].choices, problem.decisions[parameter].choices
         matrix = self.once * np.array([
@@ -305,7 +305,7 @@ class Builder:
             key, matrix = key[::-1], matrix.T
         problem.pairs[key] = problem.pairs.get(key, 0.0) + matrix
 
-    def _inside(self, name: str, phase: str, choice: dict[str, Split]) -> list[Sharding]:
+    def _inside(self, name: str, phase: str, choice: dict[str, OperatorSplit]) -> list[Sharding]:
         """The states into which the decision that makes a tensor moves it itself."""
         return [
             lies for user in self.users[name] if user.phase == phase and user.name in choice
@@ -318,7 +318,7 @@ class Builder:
         return self.once if updates and all(updates) else 1.0
 
 
-def _add_pair(problem: Problem, group: Shared) -> None:
+def _add_pair(problem: ShardingProblem, group: Shared) -> None:
     ((reader, needs),) = group.readers
     columns = list(dict.fromkeys(needs))
     sums = np.stack([group.seconds[:, sorted(states)].sum(1) for states in columns], 1)
@@ -329,33 +329,34 @@ def _add_pair(problem: Problem, group: Shared) -> None:
     problem.pairs[key] = problem.pairs.get(key, 0.0) + matrix
 
 
-def with_ends(graph: Graph) -> Graph:
+def with_ends(graph: OperatorGraph) -> OperatorGraph:
     """With an operator for each trained parameter that turns its gradient into its new value, and one for all that is
     given back."""
     ops = dict(graph.ops)
 
     def end(kind: str, name: str, of: str, phase: str) -> None:
-        ops[kind + name] = Op(kind + name, "call", f"{kind.strip()}.end", ops[of].shape, ops[of].dtype, (Ref(of),),
-                              phase=phase)  # fmt: skip
+        ops[kind + name] = Operator(
+            kind + name, "call", f"{kind.strip()}.end", ops[of].shape, ops[of].dtype, (Ref(of),), phase=phase
+        )
 
     for name in dict.fromkeys(graph.outputs):
         end(GIVEN, name, name, FORWARD)
     for name, gradient in graph.gradients.items():
         parameter = ops[name].kind == "parameter"
         end(UPDATE if parameter else GIVEN, name if parameter else gradient, gradient, BACKWARD)
-    return Graph(ops, graph.outputs, graph.gradients)
+    return OperatorGraph(ops, graph.outputs, graph.gradients)
 
 
-def _space(op: Op, ops: dict[str, Op]) -> Space | None:
+def _space(op: Operator, ops: dict[str, Operator]) -> IterationSpace | None:
     if op.kind != "call" or op.op == "getitem":
         return None
     if op.name.startswith(ENDS):
         letters = tuple(ascii_uppercase[: len(op.shape)])
-        return Space(dict(zip(letters, op.shape, strict=True)), (letters,), letters)
+        return IterationSpace(dict(zip(letters, op.shape, strict=True)), (letters,), letters)
     return space_of(op, tuple(ops[operand].shape for operand in op.operands))
 
 
-def _constants(graph: Graph) -> set[str]:
+def _constants(graph: OperatorGraph) -> set[str]:
     """What depends on nothing from outside: every device makes it, whole."""
     found: set[str] = set()
     for op in graph.ops.values():
@@ -364,7 +365,7 @@ def _constants(graph: Graph) -> set[str]:
     return found
 
 
-def _stored(graph: Graph) -> dict[str, str]:
+def _stored(graph: OperatorGraph) -> dict[str, str]:
     """Whose memory each tensor lies in: that of the operator which wrote it."""
     found: dict[str, str] = {}
     for name, op in graph.ops.items():

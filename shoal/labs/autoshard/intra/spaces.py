@@ -18,7 +18,7 @@ from string import ascii_uppercase
 
 import torch
 
-from shoal.labs.autoshard.capture.graph import Op, Ref, overload
+from shoal.labs.autoshard.capture.graph import Operator, Ref, overload
 
 Dims = tuple[str, ...]
 """The letter of each dim of a tensor, "" for one that must be whole."""
@@ -28,7 +28,7 @@ LOOKUPS = ("embedding", "embedding_dense_backward")
 
 
 @dataclass(frozen=True)
-class Space:
+class IterationSpace:
     """What an operator runs over.
 
     Attributes:
@@ -53,7 +53,7 @@ class Space:
         return set(self.sizes) - set(self.out)
 
 
-def space_of(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space | None:
+def space_of(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace | None:
     """The iteration space of an operator, None if nothing is known of it.
 
     Args:
@@ -86,25 +86,25 @@ def _broadcast(dims: Dims, shape: tuple[int, ...], operand: tuple[int, ...]) -> 
 LINEAR = {"mul": (0, 1), "div": (0,), "neg": (0,)}
 
 
-def _pointwise(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _pointwise(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     dims, sizes = _letters(op.shape)
     operands = tuple(_broadcast(dims, op.shape, shape) for shape in shapes)
     linear = tuple(i for i in LINEAR.get(op.op, ()) if i < len(shapes))
     if op.op == "div" and (not isinstance(op.args[0], Ref) or op.kwargs.get("rounding_mode")):
         linear = ()
-    return Space(sizes, operands, dims, linear, op.op in ("add", "sub") and len(shapes) == 2)
+    return IterationSpace(sizes, operands, dims, linear, op.op in ("add", "sub") and len(shapes) == 2)
 
 
-def _product(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _product(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     """A product of matrices, with any number of dims that are batch, rows, summed, or columns."""
     inputs, out = op.args[2].split("->")
     letters = inputs.split(",")
     found = {letter: n for dims, shape in zip(letters, shapes, strict=True)
              for letter, n in zip(dims, shape, strict=True)}  # fmt: skip
-    return Space(found, tuple(map(tuple, letters)), tuple(out), flops=2.0 * math.prod(found.values()))
+    return IterationSpace(found, tuple(map(tuple, letters)), tuple(out), flops=2.0 * math.prod(found.values()))
 
 
-def _reshape(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _reshape(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     """Dims folded into one or unfolded: of each group with the same elements before and after, the outermost."""
     (before,), after = shapes, op.shape
     sizes: dict[str, int] = {}
@@ -127,86 +127,88 @@ def _reshape(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
             ins[i] = outs[o] = letter
             sizes[letter] = common
         i, o = i_end, o_end
-    return Space(sizes, (tuple(ins),), tuple(outs), linear=(0,))
+    return IterationSpace(sizes, (tuple(ins),), tuple(outs), linear=(0,))
 
 
-def _permute(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _permute(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     dims, sizes = _letters(shapes[0])
-    return Space(sizes, (dims,), tuple(dims[d] for d in op.args[1]), linear=(0,))
+    return IterationSpace(sizes, (dims,), tuple(dims[d] for d in op.args[1]), linear=(0,))
 
 
-def _expand(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _expand(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     dims, sizes = _letters(op.shape)
-    return Space(sizes, (_broadcast(dims, op.shape, shapes[0]),), dims, linear=(0,))
+    return IterationSpace(sizes, (_broadcast(dims, op.shape, shapes[0]),), dims, linear=(0,))
 
 
-def _sum(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _sum(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     reduced, keep = _reduced(op, len(shapes[0]))
     dims, sizes = _letters(shapes[0])
     out = tuple("" if d in reduced else letter for d, letter in enumerate(dims) if keep or d not in reduced)
-    return Space(sizes, (dims,), out, linear=(0,))
+    return IterationSpace(sizes, (dims,), out, linear=(0,))
 
 
-def _reduction(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _reduction(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     """One that is no sum: what it reduces must be whole."""
     reduced, keep = _reduced(op, len(shapes[0]))
     dims, sizes = _letters(shapes[0], tuple(reduced))
-    return Space(sizes, (dims,), tuple(letter for d, letter in enumerate(dims) if keep or d not in reduced))
+    return IterationSpace(sizes, (dims,), tuple(letter for d, letter in enumerate(dims) if keep or d not in reduced))
 
 
-def _reduced(op: Op, rank: int) -> tuple[set[int], bool]:
+def _reduced(op: Operator, rank: int) -> tuple[set[int], bool]:
     given = op.args[1] if len(op.args) > 1 and op.target != "sum.default" else None
     given = [given] if isinstance(given, int) else given
     keep = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim"))
     return {d % rank for d in given} if given else set(range(rank)), keep
 
 
-def _along(linear: tuple[int, ...], at: int) -> Callable[[Op, tuple[tuple[int, ...], ...]], Space | None]:
+def _along(
+    linear: tuple[int, ...], at: int
+) -> Callable[[Operator, tuple[tuple[int, ...], ...]], IterationSpace | None]:
     """An operator along one dim, its argument number ``at``, of tensors that are alike in all others."""
 
-    def rule(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space | None:
+    def rule(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace | None:
         d = (op.args[at] if len(op.args) > at else 0) % max(1, len(op.shape))
         if any(shape[:d] + shape[d + 1 :] != op.shape[:d] + op.shape[d + 1 :] for shape in shapes):
             return None
         dims, sizes = _letters(op.shape, (d,))
-        return Space(sizes, (dims,) * len(shapes), dims, linear)
+        return IterationSpace(sizes, (dims,) * len(shapes), dims, linear)
 
     return rule
 
 
-def _select(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _select(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     d = op.args[1] % len(shapes[0])
     dims, sizes = _letters(shapes[0], (d,))
-    return Space(sizes, (dims,), dims[:d] + dims[d + 1 :], linear=(0,))
+    return IterationSpace(sizes, (dims,), dims[:d] + dims[d + 1 :], linear=(0,))
 
 
-def _cat(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _cat(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     d = (op.args[1] if len(op.args) > 1 else 0) % len(op.shape)
     dims, sizes = _letters(op.shape, (d,))
-    return Space(sizes, (dims,) * len(shapes), dims, together=True)
+    return IterationSpace(sizes, (dims,) * len(shapes), dims, together=True)
 
 
-def _triangle(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _triangle(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     dims, sizes = _letters(op.shape, (len(op.shape) - 2, len(op.shape) - 1))
-    return Space(sizes, (dims,), dims, linear=(0,))
+    return IterationSpace(sizes, (dims,), dims, linear=(0,))
 
 
-def _embedding(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space:
+def _embedding(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace:
     """Rows of a table; along V a device has some rows, and gives zeros for tokens of others (Shoeybi et al. 2019)."""
     table, tokens = shapes
     dims, sizes = _letters(tokens)
-    return Space({**sizes, "V": table[0], "W": table[1]}, (("V", "W"), dims), (*dims, "W"))
+    return IterationSpace({**sizes, "V": table[0], "W": table[1]}, (("V", "W"), dims), (*dims, "W"))
 
 
-def _embedding_backward(op: Op, shapes: tuple[tuple[int, ...], ...]) -> Space | None:
+def _embedding_backward(op: Operator, shapes: tuple[tuple[int, ...], ...]) -> IterationSpace | None:
     if op.args[4]:  # scaled by how often a token comes
         return None
     _, tokens = shapes
     dims, sizes = _letters(tokens)
-    return Space({**sizes, "V": op.shape[0], "W": op.shape[1]}, ((*dims, "W"), dims), ("V", "W"))
+    return IterationSpace({**sizes, "V": op.shape[0], "W": op.shape[1]}, ((*dims, "W"), dims), ("V", "W"))
 
 
-RULES: dict[str, Callable[[Op, tuple[tuple[int, ...], ...]], Space | None]] = {
+RULES: dict[str, Callable[[Operator, tuple[tuple[int, ...], ...]], IterationSpace | None]] = {
     "product": _product, "permute": _permute, "expand": _expand, "sum": _sum,
     "amax": _reduction, "amin": _reduction, "any": _reduction, "all": _reduction,
     "_softmax": _along((), 1), "_log_softmax": _along((), 1), "_softmax_backward_data": _along((0,), 2),

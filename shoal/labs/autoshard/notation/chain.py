@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.labs.autoshard.notation.notation import Sharding
-from shoal.labs.autoshard.notation.product import Product
+from shoal.labs.autoshard.notation.product import ShardedProduct
 from shoal.labs.autoshard.notation.route import Route
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chain:
+class ProductChain:
     """What all ranks do for a chain.
 
     Attributes:
@@ -61,7 +61,7 @@ def run_forward(routes: tuple[Route, ...], factors: list[Tensor], runner: Runner
 
 
 def run_backward(
-    chain: Chain, factors: list[Tensor], kept: list[Tensor], gradient: Tensor, runner: Runner
+    chain: ProductChain, factors: list[Tensor], kept: list[Tensor], gradient: Tensor, runner: Runner
 ) -> list[Tensor]:
     """This rank's blocks of every factor's gradient.
 
@@ -79,13 +79,15 @@ def run_backward(
     return [gradient, *reversed(gradients)]
 
 
-def gradient_products(product: Product) -> tuple[Product, Product]:
+def gradient_products(product: ShardedProduct) -> tuple[ShardedProduct, ShardedProduct]:
     """The products that make the gradients of the right factor and of the left one.
 
     >>> gradient_products(Product("BD", "DF", "BF"))
     (Product(left='BD', right='BF', out='DF'), Product(left='BF', right='DF', out='BD'))
     """
-    return Product(product.left, product.out, product.right), Product(product.out, product.right, product.left)
+    return ShardedProduct(product.left, product.out, product.right), ShardedProduct(
+        product.out, product.right, product.left
+    )
 
 
 def reduced(sharding: Sharding) -> Sharding:

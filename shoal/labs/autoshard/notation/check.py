@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.labs.autoshard.notation.chain import Chain, reduced, run_backward, run_forward
+from shoal.labs.autoshard.notation.chain import ProductChain, reduced, run_backward, run_forward
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, Sharding, Sizes
-from shoal.labs.autoshard.notation.route import Route, Transfer
+from shoal.labs.autoshard.notation.route import Route, RoutedMove
 from shoal.labs.autoshard.notation.run import Runner, box, held
 
 
 def compare(
-    routes: tuple[Route, ...], chain: Chain | None, expression: Expression, mesh: NamedMesh, sizes: Sizes
+    routes: tuple[Route, ...], chain: ProductChain | None, expression: Expression, mesh: NamedMesh, sizes: Sizes
 ) -> dict[str, float]:
     """Run a product or a chain on random float64 numbers; to be called by every rank of the mesh.
 
@@ -49,7 +49,7 @@ def compare(
 
 
 def compare_moves(
-    moves: tuple[Transfer, ...], before: Array, after: Sharding, mesh: NamedMesh, sizes: Sizes
+    moves: tuple[RoutedMove, ...], before: Array, after: Sharding, mesh: NamedMesh, sizes: Sizes
 ) -> dict[str, float]:
     """Move an array of random float64 numbers; to be called by every rank of the mesh.
 

@@ -9,7 +9,7 @@ from shoal.labs.autoshard.notation.notation import Expression, NamedMesh, Shardi
 
 
 @dataclass(frozen=True)
-class Product:
+class ShardedProduct:
     """One product of two arrays; the dims of each by their letters.
 
     A dim of both that is not in the result is contracted; one of both that is in the result is a batch dim.
@@ -65,7 +65,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProductFact:
     """One thing to know about a product as it is given.
 
     Attributes:
@@ -85,7 +85,7 @@ REMEDIES = {
 }
 
 
-def cases(product: Product, a: Sharding, b: Sharding) -> list[Finding]:
+def cases(product: ShardedProduct, a: Sharding, b: Sharding) -> list[ProductFact]:
     """Which of the four cases a product is; several at once where it is so along different axes.
 
     >>> both = Sharding((("I", ""), ("J", "x"))), Sharding((("J", ""), ("K", "")))
@@ -96,32 +96,32 @@ def cases(product: Product, a: Sharding, b: Sharding) -> list[Finding]:
     for letter in product.contracted:
         left, right = a.axes[letter], b.axes[letter]
         if left == right != "":
-            found.append(Finding(3, f"{letter} is sharded along {left} in both factors"))
+            found.append(ProductFact(3, f"{letter} is sharded along {left} in both factors"))
         elif left and right:
             words = f"{letter} is sharded along {left} in the left factor and along {right} in the right one"
-            found.append(Finding(2, words))
+            found.append(ProductFact(2, words))
         elif left or right:
             sides = ("left", "right") if left else ("right", "left")
             words = f"{letter} is sharded along {left or right} in the {sides[0]} factor and not in the {sides[1]} one"
-            found.append(Finding(2, words))
+            found.append(ProductFact(2, words))
     for axis in sorted(a.used & b.used):
         one, other = _use(a, axis), _use(b, axis)
         contracted = one in product.contracted or other in product.contracted
         if not contracted and (one != other or one == "{U}"):
-            found.append(Finding(4, f"{axis} is used by {one} of the left factor and by {other} of the right one"))
+            found.append(ProductFact(4, f"{axis} is used by {one} of the left factor and by {other} of the right one"))
     for letter in product.shared:
         left, right = a.axes[letter], b.axes[letter]
         if letter not in product.contracted and left != right:
             words = f"batch dim {letter} is sharded along {left or 'nothing'} in the left factor and along "
-            found.append(Finding(2, words + f"{right or 'nothing'} in the right one"))
-    return sorted(found, key=lambda finding: finding.case) or [Finding(1, "no contracted dim is sharded")]
+            found.append(ProductFact(2, words + f"{right or 'nothing'} in the right one"))
+    return sorted(found, key=lambda finding: finding.case) or [ProductFact(1, "no contracted dim is sharded")]
 
 
 def _use(sharding: Sharding, axis: str) -> str:
     return next((letter for letter, axes in sharding.dims if axis in axes), "{U}")
 
 
-def products(expression: Expression) -> list[Product]:
+def products(expression: Expression) -> list[ShardedProduct]:
     """The products of a chain, from left to right.
 
     In a product of two arrays, what both have and the result does not is contracted. In a longer chain a letter may
@@ -150,7 +150,7 @@ def products(expression: Expression) -> list[Product]:
                     message = f"dim {letter} is contracted" if letter in gone else f"no factor leaves a dim {letter}"
                     raise expression.refuse(len(arrays), letter, f"{message}, so the result cannot have it")
             out = result
-        found.append(Product(left, right, out))
+        found.append(ShardedProduct(left, right, out))
         left = out
     return found
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from shoal.labs.autoshard.notation.moves import SLICE, Move, payload
 from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes
-from shoal.labs.autoshard.notation.product import Product
+from shoal.labs.autoshard.notation.product import ShardedProduct
 from shoal.labs.collectives.description import VECTORS, Description
 from shoal.labs.collectives.textbook import describe
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RoutedMove:
     """One move, and by which algorithm.
 
     Attributes:
@@ -72,12 +72,12 @@ class Route:
     """
 
     names: tuple[str, str, str]
-    product: Product
+    product: ShardedProduct
     a: Sharding
     b: Sharding
-    left: tuple[Transfer, ...]
-    right: tuple[Transfer, ...]
-    after: tuple[Transfer, ...]
+    left: tuple[RoutedMove, ...]
+    right: tuple[RoutedMove, ...]
+    after: tuple[RoutedMove, ...]
     flops: float
     compute: float
 
@@ -99,7 +99,7 @@ class Route:
         return self.after[-1].after if self.after else self.local
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[RoutedMove, ...]:
         """All moves."""
         return (*self.left, *self.right, *self.after)
 
@@ -127,7 +127,7 @@ class Route:
         return steps
 
 
-def elements_of(transfers: tuple[Transfer, ...], mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:
+def elements_of(transfers: tuple[RoutedMove, ...], mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:
     """Elements that the busiest device sends in some moves, and all devices together."""
     most, total = [0] * mesh.ranks, 0
     for transfer in transfers:

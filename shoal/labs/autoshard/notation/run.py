@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.base.boxes import Box
 from shoal.labs.autoshard.notation.moves import SLICE
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
-from shoal.labs.autoshard.notation.route import Route, Transfer
+from shoal.labs.autoshard.notation.route import Route, RoutedMove
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.run import run_blocks, run_vector
 
@@ -67,7 +67,7 @@ class Runner:
             out = self.move(transfer, out)
         return a, b, out
 
-    def move(self, transfer: Transfer, x: Tensor) -> Tensor:
+    def move(self, transfer: RoutedMove, x: Tensor) -> Tensor:
         """This rank's block after a move, from its block before it."""
         move, letters = transfer.move, transfer.before.letters
         target = letters.index(move.target) if move.target else -1

@@ -27,7 +27,7 @@ LENGTH, BATCH = 64, 16
 
 
 @dataclass(frozen=True)
-class Run:
+class DepthsRun:
     """One training.
 
     Attributes:
@@ -93,7 +93,7 @@ def _flops(config: RunConfig) -> int:
 
 def measure(
     seeds: int, *, steps: int, capacity: float, weight: str, say: Callable[[str], None]
-) -> list[Run]:
+) -> list[DepthsRun]:
     """Train each kind with each seed in turn, and validate some twenty times."""
     runs = []
     for seed in range(seeds):
@@ -108,7 +108,7 @@ def measure(
                     losses.append(loss)
                     say(f"{kind}, seed {seed}, step {done} of {last}: {loss:.3f}")
             foreseen = one_by_one(engine.stages[0].module, validation, config.train.validation_sequences)
-            runs.append(Run(
+            runs.append(DepthsRun(
                 kind, seed, tuple(at), tuple(losses), foreseen, engine.foreseen(), engine.shape.layers,
                 engine.shape.parameters(), engine.shape.flops_per_token(LENGTH),
             ))
@@ -126,12 +126,12 @@ def one_by_one(model: Transformer, samples: Dataset, sequences: int) -> float:
     return total / tokens
 
 
-def of_kind(runs: Sequence[Run], kind: str) -> list[Run]:
+def of_kind(runs: Sequence[DepthsRun], kind: str) -> list[DepthsRun]:
     """Those of one kind."""
     return [run for run in runs if run.kind == kind]
 
 
-def write_csv(runs: Sequence[Run], out: Path) -> None:
+def write_csv(runs: Sequence[DepthsRun], out: Path) -> None:
     """Every validation of every run."""
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -141,7 +141,7 @@ def write_csv(runs: Sequence[Run], out: Path) -> None:
                 writer.writerow((run.kind, run.layers, run.flops, run.seed, step, f"{loss:.4f}"))
 
 
-def draw(runs: Sequence[Run], title: str) -> str:
+def draw(runs: Sequence[DepthsRun], title: str) -> str:
     """Validation loss against training FLOPs as an SVG: the mean over seeds, and each seed thin."""
     lines = {}
     for kind in KINDS:

@@ -143,7 +143,7 @@ def _train(values: dict[str, Any]) -> tuple[tuple[float, ...], float, int]:
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatResult:
     """One format over all seeds.
 
     Attributes:
@@ -165,7 +165,7 @@ class Row:
         return abs(self.difference) <= band and self.apart <= band
 
 
-def rows(curves: Sequence[Curve]) -> list[Row]:
+def rows(curves: Sequence[Curve]) -> list[FormatResult]:
     """One for each format, in order."""
     base = {curve.seed: curve for curve in curves if curve.name == REFERENCE}
     found = []
@@ -173,7 +173,7 @@ def rows(curves: Sequence[Curve]) -> list[Row]:
         mine = [curve for curve in curves if curve.name == name]
         losses = [curve.validation for curve in mine]
         apart = max(_apart(curve, base[curve.seed]) for curve in mine)
-        found.append(Row(
+        found.append(FormatResult(
             name, mean(losses), deviation(losses),
             mean(losses) - mean(curve.validation for curve in base.values()), apart, sum(c.skipped for c in mine),
         ))
@@ -187,7 +187,7 @@ def _apart(curve: Curve, base: Curve) -> float:
     return max(abs(a - b) for a, b in zip(curve.smooth()[half:], base.smooth()[half:], strict=True))
 
 
-def wrong(table: Sequence[Row], band: float) -> list[str]:
+def wrong(table: Sequence[FormatResult], band: float) -> list[str]:
     """What is not as stated: beyond the band, or inside it where it should fail."""
     return [row.name for row in table if row.name not in SHOWN and row.within(band) == (row.name in FAILS)]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import Link
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
@@ -54,7 +54,7 @@ difference that was measured, if it was worse, and two standard deviations over 
 
 
 @dataclass(frozen=True)
-class Run:
+class RelaxedRun:
     """One training.
 
     Attributes:
@@ -98,7 +98,7 @@ def config_of(
 
 def measure(
     methods: Sequence[str], seeds: int, *, ranks: int, say: Callable[[str], None], **settings: Any
-) -> list[Run]:
+) -> list[RelaxedRun]:
     """Train with each method and seed in turn.
 
     Args:
@@ -130,7 +130,7 @@ def seconds_at_most(config: RunConfig, parameters: int) -> float:
 
 def _train(values: dict[str, Any], folder: Path) -> None:
     config = build(values)
-    mesh = Mesh(config.parallel, dist.get_rank(), link=Link.of(config.train.link_gbs))
+    mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.of(config.train.link_gbs))
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
     trainer = trainer_of(config)(
         config, check(config), mesh, samples, folder, resume=False, local_ranks=dist.get_world_size()
@@ -140,7 +140,7 @@ def _train(values: dict[str, Any], folder: Path) -> None:
     trainer.leave()
 
 
-def _read(folder: Path, method: str, seed: int, config: RunConfig) -> Run:
+def _read(folder: Path, method: str, seed: int, config: RunConfig) -> RelaxedRun:
     records = read_metrics(folder)
     tokens = config.train.global_batch * config.data.sequence_length
     steps = [0, *(record.step for record in records)]
@@ -148,7 +148,7 @@ def _read(folder: Path, method: str, seed: int, config: RunConfig) -> Run:
     for record, before in zip(records, steps, strict=False):
         now += (record.step - before) * tokens / record.tokens_per_second
         times.append(now)
-    return Run(method, seed, tuple(times), tuple(r.loss for r in records), records[-1].validation_loss)
+    return RelaxedRun(method, seed, tuple(times), tuple(r.loss for r in records), records[-1].validation_loss)
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Summary:
     faster: float
 
 
-def summaries(runs: Sequence[Run]) -> list[Summary]:
+def summaries(runs: Sequence[RelaxedRun]) -> list[Summary]:
     """One row for each method, in order."""
     of = {method: [r for r in runs if r.method == method] for method in METHODS}
     base = of[REFERENCE]
@@ -187,7 +187,7 @@ def summaries(runs: Sequence[Run]) -> list[Summary]:
     return found
 
 
-def write_csv(runs: Sequence[Run], out: Path) -> None:
+def write_csv(runs: Sequence[RelaxedRun], out: Path) -> None:
     """Every logged step of every run."""
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -198,7 +198,7 @@ def write_csv(runs: Sequence[Run], out: Path) -> None:
                 writer.writerow((run.method, run.seed, f"{time:.3f}", f"{loss:.4f}", last))
 
 
-def draw(runs: Sequence[Run], title: str) -> str:
+def draw(runs: Sequence[RelaxedRun], title: str) -> str:
     """Loss against time as an SVG: a panel for each family, with the synchronous run in each."""
     measured = {run.method for run in runs}
     charts = [
@@ -214,6 +214,6 @@ def draw(runs: Sequence[Run], title: str) -> str:
     )
 
 
-def _lines(runs: Sequence[Run]) -> list[list[tuple[float, float]]]:
+def _lines(runs: Sequence[RelaxedRun]) -> list[list[tuple[float, float]]]:
     """The mean over the seeds, then each seed."""
     return with_mean([list(zip(run.times, run.losses, strict=True)) for run in runs])

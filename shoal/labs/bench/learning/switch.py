@@ -18,7 +18,7 @@ KINDS = ("dense", "switch")
 
 
 @dataclass(frozen=True)
-class Run:
+class SwitchRun:
     """One training.
 
     Attributes:
@@ -70,7 +70,7 @@ def config_of(
 
 def measure(
     seeds: int, *, steps: int, every: int, experts: int, shape: tuple[int, int, int], say: Callable[[str], None]
-) -> list[Run]:
+) -> list[SwitchRun]:
     """Train both with each seed in turn."""
     runs = []
     for seed in range(seeds):
@@ -85,14 +85,14 @@ def measure(
                     at.append(done)
                     losses.append(loss)
                     say(f"{kind}, seed {seed}, step {done} of {steps}: {loss:.3f}")
-            runs.append(Run(
+            runs.append(SwitchRun(
                 kind, seed, tuple(at), tuple(losses), mean(dropped) if dropped else 0.0, engine.shape.parameters(),
                 engine.shape.flops_per_token(config.data.sequence_length),
             ))
     return runs
 
 
-def steps_to_dense(runs: Sequence[Run]) -> list[tuple[int, float, float]]:
+def steps_to_dense(runs: Sequence[SwitchRun]) -> list[tuple[int, float, float]]:
     """For each seed: (seed, the dense model's loss at the end, Switch's steps until it has that)."""
     of = {(run.kind, run.seed): run for run in runs}
     seeds = sorted({run.seed for run in runs})
@@ -100,7 +100,7 @@ def steps_to_dense(runs: Sequence[Run]) -> list[tuple[int, float, float]]:
     return [(seed, end, of["switch", seed].reached(end)) for seed, end in zip(seeds, ends, strict=True)]
 
 
-def write_csv(runs: Sequence[Run], out: Path) -> None:
+def write_csv(runs: Sequence[SwitchRun], out: Path) -> None:
     """Every validation of every run."""
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -110,7 +110,7 @@ def write_csv(runs: Sequence[Run], out: Path) -> None:
                 writer.writerow((run.kind, run.seed, step, f"{loss:.4f}"))
 
 
-def draw(runs: Sequence[Run], title: str) -> str:
+def draw(runs: Sequence[SwitchRun], title: str) -> str:
     """Validation loss against steps as an SVG: the mean over seeds, and each seed thin."""
     lines = {}
     for kind in KINDS:

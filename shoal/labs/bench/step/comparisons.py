@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from shoal.labs.bench.crew import Contender
-from shoal.labs.bench.peak import Product, product
+from shoal.labs.bench.peak import MatmulWorkload, product
 from shoal.labs.bench.race import Race
 from shoal.labs.bench.step import shoal_engine, threads, torch_baselines
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES, SCHEDULES, pipeline
@@ -184,7 +184,7 @@ def _tensor_overlap(name: str, workload: Workload, ranks: int, **how: Any) -> Ra
 def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> Race:
     """``compile = true`` against the peak of the same threads."""
     work = Workload(workload.model, workload.sequence_length, workload.sequences, precision)
-    peak = Product(precision=precision)
+    peak = MatmulWorkload(precision=precision)
     return Race(
         f"compile {precision}",
         (Contender("shoal, compiled", partial(shoal_engine.engine, compile=True), work, threads=ranks),),

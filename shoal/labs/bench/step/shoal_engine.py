@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import Link
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.labs.bench.crew import Contender
 from shoal.labs.bench.step.sleeping_device import compute_elsewhere
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
@@ -58,7 +58,7 @@ def build(
         data=DataConfig(sequence_length=workload.sequence_length),
         optimizer=OPTIMIZER,
     )
-    mesh = Mesh(config.parallel, rank, transport=transport, link=Link.of(link_gbs))
+    mesh = Mesh(config.parallel, rank, transport=transport, link=ThrottledLink.of(link_gbs))
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
     built = kind(config, workload.shape, mesh, workload.samples)
     if device_seconds:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shoal.planning.cost.context import kv_heads
 from shoal.planning.cost.experts import routed_rows
-from shoal.planning.cost.micro_batch import Pass, once
+from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.spec.layout import Recompute
 
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.engine.models.attention`)
@@ -44,7 +44,7 @@ def total(saved: Iterable[Saved]) -> int:
 
 @once
 def layer(
-    run: Pass, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
+    run: MicroBatch, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
 ) -> list[Saved]:
     """One layer.
 
@@ -64,12 +64,12 @@ def layer(
     return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
 
 
-def behind_attention(run: Pass, sparse: bool, number: int = 0) -> list[Saved]:
+def behind_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
     """Of a layer, the second norm and the feed-forward block."""
     return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
 
 
-def _router(run: Pass, taken: Pass) -> list[Saved]:
+def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
     """What decides which tokens pass through a layer, and what puts them back; k tokens of a sequence do.
 
     Args:
@@ -98,7 +98,7 @@ def _router(run: Pass, taken: Pass) -> list[Saved]:
     return saved
 
 
-def _norm(run: Pass) -> list[Saved]:
+def _norm(run: MicroBatch) -> list[Saved]:
     n, h, e = run.tokens_here, run.hidden_here, run.itemsize
     if run.layout.tp_x > 1:  # in parts, with sums over ranks between
         same = run.shape.family == "llama" and e >= 4
@@ -119,7 +119,7 @@ def _norm(run: Pass) -> list[Saved]:
     ]
 
 
-def _attention(run: Pass, mode: Recompute, number: int) -> list[Saved]:
+def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     heads, q = shape.heads // t, shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
@@ -148,7 +148,7 @@ def _attention(run: Pass, mode: Recompute, number: int) -> list[Saved]:
 
 
 def multiplied(
-    run: Pass, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
+    run: MicroBatch, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
 ) -> list[Saved]:
     """What products of one input with several matrices keep of it: itself, or where they are in 8 bits their codes.
 
@@ -167,13 +167,13 @@ def multiplied(
     return saved
 
 
-def _gathered(run: Pass, what: str, letters: str, width: int) -> list[Saved]:
+def _gathered(run: MicroBatch, what: str, letters: str, width: int) -> list[Saved]:
     """On a grid, what a block's last product is of: the parts, each of ``width`` numbers a token, along x."""
     x = run.layout.tp_x
     return [Saved(f"{what}, gathered", f"[b, s, {letters}/y]", run.itemsize * run.tokens * width * x)] if x > 1 else []
 
 
-def _ring(run: Pass, q: int) -> list[Saved]:
+def _ring(run: MicroBatch, q: int) -> list[Saved]:
     """Attention round a ring, of q numbers a token in its queries: no scores, whatever the kernel."""
     e, n, d = run.itemsize, run.tokens, run.shape.head_dim
     saved = [
@@ -204,7 +204,7 @@ def blocks(s: int) -> list[tuple[int, int]]:
     return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 
 
-def _mlp(run: Pass, width: int | None = None, number: int = 0) -> list[Saved]:
+def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Saved]:
     e, n, f, gpt = run.itemsize, run.tokens, (width or run.shape.ffn) // run.layout.tp, run.shape.family == "gpt"
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
@@ -214,14 +214,14 @@ def _mlp(run: Pass, width: int | None = None, number: int = 0) -> list[Saved]:
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 
 
-def shared(run: Pass) -> list[Saved]:
+def shared(run: MicroBatch) -> list[Saved]:
     """What the experts that all tokens pass keep; their input may be the router's."""
     of = run.shape.experts
     saved = _mlp(run, of.shared * of.ffn) if of.shared else []
     return saved[1:] if _router_keeps_all(run) else saved
 
 
-def _router_keeps_all(run: Pass) -> bool:
+def _router_keeps_all(run: MicroBatch) -> bool:
     """Whether a router's input, if it is no copy in fp32, is memory of all tokens of the rank: of one sequence, a part
     is a view of the whole, where of several it is a copy."""
     layout = run.layout
@@ -229,7 +229,7 @@ def _router_keeps_all(run: Pass) -> bool:
 
 
 @once
-def experts(run: Pass) -> list[Saved]:
+def experts(run: MicroBatch) -> list[Saved]:
     """A block with experts, with even routing and nothing dropped. Of the scores those of the gate top-k with softmax,
     the others keep a few numbers of [b, s, E] more or less."""
     of, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
@@ -259,7 +259,7 @@ def experts(run: Pass) -> list[Saved]:
 
 
 @once
-def context(run: Pass) -> list[Saved]:
+def context(run: MicroBatch) -> list[Saved]:
     """What all layers of a stage share: rotary tables, and the mask where each core is computed again from it."""
     shape, saved = run.shape, []
     if shape.family == "llama":
@@ -270,7 +270,7 @@ def context(run: Pass) -> list[Saved]:
 
 
 @once
-def embedding(run: Pass) -> list[Saved]:
+def embedding(run: MicroBatch) -> list[Saved]:
     """The look-up."""
     saved = [Saved("ids", "[b, s]", 8 * run.tokens)]
     if run.layout.tp > 1:
@@ -281,7 +281,7 @@ def embedding(run: Pass) -> list[Saved]:
 
 
 @once
-def head(run: Pass) -> list[Saved]:
+def head(run: MicroBatch) -> list[Saved]:
     """The final norm, the output matrix and the loss."""
     n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
     return [
@@ -293,7 +293,7 @@ def head(run: Pass) -> list[Saved]:
     ]
 
 
-def stage(run: Pass, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:
+def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:
     """All that one micro-batch keeps alive on a stage between its forward and its backward.
 
     Besides what autograd keeps these are the stage's input and output, where they are other tensors.
@@ -310,7 +310,7 @@ def stage(run: Pass, layers: Sequence[int], *, first: bool, last: bool) -> list[
     return saved
 
 
-def of_layers(run: Pass, layers: Sequence[int]) -> int:
+def of_layers(run: MicroBatch, layers: Sequence[int]) -> int:
     """Bytes of `several`."""
     return sum([
         count * total(layer(run, sparse=sparse, skips=skips, number=number))
@@ -318,7 +318,7 @@ def of_layers(run: Pass, layers: Sequence[int]) -> int:
     ])
 
 
-def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
+def several(run: MicroBatch, layers: Sequence[int]) -> list[Saved]:
     """Some layers, without what all of a stage share: tensors of layers that are alike are one entry.
 
     Args:
@@ -332,7 +332,7 @@ def several(run: Pass, layers: Sequence[int]) -> list[Saved]:
 
 
 @once
-def recomputed(run: Pass, sparse: bool = False) -> int:
+def recomputed(run: MicroBatch, sparse: bool = False) -> int:
     """Bytes that come back for one layer, the largest with experts or without, while its backward runs."""
     if run.layout.recompute == "none":
         return 0
@@ -345,7 +345,7 @@ def recomputed(run: Pass, sparse: bool = False) -> int:
     return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every if kind[0] == sparse)
 
 
-def kinds(run: Pass, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
+def kinds(run: MicroBatch, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
     """How many of some layers there are of each kind: whether it has experts, whether only some tokens pass through it,
     and which it is, where that matters."""
     shape = run.shape

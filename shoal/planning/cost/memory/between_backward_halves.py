@@ -13,11 +13,11 @@ from dataclasses import replace
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved
-from shoal.planning.cost.micro_batch import Pass, once
+from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
 
 
-def between(run: Pass, part: StagePart) -> int:
+def between(run: MicroBatch, part: StagePart) -> int:
     """Of one micro-batch on a stage."""
     shape, total = run.shape, 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
@@ -27,7 +27,7 @@ def between(run: Pass, part: StagePart) -> int:
 
 
 @once
-def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
+def _layer(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
     shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_here
     width = shape.heads * shape.head_dim // y
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
@@ -38,21 +38,21 @@ def _layer(run: Pass, sparse: bool, number: int) -> list[Saved]:
     return found + _behind(run, sparse, number)
 
 
-def layer(run: Pass, sparse: bool) -> int:
+def layer(run: MicroBatch, sparse: bool) -> int:
     """Of one layer."""
     return activations.total(_layer(run, sparse, 0))
 
 
-def behind_attention(run: Pass, sparse: bool) -> int:
+def behind_attention(run: MicroBatch, sparse: bool) -> int:
     """Of one layer's norm and feed-forward block."""
     return activations.total(_behind(run, sparse, 0))
 
 
-def _behind(run: Pass, sparse: bool, number: int) -> list[Saved]:
+def _behind(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
     return _experts(run) if sparse else block(run, run.shape.ffn, number)
 
 
-def block(run: Pass, width: int, number: int = 0) -> list[Saved]:
+def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
     """Of a feed-forward block, and its width."""
     f, h, gpt = width // run.layout.tp_y, run.hidden_here, run.shape.family == "gpt"
     into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
@@ -61,7 +61,7 @@ def block(run: Pass, width: int, number: int = 0) -> list[Saved]:
 
 
 def _product(
-    run: Pass, what: str, number: int, names: list[str], into: int, out: int, *, joined: bool = False
+    run: MicroBatch, what: str, number: int, names: list[str], into: int, out: int, *, joined: bool = False
 ) -> list[Saved]:
     """Of products of one input.
 
@@ -79,7 +79,7 @@ def _product(
     return found + ([Saved(f"gradients of {what} for biases", "", e * n * out)] if biased else [])
 
 
-def _experts(run: Pass) -> list[Saved]:
+def _experts(run: MicroBatch) -> list[Saved]:
     shape, layout, e = run.shape, run.layout, run.itemsize
     experts, rows = shape.experts, routed_rows(shape, layout, run.s)
     h, f, into = shape.hidden, experts.ffn // layout.expert_tensor, 1 if shape.family == "gpt" else 2
@@ -92,13 +92,13 @@ def _experts(run: Pass) -> list[Saved]:
     return found + (block(run, experts.shared * experts.ffn) if experts.shared else [])
 
 
-def _embedding(run: Pass) -> int:
+def _embedding(run: MicroBatch) -> int:
     ids = activations.total(activations.embedding(run))
     return ids + run.itemsize * run.tokens * run.shape.hidden
 
 
 @once
-def head(run: Pass) -> int:
+def head(run: MicroBatch) -> int:
     """The input of the output matrix, and the gradient of the logits."""
     rows = -(-run.shape.vocab // run.layout.tp)
     return run.itemsize * run.tokens * (run.shape.hidden + rows)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shoal.base.boxes import flat_range
 from shoal.engine.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
 from shoal.planning.cost.buckets import Bucket, Filled, Size
-from shoal.planning.cost.parameters import Held
+from shoal.planning.cost.parameters import LocalParameter
 
 STATES = {  # per element
     "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
@@ -113,12 +113,12 @@ class Moments:
                 self.bytes += elements * self._each(held) * self.itemsize
             start += held.allocated
 
-    def _each(self, held: Held) -> int:
+    def _each(self, held: LocalParameter) -> int:
         if self.optimizer == "muon":
             return 1 if _hidden(held) else 2
         return STATES.get(self.optimizer, 2)
 
-    def _factored(self, held: Held, elements: int) -> int:
+    def _factored(self, held: LocalParameter, elements: int) -> int:
         """Adafactor: row and column sums of matrices, whole on every holder; else a number for each element."""
         if len(held.whole) < 2:
             return elements
@@ -135,12 +135,12 @@ def least(optimizer: str, itemsize: int) -> int:
     return itemsize * {**STATES, "muon": 1, "adafactor": 0}[optimizer]
 
 
-def _hidden(held: Held) -> bool:
+def _hidden(held: LocalParameter) -> bool:
     """muon: whether it makes a parameter orthogonal, as it has it (`shoal.engine.optim.muon.is_hidden_matrix`)."""
     return len(held.whole) > 1 and held.name.startswith("layers.")
 
 
-def _scales(held: Held, first: int, stop: int) -> int:
+def _scales(held: LocalParameter, first: int, stop: int) -> int:
     """adam8bit: blocks, whole or cut, in some elements of a parameter."""
     count = 0
     for _, local in flat_range(held.box.shape, first, stop):
@@ -152,7 +152,7 @@ def _scales(held: Held, first: int, stop: int) -> int:
     return count
 
 
-def in_order(bucket: Bucket) -> list[Held]:
+def in_order(bucket: Bucket) -> list[LocalParameter]:
     """As `shoal.engine.parallel.zero.bucket` does."""
     held = [held for members in bucket for held in members.held]
     return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))

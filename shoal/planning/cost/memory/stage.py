@@ -18,9 +18,9 @@ from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, passing_bytes, state_bytes
 from shoal.planning.cost.memory.transient import Passing
 from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, moments
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
-from shoal.planning.run import Run
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.calibration import calibration_of
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
@@ -57,7 +57,7 @@ Kinds = tuple[tuple[tuple[bool, bool], int], ...]
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes on a rank at the worst time of a step, by what holds them."""
 
     parameters: float
@@ -93,18 +93,18 @@ class StageMemory:
         known: what was counted of stages, by all that decides it; those of other layouts of the same run may share it.
     """
 
-    def __init__(self, run: Run, known: dict | None = None):
+    def __init__(self, run: EstimatedRun, known: dict | None = None):
         self.run = run
         self.known = {} if known is None else known
         if "constants" not in self.known:
             self.known["constants"] = calibration_of(run.cluster).values
         self.constants = self.known["constants"]
         if (key := ("pass", self.passing)) not in self.known:  # which counts for all of the same passes
-            self.known[key] = Pass(
+            self.known[key] = MicroBatch(
                 run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
                 run.document_mask, eight=EightBits.of(run.policy, run.float8),
             )  # fmt: skip
-        self.forward: Pass = self.known[key]
+        self.forward: MicroBatch = self.known[key]
 
     def sparse(self, part: StagePart) -> int:
         """Layers of a stage that have experts."""
@@ -207,7 +207,7 @@ class StageMemory:
 
     def memory_of(
         self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
-    ) -> Memory:
+    ) -> PeakMemory:
         """Of a rank that holds some stages, at its worst time.
 
         Args:
@@ -233,7 +233,7 @@ class StageMemory:
             state.parameters, state.gradients, state.optimizer, most, gathered, passing,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
-        return Memory(*held, self.unused + holes)
+        return PeakMemory(*held, self.unused + holes)
 
     def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
         """The most that is alive at those of its times at which gradients or gathered parameters differ."""

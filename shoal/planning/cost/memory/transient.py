@@ -38,7 +38,7 @@ class Time(NamedTuple):
 NOTHING = (Time((0, 0), (0, 0, 0)),) * (SHARED + 1)
 
 
-class Turn(NamedTuple):
+class LayerBackward(NamedTuple):
     """A layer's backward.
 
     Attributes:
@@ -66,7 +66,7 @@ class Passing(NamedTuple):
     """
 
     head: Sequence[Time]
-    layers: tuple[Turn, ...]
+    layers: tuple[LayerBackward, ...]
     end: Sequence[Time]
     carried: tuple[int, int, int]
     stays: tuple[int, int]
@@ -103,12 +103,12 @@ def passing(
             stays = (0, last) if layout.reshard_after_forward else (times[-1][WAITING].parameters[1],) * 2
     of_layers = times[part.first : part.first + len(part.layers)][::-1]
     sparse = map(shape.sparse, reversed(part.layers))
-    turns = [Turn(*turn) for turn in zip(range(units), sparse, of_layers, strict=False)]
+    turns = [LayerBackward(*turn) for turn in zip(range(units), sparse, of_layers, strict=False)]
     layers = tuple(turn for kind in (False, True) for turn in _that_count([t for t in turns if t.sparse == kind]))
     return Passing(times[-1], layers, times[0], carried, stays)
 
 
-def _that_count(turns: Sequence[Turn]) -> Iterable[Turn]:
+def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
     """The first, the last, and any with more than those before."""
     most = -1
     for turn in turns:

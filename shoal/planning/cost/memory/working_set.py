@@ -17,7 +17,7 @@ from shoal.planning.cost.context import kv_heads
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations, between_backward_halves
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
-from shoal.planning.cost.micro_batch import Pass, once
+from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.layout import Layout
 
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     done: int = 0
 
 
-def moments(run: Pass, part: StagePart, kind: Half = "whole") -> list[Moment]:
+def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Moment]:
     """The times at which a pass of one micro-batch may need most, other messages of its rank left out."""
     passing = run.itemsize * run.tokens_here * run.hidden_here
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
@@ -93,7 +93,7 @@ def _both(where: Where, making: int, complete: int) -> list[Moment]:
     return [Moment(where, making, MAKING), Moment(where, complete, COMPLETE)]
 
 
-def above(run: Pass, part: StagePart, done: int, kind: Half = "whole") -> int:
+def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "whole") -> int:
     """Bytes that the last so many layers of a stage had kept and have let go of; less what they leave to the second
     half of a backward, after the first."""
     if not done or kind == "weight":
@@ -103,12 +103,12 @@ def above(run: Pass, part: StagePart, done: int, kind: Half = "whole") -> int:
     return activations.of_layers(run, layers) - left
 
 
-def _loss(run: Pass, rows: int) -> int:
+def _loss(run: MicroBatch, rows: int) -> int:
     """The loss works in place, but for a cast of its gradient."""
     return (run.itemsize if run.itemsize < run.exact else 0) * run.tokens * rows
 
 
-def _output(run: Pass, rows: int) -> int:
+def _output(run: MicroBatch, rows: int) -> int:
     """The output matrix's gradient of its input; the probabilities are gone."""
     e, n, h = run.itemsize, run.tokens, run.shape.hidden
     return (e - run.exact) * n * rows + e * n * h + _copied(run)
@@ -119,7 +119,7 @@ Block = list[tuple[int, int]]
 
 
 @once
-def in_block(run: Pass, sparse: bool, kind: Half = "whole", last: bool = False) -> Block:
+def in_block(run: MicroBatch, sparse: bool, kind: Half = "whole", last: bool = False) -> Block:
     """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones.
 
     Args:
@@ -138,23 +138,23 @@ def in_block(run: Pass, sparse: bool, kind: Half = "whole", last: bool = False) 
     return _in_experts(run, kind, last)
 
 
-def _here(run: Pass) -> int:
+def _here(run: MicroBatch) -> int:
     """One tensor between layers."""
     return run.itemsize * run.tokens_here * run.hidden_here
 
 
-def _copied(run: Pass) -> int:
+def _copied(run: MicroBatch) -> int:
     """Of a tensor of whole sequences that ranks of tp gather, or sum and cut: several are put in the order of ranks."""
     several = run.layout.sequence_parallel and run.layout.micro_batch > 1
     return run.itemsize * run.tokens * run.shape.hidden if several else 0
 
 
-def _over(run: Pass, sparse: bool) -> int:
+def _over(run: MicroBatch, sparse: bool) -> int:
     """At the end of a layer's backward."""
     return _here(run) - activations.total(activations.layer(run, sparse=sparse))
 
 
-def _entry(run: Pass, sparse: bool) -> int:
+def _entry(run: MicroBatch, sparse: bool) -> int:
     """In the first half of a layer's backward, as it comes to attention's input: all that it leaves is there."""
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
     here, hidden = _here(run), e * n * shape.hidden
@@ -168,7 +168,7 @@ def _entry(run: Pass, sparse: bool) -> int:
     return left - activations.total(activations.layer(run, sparse=sparse))
 
 
-def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
+def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     """In a dense block, before any gradient of a weight is made, and from then on.
 
     Args:
@@ -202,7 +202,7 @@ def _in_dense(run: Pass, kind: Half, ffn: int) -> tuple[int, int]:
     return max(waiting), making if gated else max(*waiting, making)
 
 
-def _round_ring(run: Pass, sparse: bool, kind: Half) -> int:
+def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     """In attention's backward round a ring, where all behind it in the layer is gone.
 
     The gradients of the output and of the queries are there, and those of blocks: of this place's, of the block whose
@@ -244,7 +244,7 @@ class _Rows(NamedTuple):
     gathered: int
 
     @staticmethod
-    def of(run: Pass) -> _Rows:
+    def of(run: MicroBatch) -> _Rows:
         """Of a pass."""
         shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
         row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.experts.ffn // layout.expert_tensor)
@@ -261,7 +261,7 @@ class _Rows(NamedTuple):
         return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and in another order
 
 
-def _forward(run: Pass, sparse: bool) -> int:
+def _forward(run: MicroBatch, sparse: bool) -> int:
     """In the forward of a layer, besides what it keeps; where that is its input alone, names hold the rest."""
     of, here = run.shape.experts, _here(run)
     if run.layout.recompute != "full":
@@ -274,7 +274,7 @@ def _forward(run: Pass, sparse: bool) -> int:
     return 2 * here + max(routed, here + _through(run, of.shared * of.ffn) if of.shared else 0)
 
 
-def _through(run: Pass, ffn: int) -> int:
+def _through(run: MicroBatch, ffn: int) -> int:
     """In the forward of a feed-forward block, of which nothing is kept: at its last product.
 
     Args:
@@ -288,12 +288,12 @@ def _through(run: Pass, ffn: int) -> int:
     return inside + hidden + _here(run) * biased
 
 
-def _summed(run: Pass) -> int:
+def _summed(run: MicroBatch) -> int:
     """Where tp has parts of the sequence, a block's output before it is summed and cut."""
     return run.itemsize * run.tokens * run.shape.hidden + _copied(run) if run.layout.sequence_parallel else 0
 
 
-def _routed(run: Pass) -> int:
+def _routed(run: MicroBatch) -> int:
     """In the forward of a layer with experts, besides all that autograd keeps: as results come back from the experts,
     where the rows that went are still there, and as the ranks of tp put their tokens together."""
     rows, layout = _Rows.of(run), run.layout
@@ -305,16 +305,16 @@ def _routed(run: Pass) -> int:
     return max(weighted, back, whole)
 
 
-def _in_parts(run: Pass) -> bool:
+def _in_parts(run: MicroBatch) -> bool:
     """Whether the ranks of tp have the same tokens and route a part each."""
     return run.layout.tp > 1 and not run.layout.sequence_parallel
 
 
-def _of_shared(run: Pass) -> int:
+def _of_shared(run: MicroBatch) -> int:
     return activations.total(activations.shared(run))
 
 
-def _in_experts(run: Pass, kind: Half, last: bool) -> Block:
+def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """With experts, which are gone through one after the other; shared ones come before in backward."""
     shape, layout, e = run.shape, run.layout, run.itemsize
     own, sent, here, wide, *_ = rows = _Rows.of(run)

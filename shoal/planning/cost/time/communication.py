@@ -20,7 +20,7 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
-class Ring(NamedTuple):
+class CommunicationGroup(NamedTuple):
     """A group of ranks that communicate.
 
     Attributes:
@@ -73,7 +73,7 @@ class Ring(NamedTuple):
         return max(self.latency, self.outer_latency) + size / self.hop
 
 
-def group_of(layout: Layout, axis: str, cluster: Cluster) -> Ring:
+def group_of(layout: Layout, axis: str, cluster: Cluster) -> CommunicationGroup:
     """The ranks along an axis of the mesh, or along several (`axes_of`), on a cluster that they fill in order."""
     return ring_of(cluster, *extent_of(layout, axis))
 
@@ -93,10 +93,10 @@ def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
     return ranks, stride
 
 
-def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:
+def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup:
     """Every ``stride``-th accelerator, ``ranks`` of them; those between do the same in groups of their own."""
     if ranks == 1 or cluster.inside is None:
-        return Ring(ranks)
+        return CommunicationGroup(ranks)
     if cluster.torus:
         return _in_torus(cluster, ranks, stride)
     here = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
@@ -104,15 +104,15 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> Ring:
     inside = cluster.inside
     if nodes == 1 or cluster.nic is None:
         shared = cluster.at_once is not None
-        return Ring(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency, through_memory=shared)
+        return CommunicationGroup(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency, through_memory=shared)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
     near = inside.bandwidth if here > 1 else float("inf")
     exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
     bandwidth, hop = min(here * share * (nodes / 2) ** -cluster.thin, near), min(share, near)
-    return Ring(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
+    return CommunicationGroup(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
 
 
-def _in_torus(cluster: Cluster, ranks: int, stride: int) -> Ring:
+def _in_torus(cluster: Cluster, ranks: int, stride: int) -> CommunicationGroup:
     """A group that fills a dimension goes round it both ways at once, where its ends are connected; else there and
     back."""
     link = cluster.inside
@@ -126,4 +126,4 @@ def _in_torus(cluster: Cluster, ranks: int, stride: int) -> Ring:
             fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)
         done *= size
     exchange = (ranks - 1) / ranks * link.bandwidth / fullest if fullest else link.bandwidth
-    return Ring(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, steps, 0, link.latency)
+    return CommunicationGroup(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, steps, 0, link.latency)

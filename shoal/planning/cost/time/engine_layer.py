@@ -14,7 +14,7 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 
 
-class Layer(NamedTuple):
+class LayerTimes(NamedTuple):
     """Seconds of one layer of one micro-batch on one rank.
 
     Attributes:
@@ -82,7 +82,7 @@ def layer_of(
     shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
     sequence_parallel: bool, recompute: str, later: float,
     eight_bits: bool = False, kernel: str = "sdpa", masked: bool = False,
-) -> Layer:  # fmt: skip
+) -> LayerTimes:  # fmt: skip
     """The times of a layer.
 
     Args:
@@ -120,7 +120,7 @@ def layer_of(
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
-    return Layer(
+    return LayerTimes(
         k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches,
         launches_backward, head, loss,
     )  # fmt: skip

@@ -26,7 +26,7 @@ def soft_max(a: Value, b: Value, sharp: float) -> Value:
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
 
     Attributes:
@@ -83,8 +83,8 @@ class Kernels:
         r = self.runs
         return where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
 
-    def group(self, ranks: Value, stride: Value) -> Group:
-        """See `Group`."""
+    def group(self, ranks: Value, stride: Value) -> RankGroup:
+        """See `RankGroup`."""
         r, c = self.runs, self.constants
         here = clip(r.per_node // maximum(stride, 1), 1, ranks)
         nodes = ceil(ranks / here)
@@ -95,7 +95,7 @@ class Kernels:
         near = where(r.through_memory > 0, ceil(log2(here)), here - 1)
         steps = near * self.of("latency_inside", "generation") + (nodes - 1) * self.of("latency_outside", "network")
         meeting = c["collective_launch"] + c["wait"] * log2(maximum(ranks, 1))
-        return Group(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
+        return RankGroup(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 

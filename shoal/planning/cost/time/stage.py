@@ -22,9 +22,9 @@ from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.stage import Kinds, StageMemory
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.communication import Ring, extent_of, ring_of
-from shoal.planning.cost.time.engine_layer import Layer, attained, layer_of, memory_rate
-from shoal.planning.run import KINDS, Run
+from shoal.planning.cost.time.communication import CommunicationGroup, extent_of, ring_of
+from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
+from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog.calibration import GENERATIONS
 from shoal.spec.layout import axes_of
 from shoal.spec.number_formats import FP32
@@ -32,7 +32,7 @@ from shoal.spec.number_formats import FP32
 if TYPE_CHECKING:
     import numpy as np
 
-    from shoal.pipeline.simulator.times import Links
+    from shoal.pipeline.simulator.times import MessageTimes
 
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
@@ -95,14 +95,14 @@ class StageTimes(NamedTuple):
         return computing + self.recompute + waiting
 
 
-class Stages(StageMemory):
+class StagePrices(StageMemory):
     """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
 
     Args:
         run, known: as `StageMemory` has them; layers that were priced and groups of ranks are known, too.
     """
 
-    def __init__(self, run: Run, known: dict | None = None):
+    def __init__(self, run: EstimatedRun, known: dict | None = None):
         super().__init__(run, known)
         self.priced: dict[tuple, StageTimes] = {}
         self.finished: dict[tuple, tuple[float, float, float]] = {}
@@ -113,7 +113,7 @@ class Stages(StageMemory):
             )  # fmt: skip
         self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
 
-    def group(self, axis: str) -> Ring:
+    def group(self, axis: str) -> CommunicationGroup:
         """The ranks along an axis, on the cluster as it is attained."""
         layout = self.run.layout
         key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
@@ -121,7 +121,7 @@ class Stages(StageMemory):
             self.known[key] = self._ring(*extent_of(layout, axis))
         return self.known[key]
 
-    def _ring(self, ranks: int, stride: int) -> Ring:
+    def _ring(self, ranks: int, stride: int) -> CommunicationGroup:
         """So many ranks, so far apart."""
         key = ("ring", ranks, stride)
         if key not in self.known:
@@ -157,7 +157,7 @@ class Stages(StageMemory):
             self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
         return self.known[key]
 
-    def layer(self, *, sparse: bool = False, skips: bool = False) -> Layer:
+    def layer(self, *, sparse: bool = False, skips: bool = False) -> LayerTimes:
         """The times of one layer of one micro-batch.
 
         Args:
@@ -210,7 +210,7 @@ class Stages(StageMemory):
         rows = taken.tokens_here * (group.ranks - 1) / group.ranks
         return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
 
-    def _spread(self, part: StagePart) -> list[tuple[int, int, Ring, Ring]]:
+    def _spread(self, part: StagePart) -> list[tuple[int, int, CommunicationGroup, CommunicationGroup]]:
         """Parameters of a stage, in how many messages they travel, the ranks that they are sharded over, and those that
         replicate the shards: experts have their own."""
         state, (buckets, of_experts) = self.state_of([part]), self.messages_of(part, self.run.layout.zero)
@@ -240,7 +240,7 @@ class Stages(StageMemory):
             rows += share * ((self._exchange() if sparse else 0.0) + (self._travel() if skips else 0.0))
             waits = self._context(one.attention, skips=skips)
             context, context_backward = context + share * waits[0], context_backward + share * waits[1]
-        layer = Layer(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
+        layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
         head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
         ends = (first + last) * layer.exchange / 2
         one = layer.products + layer.attention + layer.elements
@@ -371,8 +371,8 @@ class Stages(StageMemory):
         return sum(self.hops)
 
     @cached_property
-    def link(self) -> Links:
+    def link(self) -> MessageTimes:
         """From a pipeline rank to the next."""
-        from shoal.pipeline.simulator.times import Links
+        from shoal.pipeline.simulator.times import MessageTimes
 
-        return Links(*self.hops)
+        return MessageTimes(*self.hops)

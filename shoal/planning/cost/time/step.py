@@ -23,7 +23,7 @@ LAST_BUCKET = 0.05  # of the gradients: what is reduced when nothing is left to 
 
 
 @dataclass(frozen=True)
-class Stages:
+class RankLayers:
     """Layers of the pipeline ranks that matter.
 
     Attributes:
@@ -41,7 +41,7 @@ def layer_weights(r: Runs) -> np.ndarray:
     return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
 
 
-def stages_of(r: Runs) -> Stages:
+def stages_of(r: Runs) -> RankLayers:
     """Equal numbers of layers (the ends have one less where these do not come out even), or equal costs."""
     even = np.mod(r.layers, r.pp) == 0
     each = np.ceil(r.layers / r.pp)
@@ -50,7 +50,7 @@ def stages_of(r: Runs) -> Stages:
     rest = np.maximum(r.layers - _up_to(np.round((r.pp - 1) * target, 6), r), 0)
     last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
     first = np.where((r.balanced > 0) | even, most, np.maximum(each - 1, 1))
-    return Stages(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
+    return RankLayers(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
 
 
 def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
@@ -81,7 +81,7 @@ def share_of(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """Seconds of a step, by what takes them: arrays with one entry for each run.
 
     Attributes:
@@ -106,7 +106,7 @@ class Step:
         return sum(vars(self).values())
 
 
-def step(runs: Runs, constants: Calibration) -> Step:
+def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Price every run."""
     r, c, k = runs, constants, Kernels(runs, constants)
     stages, waits = stages_of(r), (r.pp > 1) & (r.ahead == 0)
@@ -135,7 +135,7 @@ def step(runs: Runs, constants: Calibration) -> Step:
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: read, and its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = share_of(r, weights, stages.most) * c["update"] / k.hbm
-    return Step(
+    return StepTimes(
         busy=(busy + accumulate) * slower,
         bubble=bubble * slower,
         sharding=r.microbatches * sharding * slower,

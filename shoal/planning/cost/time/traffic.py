@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shoal.planning.cost.context import kv_heads, tokens_here
 from shoal.planning.cost.experts import routed_rows
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
 Sent = Counter[tuple[str, str]]
@@ -49,7 +49,7 @@ def all_reduced(size: float, ranks: int) -> float:
     return 2 * gathered(size, ranks)
 
 
-def tensor_parallel(run: Pass, part: StagePart, tokens: int, *, by_parts: bool) -> tuple[Sent, Sent]:
+def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: bool) -> tuple[Sent, Sent]:
     """A forward's and a backward's over tp: two regions in each layer, the look-up, the output matrix and the loss.
 
     On a grid regions are entered and left along its y, and there is more along x (`_along_x`).
@@ -91,7 +91,7 @@ def tensor_parallel(run: Pass, part: StagePart, tokens: int, *, by_parts: bool) 
     return forward, backward
 
 
-def _along_x(run: Pass, part: StagePart, n: int, forward: Sent, backward: Sent) -> None:
+def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: Sent) -> None:
     """Add what goes along x of a grid (`shoal.engine.parallel.tensor_2d`): sums of a block's first products are
     scattered, what its last ones take is gathered; norms sum one number a token, or two; the hidden state is whole at
     the model's ends.
@@ -118,12 +118,12 @@ def _along_x(run: Pass, part: StagePart, n: int, forward: Sent, backward: Sent) 
         backward["tp_x", "all-reduce"] += norm * 2 * layers
 
 
-def _skip(run: Pass, part: StagePart) -> bool:
+def _skip(run: MicroBatch, part: StagePart) -> bool:
     """Whether only some tokens pass through the layers of a part, which are of one kind."""
     return any(map(run.shape.skips, part.layers))
 
 
-def context_parallel(run: Pass, layers: int, share: Share) -> tuple[Sent, Sent]:
+def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, Sent]:
     """A forward's and a backward's round the ring, and in exchange of heads for tokens."""
     forward, backward = Sent(), Sent()
     layout, d = run.layout, run.shape.head_dim
@@ -151,7 +151,7 @@ def context_parallel(run: Pass, layers: int, share: Share) -> tuple[Sent, Sent]:
     return forward, backward
 
 
-def expert_parallel(run: Pass, part: StagePart, tokens: int) -> tuple[Sent, Sent]:
+def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent, Sent]:
     """A forward's and a backward's of layers with experts: scores of whole sequences, rows to their experts and back.
 
     With even routing and nothing dropped, as `shoal.planning.cost.experts` has it.
@@ -197,7 +197,7 @@ def evenly_taken(k: int, s: int) -> list[int]:
     return [i * s // k for i in range(k)]
 
 
-def depths(run: Pass, layers: int, moved: int, ranks: int, fullest: int) -> tuple[Sent, Sent]:
+def depths(run: MicroBatch, layers: int, moved: int, ranks: int, fullest: int) -> tuple[Sent, Sent]:
     """A forward's and a backward's of layers that only some tokens pass through, where ranks share sequences: scores,
     and chosen tokens on their way to where they are computed and back.
 

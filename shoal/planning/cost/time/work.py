@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.activations import blocks
-from shoal.planning.cost.micro_batch import Pass
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
 
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     around: bool = False
 
 
-def seen_alone(run: Pass, slices: Sequence[int] = ()) -> Seen:
+def seen_alone(run: MicroBatch, slices: Sequence[int] = ()) -> Seen:
     """Where no other rank has a part of the sequences.
 
     Scores are counted in full, but for blocks that only later tokens see, where attention is written out.
@@ -50,7 +50,7 @@ def seen_alone(run: Pass, slices: Sequence[int] = ()) -> Seen:
     return Seen(parts, tuple(tuple((rows, start + keys) for rows, keys in blocks_of(part)) for start, part in both))
 
 
-def stage_flops(run: Pass, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
+def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
     """A stage's forward and backward of one micro-batch on one rank.
 
     A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
@@ -74,7 +74,7 @@ def stage_flops(run: Pass, part: StagePart, seen: Seen, chosen: Seen | None = No
     return total
 
 
-def _layer(run: Pass, seen: Seen, sparse: bool) -> int:
+def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
     """A layer's forward and backward, with what is computed again."""
     shape, t, y = run.shape, run.layout.tp, run.layout.tp_y
     b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
@@ -92,12 +92,12 @@ def _layer(run: Pass, seen: Seen, sparse: bool) -> int:
     return 3 * (projections + mlp) + core + core_backward + again
 
 
-def _mlp(run: Pass, tokens: int, width: int) -> int:
+def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
     matrices = 3 if run.shape.family == "llama" else 2
     return 2 * tokens * run.shape.hidden * matrices * (width // run.layout.tp)
 
 
-def _experts(run: Pass) -> int:
+def _experts(run: MicroBatch) -> int:
     """Router, experts, and those that all tokens pass; where every expert gets as many rows and nothing is dropped."""
     shape, experts, rows = run.shape, run.shape.experts, routed_rows(run.shape, run.layout, run.s)
     matrices = 3 if shape.family == "llama" else 2
@@ -108,7 +108,7 @@ def _experts(run: Pass) -> int:
 
 
 def step_flops(
-    run: Pass, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
+    run: MicroBatch, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
 ) -> int:
     """A rank's in a step.
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 
 
 @dataclass(frozen=True)
-class Part:
+class FlatPart:
     """One parameter's place in what is flat.
 
     Attributes:
@@ -23,7 +23,7 @@ class Part:
         start, stop: where.
     """
 
-    split: Split
+    split: ParamPlacement
     bucket: int
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Flat:
         self.weights = [bucket.master for bucket in parameters.buckets]
         self.gradients = [gradients.shard for stage in parameters.stages for gradients in stage.gradients]
         self.parts = [
-            Part(slot.split, b, slot.start, slot.stop)
+            FlatPart(slot.split, b, slot.start, slot.stop)
             for b, bucket in enumerate(parameters.buckets)
             for slot in bucket.slots
         ]

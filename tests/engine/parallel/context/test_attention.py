@@ -12,7 +12,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.attention import AttentionCore, document_mask
 from shoal.engine.parallel.context.apply import ContextParallel
 from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.ring import Ring
+from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.parallel.context.ulysses import Ulysses
 from shoal.launch.worker_pool import Pool
@@ -49,7 +49,7 @@ def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 def here(case: Case) -> ContextParallel:
     mesh = Mesh(case.layout, dist.get_rank())
     held = spread(case.layout, case.s, case.slices)
-    return ContextParallel(mesh.index("cp"), held, Ring.of(mesh), Ulysses.of(mesh))
+    return ContextParallel(mesh.index("cp"), held, RingPosition.of(mesh), Ulysses.of(mesh))
 
 
 def errors(case: Case) -> list[float]:

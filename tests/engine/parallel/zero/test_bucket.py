@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.base.boxes import Box
-from shoal.engine.parallel.placement import Split
+from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.precision.policy import POLICIES
 
 
 @st.composite
-def members(draw: st.DrawFn) -> list[tuple[nn.Parameter, Split, bool]]:
+def members(draw: st.DrawFn) -> list[tuple[nn.Parameter, ParamPlacement, bool]]:
     """Parameters of awkward sizes, some a box of a larger whole, some padded along dim 0."""
     made = []
     for i in range(draw(st.integers(1, 5))):
@@ -23,7 +23,7 @@ def members(draw: st.DrawFn) -> list[tuple[nn.Parameter, Split, bool]]:
         whole = tuple(n + b + draw(st.integers(0, 2)) for n, b in zip(box, before, strict=True))
         local = (box[0] + draw(st.integers(0, 3)), *box[1:])
         sum_over = draw(st.sampled_from([(), ("tp",)]))
-        split = Split(f"p{i}", whole, Box(before, box), local, sum_over=sum_over, copies=1 + len(sum_over))
+        split = ParamPlacement(f"p{i}", whole, Box(before, box), local, sum_over=sum_over, copies=1 + len(sum_over))
         made.append((nn.Parameter(torch.empty(0, dtype=torch.float64)), split, draw(st.booleans())))
     return made
 
@@ -89,7 +89,7 @@ def test_what_is_written_into_pieces_is_what_the_parameters_are(made: list, shar
 
 
 def test_a_freed_bucket_has_no_memory_and_gathers_again() -> None:
-    made = [(nn.Parameter(torch.empty(0)), Split("w", (5, 3), Box.whole((5, 3)), (5, 3)), True)]
+    made = [(nn.Parameter(torch.empty(0)), ParamPlacement("w", (5, 3), Box.whole((5, 3)), (5, 3)), True)]
     (bucket,) = buckets(made, 1, keep_full=False)
     assert bucket.full.untyped_storage().size() == 0
     bucket.master.fill_(2.0)

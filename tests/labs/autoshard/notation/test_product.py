@@ -4,7 +4,7 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
-from shoal.labs.autoshard.notation.product import Product, cases, products
+from shoal.labs.autoshard.notation.product import ShardedProduct, cases, products
 
 MESH = NamedMesh("xyz", (2, 2, 2))
 
@@ -87,5 +87,5 @@ def test_what_is_no_product_is_pointed_at(text, at, message):
 
 
 def test_a_batch_dim_is_not_contracted():
-    assert Product("EIJ", "EJK", "EIK").contracted == "J"
-    assert Product("EIJ", "EJK", "EIK").shared == "EJ"
+    assert ShardedProduct("EIJ", "EJK", "EIK").contracted == "J"
+    assert ShardedProduct("EIJ", "EJK", "EIK").shared == "EJ"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shoal.labs.autoshard.notation.check import compare
 from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
-from shoal.labs.autoshard.notation.product import Product
+from shoal.labs.autoshard.notation.product import ShardedProduct
 from tests.labs.autoshard.notation.drawn import SIZE, meshes, planner, run_routes, shardings
 
 SIZES = dict.fromkeys("BDFIJKE", SIZE)
@@ -17,7 +17,8 @@ SIZES = dict.fromkeys("BDFIJKE", SIZE)
 @given(data=st.data(), mesh=meshes, links=st.booleans())
 def test_every_route_gives_the_plain_product_and_sends_what_it_counts(pool, data, mesh, links):
     product = data.draw(st.sampled_from([
-        Product("IJ", "JK", "IK"), Product("IJ", "JK", "KI"), Product("IJ", "IK", "JK"), Product("EIJ", "EJK", "EIK"),
+        ShardedProduct("IJ", "JK", "IK"), ShardedProduct("IJ", "JK", "KI"), ShardedProduct("IJ", "IK", "JK"),
+        ShardedProduct("EIJ", "EJK", "EIK"),
     ]))  # fmt: skip
     a = data.draw(shardings(product.left, mesh))
     b = data.draw(shardings(product.right, mesh))

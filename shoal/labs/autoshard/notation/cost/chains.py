@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.labs.autoshard.notation.chain import Chain, gradient_products, reduced
+from shoal.labs.autoshard.notation.chain import ProductChain, gradient_products, reduced
 from shoal.labs.autoshard.notation.cost.routes import Planner, Reached
 from shoal.labs.autoshard.notation.notation import Array, Expression, Sharding
-from shoal.labs.autoshard.notation.product import Product, products
+from shoal.labs.autoshard.notation.product import ShardedProduct, products
 from shoal.labs.autoshard.notation.route import Route
 
 
@@ -41,7 +41,7 @@ def forward(expression: Expression, planner: Planner) -> list[tuple[float, tuple
 
 
 def _local(
-    planner: Planner, product: Product, left: dict[Sharding, Reached], right: dict[Sharding, Reached],
+    planner: Planner, product: ShardedProduct, left: dict[Sharding, Reached], right: dict[Sharding, Reached],
     names: tuple[str, str, str],
 ) -> list[tuple[float, Route]]:
     """Every way to take a product whose result may lie as it comes."""
@@ -56,7 +56,7 @@ def _local(
     return found
 
 
-def with_backward(expression: Expression, routes: tuple[Route, ...], planner: Planner) -> Chain:
+def with_backward(expression: Expression, routes: tuple[Route, ...], planner: Planner) -> ProductChain:
     """A forward pass with the cheapest backward pass for it: every gradient lies as what it is the gradient of."""
     assert expression.result is not None, "products have a result"
     first, *factors = expression.arrays
@@ -73,7 +73,7 @@ def with_backward(expression: Expression, routes: tuple[Route, ...], planner: Pl
         at_hand = planner.reach({out.sharding: 0.0, weights[-1].multiplied[1]: 0.0})
         called = (out.name, y.name, f"d{x.name}")
         inputs.append(planner.routes(of_input, at_hand, as_y, lies[number], called)[0][1])
-    return Chain(routes, tuple(weights), tuple(inputs))
+    return ProductChain(routes, tuple(weights), tuple(inputs))
 
 
 def intermediate_names(expression: Expression) -> list[str]:

@@ -1,8 +1,8 @@
 """Every way to a product of sharded arrays, with its price: a search over how each array can lie.
 
 How an array lies is a state; a move leads from state to state and costs seconds (Dijkstra 1959 finds the cheapest way).
-A product can be taken in every pair of states that `Product.local` allows, and leads to a state of its result. So a
-route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced. One
+A product can be taken in every pair of states that `ShardedProduct.local` allows, and leads to a state of its result.
+So a route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced. One
 collective is listed besides where the cheapest moves are several.
 """
 
@@ -16,8 +16,8 @@ from shoal.base.errors import UsageError
 from shoal.labs.autoshard.notation.cost.network import Network
 from shoal.labs.autoshard.notation.moves import SLICE, Move, moves, payload
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
-from shoal.labs.autoshard.notation.product import Product
-from shoal.labs.autoshard.notation.route import Route, Transfer
+from shoal.labs.autoshard.notation.product import ShardedProduct
+from shoal.labs.autoshard.notation.route import Route, RoutedMove
 
 STEP = 1e-12  # s: of ways that take equally long, the one with fewer steps
 
@@ -34,7 +34,7 @@ class Reached:
 
     cost: float
     origin: Sharding
-    path: tuple[Transfer, ...]
+    path: tuple[RoutedMove, ...]
 
 
 @dataclass
@@ -51,25 +51,25 @@ class Planner:
     itemsize: int
     network: Network
     peak_flops: float
-    _next: dict[Sharding, list[Transfer]] = field(default_factory=dict)
+    _next: dict[Sharding, list[RoutedMove]] = field(default_factory=dict)
 
-    def transfers(self, sharding: Sharding) -> list[Transfer]:
+    def transfers(self, sharding: Sharding) -> list[RoutedMove]:
         """All that can be done next, priced."""
         if sharding not in self._next:
             self._next[sharding] = [self._priced(move, sharding) for move in moves(sharding, self.mesh, self.sizes)]
         return self._next[sharding]
 
-    def _priced(self, move: Move, before: Sharding) -> Transfer:
+    def _priced(self, move: Move, before: Sharding) -> RoutedMove:
         if move.kind == SLICE:
-            return Transfer(move, before)
+            return RoutedMove(move, before)
         size = payload(move, before, self.sizes, self.mesh) * self.itemsize
         seconds, algorithm = self.network.price(move.kind, move.axes, size)
-        return Transfer(move, before, algorithm, seconds)
+        return RoutedMove(move, before, algorithm, seconds)
 
     def reach(self, starts: Mapping[Sharding, float]) -> dict[Sharding, Reached]:
         """The cheapest way to every state from any of some, each of which costs something already."""
         best = dict(starts)
-        came: dict[Sharding, Transfer] = {}
+        came: dict[Sharding, RoutedMove] = {}
         done: dict[Sharding, Reached] = {}
         queue = [(cost, i, state) for i, (state, cost) in enumerate(starts.items())]
         heapq.heapify(queue)
@@ -89,7 +89,7 @@ class Planner:
                     count += 1
         return done
 
-    def reshard(self, before: Sharding, after: Sharding) -> tuple[Transfer, ...]:
+    def reshard(self, before: Sharding, after: Sharding) -> tuple[RoutedMove, ...]:
         """The cheapest moves from one state of an array to another.
 
         Raises:
@@ -101,7 +101,7 @@ class Planner:
         return reached[after].path
 
     def routes(
-        self, product: Product, a: Mapping[Sharding, Reached], b: Mapping[Sharding, Reached],
+        self, product: ShardedProduct, a: Mapping[Sharding, Reached], b: Mapping[Sharding, Reached],
         wanted: Sharding, names: tuple[str, str, str] = ("A", "B", "C"),
     ) -> list[tuple[float, Route]]:
         """The routes to a product in a wanted state, with their seconds, the cheapest first.
@@ -136,7 +136,7 @@ class Planner:
 
     def _to(self, wanted: Sharding, starts: Iterable[Sharding]) -> dict[Sharding, Reached]:
         """The cheapest way from each of some states to one: Dijkstra against the arrows."""
-        arrows: dict[Sharding, list[Transfer]] = {}
+        arrows: dict[Sharding, list[RoutedMove]] = {}
         seen = set(starts)
         todo = list(seen)
         while todo:
@@ -146,7 +146,7 @@ class Planner:
                     seen.add(transfer.after)
                     todo.append(transfer.after)
         done: dict[Sharding, Reached] = {}
-        queue: list[tuple[float, int, Sharding, tuple[Transfer, ...]]] = [(0.0, 0, wanted, ())]
+        queue: list[tuple[float, int, Sharding, tuple[RoutedMove, ...]]] = [(0.0, 0, wanted, ())]
         count = 1
         while queue:
             cost, _, state, path = heapq.heappop(queue)

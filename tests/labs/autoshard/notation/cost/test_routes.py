@@ -13,7 +13,7 @@ from shoal.labs.autoshard.notation.cost.chains import forward
 from shoal.labs.autoshard.notation.cost.network import Links
 from shoal.labs.autoshard.notation.cost.routes import STEP, Planner
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, parse
-from shoal.labs.autoshard.notation.product import Product
+from shoal.labs.autoshard.notation.product import ShardedProduct
 from shoal.labs.collectives.price import price
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Wire, fully_connected, islands, torus
@@ -39,7 +39,7 @@ def distances(plan: Planner, start: Sharding) -> dict[Sharding, float]:
 @settings(max_examples=25)
 @given(data=st.data(), mesh=small, links=st.booleans())
 def test_nothing_is_cheaper_than_the_first_route(data, mesh, links):
-    product = Product("IJ", "JK", "IK")
+    product = ShardedProduct("IJ", "JK", "IK")
     a, b, wanted = (data.draw(shardings(dims, mesh)) for dims in (product.left, product.right, product.out))
     plan = planner(mesh, SIZES, links=links, peak=1e12)
     found = plan.routes(product, plan.reach({a: 0.0}), plan.reach({b: 0.0}), wanted)
@@ -75,7 +75,7 @@ def test_no_way_through_a_chain_is_cheaper(data, mesh):
     plan = planner(mesh, sizes, peak=1e12)
     cost, routes = forward(expression, plan)[0]
     assert cost == pytest.approx(sum(route.seconds for route in routes), abs=30 * STEP)
-    first, second = Product("BD", "DF", "BF"), Product("BF", "FD", "BD")
+    first, second = ShardedProduct("BD", "DF", "BF"), ShardedProduct("BF", "FD", "BD")
     a, b, c = (plan.reach({sharding: 0.0}) for sharding in arrays[:3])
     between = set(plan.reach({routes[0].out: 0.0}))
     best = math.inf
@@ -126,7 +126,7 @@ def test_what_no_move_reaches_is_refused():
     with pytest.raises(UsageError, match="no route leads to"):  # J of 3 cannot be sharded, so nothing can be a sum
         plan = planner(mesh, {"I": 3, "J": 3, "K": 3})
         whole = [plan.reach({Sharding(((x, ""), (y, ""))): 0.0}) for x, y in ("IJ", "JK")]
-        plan.routes(Product("IJ", "JK", "IK"), *whole, Sharding((("I", ""), ("K", "")), "x"))
+        plan.routes(ShardedProduct("IJ", "JK", "IK"), *whole, Sharding((("I", ""), ("K", "")), "x"))
 
 
 def test_a_topology_is_of_so_many_devices_as_can_be_looked_at():
