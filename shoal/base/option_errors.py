@@ -17,8 +17,7 @@ from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 
 from shoal.base.errors import UsageError
-from shoal.base.options import POSITIONAL, docstrings
-from shoal.base.section import Section, validate
+from shoal.base.section import POSITIONAL, Section, docstrings, validate
 
 SCALARS = (bool, int, float, str, Path, NoneType)
 

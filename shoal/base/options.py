@@ -9,30 +9,25 @@ with it.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
-from textwrap import dedent, fill
+from textwrap import fill
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from shoal.base.section import Section, validate
+from shoal.base.errors import UsageError
+from shoal.base.option_errors import explain, options_of
+from shoal.base.section import POSITIONAL, Section, docstrings, validate
 
 T = TypeVar("T", bound=Section)
-
-POSITIONAL = object()
-"""In the annotation of a field: it stands in its place on the command line, without its name."""
-
 
 def parse(prog: str, options: type[T], args: list[str]) -> T:
     """A section from a command line.
@@ -98,8 +93,6 @@ def read(
     except SystemExit as end:
         if end.code == 0:
             raise
-        from shoal.base.option_errors import explain, options_of
-
         raise explain(prog, options_of(sections), args) from None
     except BrokenPipeError:  # `--help | head`: the reader has seen enough, also for what is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -137,16 +130,20 @@ def _required(section: type[BaseModel]) -> set[str]:
     return {name for name, field in section.model_fields.items() if field.is_required()}
 
 
-def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field of a section; pydantic could read it too, but for every class and each start."""
-    found: dict[str, str] = {}
-    for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
-        (tree,) = ast.parse(dedent(inspect.getsource(getattr(kind, "made_from", None) or kind))).body
-        for field, below in pairwise(tree.body):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
-                    found[name] = inspect.cleandoc(about)
-    return found
+def reject_unused(options: Section, names: Sequence[str], why: str) -> None:
+    """Refuse those of some options that are given.
+
+    Args:
+        why: they are not read.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name in names:
+        given = getattr(options, name)
+        if given != type(options).model_fields[name].default:
+            option = f"--{name.replace('_', '-')}" + ("" if given is True else f" {given}")
+            raise UsageError(f"{option}: {why}.\n  Leave it out.")
 
 
 # ---- command lines of nothing but pairs ----------------------------------------------------------------------------

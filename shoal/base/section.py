@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +28,9 @@ class Section(BaseModel):
 
     made_from: ClassVar[type[BaseModel] | None] = None  # whose fields it has, where none are written in it
 
+
+POSITIONAL = object()
+"""In the annotation of a field: it stands in its place on the command line, without its name."""
 
 LARGEST = 2**53  # what a float64 holds exactly
 SHOWN = 80  # letters of a wrong value
@@ -119,3 +126,15 @@ def _shown(key: str) -> str:
 def plain(config: BaseModel) -> dict[str, Any]:
     """Nested plain values without what is unset, fit for TOML and JSON."""
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """What stands below each field of a section; pydantic could read it too, but for every class and each start."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+        (tree,) = ast.parse(dedent(inspect.getsource(getattr(kind, "made_from", None) or kind))).body
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
+                    found[name] = inspect.cleandoc(about)
+    return found

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_place, write_whole
+from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
 from shoal.base.units import show_seconds
-from shoal.base.unused import check_unused
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import host_memory, usable_cores
 from shoal.labs.calibration.check import Compared, compare, drawn_layouts, spearman, workload, write_scatter
@@ -76,7 +76,7 @@ def run(options: CalibrateOptions) -> int:
         (options.pick, ("layouts",), "--pick takes all layouts of so many ranks"),
     ):
         if unread:
-            check_unused(options, names, why)
+            reject_unused(options, names, why)
     if options.check:
         return _check(options, console)
     check_place(options.out, "--out", new=True)

@@ -10,9 +10,9 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import check_place
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import show_bytes, show_seconds
-from shoal.base.unused import check_unused
 from shoal.planning.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.planning.estimable import check_device, check_trained
 from shoal.planning.estimate import Estimate
@@ -90,9 +90,9 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
         raise UsageError(f"--out {options.out}: a page ends in .html")
     check_place(options.out, "--out")
     if options.dry_run:
-        check_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
+        reject_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
     else:
-        check_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
+        reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         tables.add(options.catalog)
     if config is None and not options.model:

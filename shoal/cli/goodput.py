@@ -13,9 +13,9 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_place
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import TIME, parse, show_seconds
-from shoal.base.unused import check_unused
 from shoal.planning.goodput.model import (
     DAY,
     HOUR,
@@ -88,7 +88,7 @@ def run(options: GoodputOptions) -> int:
         raise UsageError(f"--out {options.out}: a figure ends in .svg")
     check_place(options.out, "--out")
     if options.spares is not None:
-        check_unused(options, ("availability",), "--spares says how many there are")
+        reject_unused(options, ("availability",), "--spares says how many there are")
     jobs = described(options)
     console = Console(highlight=False)
     for line in report(jobs, options):

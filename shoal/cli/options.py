@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from shoal.base.options import POSITIONAL
-from shoal.base.section import Section
+from shoal.base.section import POSITIONAL, Section
 
 
 class TrainOptions(Section):

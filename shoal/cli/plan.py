@@ -13,9 +13,9 @@ from pydantic import PositiveFloat, PositiveInt
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import check_place
+from shoal.base.options import reject_unused
 from shoal.base.section import Section, validate
 from shoal.base.units import show_bytes, show_seconds
-from shoal.base.unused import check_unused
 from shoal.cli.estimate import OPTIMIZERS
 from shoal.planning.cost.flops import DAY
 from shoal.planning.estimable import check_device, check_trained, model_section
@@ -98,11 +98,11 @@ def run(options: PlanOptions) -> int:
     if sum(map(bool, (options.fewest, options.budget, options.what_if, options.map))) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
     if not options.budget:
-        check_unused(options, ("tokens", "price"), "only with --budget, which counts dollars of a whole training")
+        reject_unused(options, ("tokens", "price"), "only with --budget, which counts dollars of a whole training")
     if options.fewest or options.budget or options.what_if or options.map:
         asked = next(name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name))
         names = ("top", "toml") if options.map else ("top", "toml", "out")
-        check_unused(options, names, f"--{asked.replace('_', '-')} lists no layouts of one search")
+        reject_unused(options, names, f"--{asked.replace('_', '-')} lists no layouts of one search")
     if options.catalog:
         tables.add(options.catalog)
     if options.map:

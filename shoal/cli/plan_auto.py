@@ -12,9 +12,9 @@ from rich.text import Text
 from torch import nn
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
-from shoal.base.unused import check_unused
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.labs.autoshard.capture.forward import Forward, forward_of
 from shoal.labs.autoshard.capture.graph import OperatorGraph
@@ -98,7 +98,7 @@ def run(options: AutoOptions) -> int:
     machine, formats = cluster(options.cluster), _formats(options.precision)
     meshes = _meshes(options.mesh, machine)
     if options.module:
-        check_unused(options, ("model", "layers", "micro_batch", "seq"), "--module makes its own module and inputs")
+        reject_unused(options, ("model", "layers", "micro_batch", "seq"), "--module makes its own module and inputs")
     constants = calibration_of(machine).values
     capacity = capacity_of(machine, constants) - unused_of(machine, constants)
     if options.memory:

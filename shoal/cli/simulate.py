@@ -13,9 +13,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import show_seconds
-from shoal.base.unused import check_unused
 from shoal.pipeline import program as pipeline
 from shoal.pipeline.from_layout import VIRTUAL
 from shoal.pipeline.program import Program
@@ -176,7 +176,7 @@ def run(options: SimulateOptions) -> int:
     console = Console()
     if options.check:
         others = [name for name in SimulateOptions.model_fields if name != "check"]
-        check_unused(options, others, "--check compares what its own table describes")
+        reject_unused(options, others, "--check compares what its own table describes")
         lines, error = published.table(published.read(options.check))
         console.print("\n".join(lines), highlight=False)
         console.print(f"mean absolute error: {error:.3f} points (hundredths of the step)")
@@ -277,13 +277,13 @@ def _check_used(options: SimulateOptions, names: Sequence[str]) -> None:
             if options.cluster else f"{option}: only with --cluster, whose times are those of the estimate"
         )
     if not (options.comm + options.latency or options.cluster):
-        check_unused(options, ("blocking",), "messages take no time; give --comm or --latency too")
+        reject_unused(options, ("blocking",), "messages take no time; give --comm or --latency too")
     if not options.jitter:
-        check_unused(options, ("seed",), "only of --jitter")
+        reject_unused(options, ("seed",), "only of --jitter")
     if options.csv:
-        check_unused(options, ("pp", "microbatches"), "--csv says how many there are")
+        reject_unused(options, ("pp", "microbatches"), "--csv says how many there are")
     if not set(names) - set(AUTOMATIC):
-        check_unused(options, ("slices",), "nothing that is played cuts sequences at will")
+        reject_unused(options, ("slices",), "nothing that is played cuts sequences at will")
     choosable = [name for name, schedule in KNOWN.items() if schedule.virtual is None]
     for option, given, users in (
         ("virtual-stages", options.virtual_stages, choosable),

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_place, write_whole
-from shoal.base.options import POSITIONAL
-from shoal.base.section import Section
+from shoal.base.section import POSITIONAL, Section
 from shoal.labs.validate.by_estimate import EstimatedSteps, played
 from shoal.labs.validate.fit import as_toml, at_bounds, fitted
 from shoal.labs.validate.page import write_page

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import redact
-from shoal.engine.cpu_allocator import allocator_environment
+from shoal.engine.cpu_tuning import allocator_environment
 from shoal.engine.device import loopback
+from shoal.launch.join import share_of_cores
 from shoal.launch.prefork import Child, Nursery, NurseryEnded
-from shoal.launch.rank_env import record_path, share_of_cores, stack_path
+from shoal.launch.rank_env import record_path, stack_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig

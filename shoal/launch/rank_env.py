@@ -1,29 +1,21 @@
-"""One process as a rank: which one it is, and how it joins the others that `launch`, torchrun or SLURM started."""
+"""Which rank this process is, read from the environment that shoal, torchrun or SLURM made for it."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import re
-import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from shoal.base.errors import UsageError, redact
 from shoal.base.files import write_whole
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import COLLECTIVE_SECONDS, die_with_parent, init_world, pick_device, usable_cores
-from shoal.launch.rendezvous import meeting_store
-from shoal.launch.watch.watchdog import STACK_SIGNAL
+from shoal.engine.device import pick_device
 
 
 @dataclass(frozen=True)
@@ -136,68 +128,6 @@ def read_payload() -> dict[str, Any]:
     return json.loads((scratch_folder() / "payload.json").read_text())
 
 
-def become_rank(
-    device: str = "auto",
-    threads: int = 0,
-    timeout: float = COLLECTIVE_SECONDS,
-    records: Path | None = None,
-    membership: Membership | None = None,
-) -> Membership:
-    """Make this process one rank of the world: call it first, and once.
-
-    An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
-    waiting for background threads: so leave the process group only on success, that peers fail after the cause.
-
-    Args:
-        device: ``auto``, ``cpu`` or ``cuda``.
-        threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
-        timeout: of every collective, in seconds.
-        records: the folder where it writes its stack when it is asked for it.
-        membership: which rank; None for what `joined` says.
-
-    Raises:
-        UsageError: not started as a rank, or no such device.
-    """
-    membership = membership or joined()
-    if membership is None:
-        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    place = scratch_folder() if membership.how == "local" else records
-    sys.excepthook = partial(_record_and_exit, place, membership.rank)
-    faulthandler.enable()
-    if records is not None:
-        stack = open(stack_path(records, membership.rank), "a")  # noqa: SIM115 -- for good
-        faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
-    if membership.how != "slurm":  # which ends the tasks of a step itself
-        die_with_parent(int(os.environ.get("SHOAL_PARENT", os.getppid())))
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    if threads or not named:
-        torch.set_num_threads(threads or share_of_cores(membership.local_world_size))
-    elif membership.how == "local" and named.isdigit() and int(named):
-        # A fork read the variable as it was for its nursery.
-        torch.set_num_threads(int(named))
-    picked = membership.device(device)
-    if picked.type == "cpu":
-        tune_process()
-    store = None
-    if membership.how == "local":
-        store = dist.FileStore(str(scratch_folder() / "store"), membership.world_size)
-    elif membership.how == "slurm":
-        store = meeting_store(membership, timeout)
-    init_world(membership.rank, membership.world_size, store, picked, timeout)
-    return membership
-
-
-def _record_and_exit(
-    folder: Path | None, rank: int, kind: type[BaseException], error: BaseException, where: TracebackType | None
-) -> None:
-    """The rank's last act, as ``sys.excepthook``: tell the parent, which shows the earliest record alone."""
-    usage, report = record_end(folder, rank, error)
-    # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
-    print(report, file=sys.__stderr__, flush=True)
-    sys.stdout.flush()
-    os._exit(2 if usage else 1)
-
-
 def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:
     """Record what ended a rank, for its parent or the next attempt: whether it was bad input, and its report."""
     usage = isinstance(error, UsageError)
@@ -216,8 +146,3 @@ def record_path(scratch: Path, rank: int) -> Path:
 def stack_path(scratch: Path, rank: int) -> Path:
     """Where a rank writes its stack when it is asked for it."""
     return scratch / f"stack-{rank}"
-
-
-def share_of_cores(local_ranks: int) -> int:
-    """CPU threads of each rank of this machine."""
-    return max(1, usable_cores() // local_ranks)

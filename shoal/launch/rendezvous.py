@@ -11,15 +11,12 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import psutil
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-
-if TYPE_CHECKING:
-    from shoal.launch.rank_env import Membership
+from shoal.launch.rank_env import Membership
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of these variables the first that is set is obeyed
 

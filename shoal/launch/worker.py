@@ -17,7 +17,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
-from shoal.launch.rank_env import Membership, become_rank, joined, read_payload, scratch_folder
+from shoal.launch.join import become_rank
+from shoal.launch.rank_env import Membership, joined, read_payload, scratch_folder
 from shoal.launch.rendezvous import left_open
 from shoal.launch.watch.peer_watch import Neighbours, shared_folder
 from shoal.launch.watch.postmortem import Last, cause, former

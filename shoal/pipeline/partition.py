@@ -1,18 +1,11 @@
-"""Which layers a pipeline stage holds, and how the rest of a model is taken out."""
+"""Which layers each pipeline stage holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
-
-if TYPE_CHECKING:
-    from shoal.engine.models.transformer import Transformer
 
 
 def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
@@ -56,52 +49,3 @@ def layers_of(shape: ModelShape, program: Program) -> list[range]:
 def even_layers(shape: ModelShape, stages: int) -> list[range]:
     """The layers of each part of a model, where nobody says otherwise."""
     return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())
-
-
-def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
-    """Take out of a model, in place, everything that another stage computes.
-
-    Args:
-        layers: of every stage.
-    """
-    keep, stages = layers[stage], len(layers)
-    for name in list(model.layers):
-        if int(name) not in keep:
-            del model.layers[name]
-    if stage > 0:
-        model.embed = None
-    if stage < stages - 1:
-        model.norm = model.head = None
-
-
-def share_tied(
-    splits: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
-) -> dict[str, ParamPlacement]:
-    """Mark a tied embedding that the first and the last stage both hold: one parameter, two partial gradients."""
-    if not shape.tied or stages == 1:
-        return splits
-    local, name = ("embed.token.weight", "head.weight")[stage > 0], "embed.token.weight"
-    if local not in splits:
-        return splits
-    split = splits[local]
-    shared = replace(
-        split, name=name, sum_over=(*split.sum_over, ENDS), copies=2 * split.copies, stages=2 * split.stages,
-        primary=split.primary and stage == 0,
-    )
-    return splits | {local: shared}
-
-
-def share_copies(splits: dict[str, ParamPlacement], axis: str, copy: int) -> dict[str, ParamPlacement]:
-    """Mark the parameters of a stage that two copies of the model hold, each with the gradients of its micro-batches.
-
-    Args:
-        axis: of the mesh, the ranks that hold the copies of this stage.
-        copy: which of them is this one.
-    """
-    return {
-        local: replace(
-            split, sum_over=split.sum_over if ENDS in split.sum_over else (*split.sum_over, axis),
-            copies=2 * split.copies, stages=2 * split.stages, primary=split.primary and copy == 0,
-        )
-        for local, split in splits.items()
-    }

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base import options
-from shoal.base.options import defaults, docstrings, pairs, read
+from shoal.base.options import defaults, pairs, read
+from shoal.base.section import docstrings
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.options import TokenizerOptions
 from shoal.spec.config import OptimizerConfig

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.options import docstrings
-from shoal.base.section import plain
+from shoal.base.section import docstrings, plain
 from shoal.cli.main import COMMANDS, main, parse
 from shoal.cli.options import TrainOptions
 from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.engine.cpu_allocator import allocator_environment
+from shoal.engine.cpu_tuning import allocator_environment
 from shoal.launch.local_launcher import RankProcesses, launch, rank_environment, start_nursery
 from shoal.launch.prefork import Nursery
 from shoal.launch.rank_env import Membership, _expand_counts, _first_host, joined
@@ -319,7 +319,7 @@ def test_a_place_that_there_is_not_is_refused(monkeypatch, name, value):
 
 FAULTS = """
 import os, resource, sys, torch
-from shoal.engine.cpu_allocator import tune_allocator
+from shoal.engine.cpu_tuning import tune_allocator
 
 for how in sys.argv[1:]:
     if os.fork():

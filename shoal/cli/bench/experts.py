@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError
+from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
-from shoal.base.unused import check_unused
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
 from shoal.labs.bench.experts import measure
@@ -79,7 +79,7 @@ def experts(options: ExpertsOptions, console: Console) -> int:
          "of the measurement, in whose place --learning trains"),
     ):  # fmt: skip
         if unread:
-            check_unused(options, names, why)
+            reject_unused(options, names, why)
     if options.learning:
         return _learning(options, console)
     device = pick_device(options.device)

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import check_place, write_whole
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
-from shoal.base.unused import check_unused
-from shoal.engine.cpu_allocator import allocator_environment
+from shoal.engine.cpu_tuning import allocator_environment
 from shoal.engine.device import usable_cores
 from shoal.labs.bench.crew import Failed
 from shoal.labs.bench.progress import telling
@@ -74,7 +74,7 @@ def step(options: StepOptions, console: Console) -> int:
     every = races(Workload(sequences=options.sequences), options.ranks, products=options.products == "equal")
     names = _wanted(options.only, every)
     if options.quick:
-        check_unused(options, ("turns", "steps"), "--quick takes 2 turns of 1 step")
+        reject_unused(options, ("turns", "steps"), "--quick takes 2 turns of 1 step")
     _check_out(options.out)
     _check_allocator()
     wanted = [race for race in every if race.name in names or race.name.split()[0] in names]

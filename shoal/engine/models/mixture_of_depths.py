@@ -16,23 +16,30 @@ Shapes: b sequences, s tokens, k of them chosen, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine.models.attention import Mask, causal_mask, rotary_table
+from shoal.engine.models.context import Context
 from shoal.engine.models.experts.gates import ALIKE
 from shoal.engine.models.experts.router import WithLoss
 from shoal.spec.catalog import ModelShape
 
-if TYPE_CHECKING:
-    from shoal.engine.models.transformer import Block, Context
-
 COUNTS = 3
 """Numbers of a `MixtureOfDepths.tally` before the predictor's loss: tokens that it was right of, those of them that
 were chosen, and those that it expected to be."""
+
+
+class ResidualLayer(Protocol):
+    """A layer that adds something to the residual stream."""
+
+    attention: nn.Module
+
+    def change(self, x: Tensor, context: Context) -> Tensor:
+        """What the layer adds: [b, s, h] -> [b, s, h]."""
 
 
 def highest(scores: Tensor, k: int) -> Tensor:
@@ -111,7 +118,7 @@ class MixtureOfDepths(nn.Module):
         self.tally: Tensor | None = None
         self.counts = True
 
-    def forward(self, x: Tensor, context: Context, block: Block) -> Tensor:
+    def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
         """The residual stream behind the layer.
 
         Args:
@@ -130,7 +137,7 @@ class MixtureOfDepths(nn.Module):
         y = block.change(route.there(x.flatten(0, 1).index_select(0, route.index)), self._among(taken, x, context))
         return _added(x, route.back(y), weights, route.index)
 
-    def _foreseen(self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, block: Block) -> Tensor:
+    def _foreseen(self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, block: ResidualLayer) -> Tensor:
         """A slice of one sequence, each token decided by itself."""
         if len(x) != 1 or context.documents is not None:
             raise ValueError("in slices not as many tokens of each sequence pass: one sequence and document only")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.engine.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
 from shoal.engine.models.cache import Slice
+from shoal.engine.models.context import Context
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU
@@ -29,16 +29,6 @@ from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.models.norm import RMSNorm
 from shoal.spec.catalog import ModelShape
-
-
-class Context(NamedTuple):
-    """What every layer of one forward pass shares."""
-
-    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] where each sequence has its own places
-    mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
-    part: Slice | None = None  # keys and values of the tokens before, where the sequence comes in slices: t = start + s
-    routing: RoutingContext = RoutingContext()
-    documents: Tensor | None = None  # [b, s], whose tokens the mask keeps apart
 
 
 class Attention(nn.Module):

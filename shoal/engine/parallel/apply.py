@@ -15,6 +15,7 @@ from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.expert import apply_expert_parallel
 from shoal.engine.parallel.float8 import Float8, apply_float8
 from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, chosen_spread
+from shoal.engine.parallel.pipeline_stage import keep_stage, share_copies, share_tied
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.recompute import apply_recompute
 from shoal.engine.parallel.tensor import apply_tensor_parallel
@@ -24,7 +25,7 @@ from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 from shoal.engine.parallel.zero.zero3_hooks import GatherOnUse
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
-from shoal.pipeline.partition import keep_stage, layers_of, share_copies, share_tied
+from shoal.pipeline.partition import layers_of
 from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
 from shoal.spec.catalog import ModelShape
 

@@ -32,7 +32,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
 from shoal.training.async_dp.memory import room as room_of
-from shoal.training.step.engine import attention_kernel
+from shoal.training.step.engine_state import attention_kernel
 
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 

@@ -32,13 +32,13 @@ from shoal.engine.optim.shards import Shard
 from shoal.training.step.optimizer_step import NonFinite
 
 if TYPE_CHECKING:
-    from shoal.training.step.engine import Engine
+    from shoal.training.step.engine_state import EngineState
 
 SHIFT = 1e-3
 """d, relative to the root mean square of the weights: errors of the difference of 5e-5, and its rounding of fp32."""
 
 
-def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """The estimate that the engine's optimizer is due, for each of its shards a tensor that lies like it, which may be
     its gradient's until the next backward.
 
@@ -60,7 +60,7 @@ def estimate(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -
     return found
 
 
-def gauss_newton_bartlett(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Algorithm 2, over the step's tokens that count."""
     length, layout = engine.config.data.sequence_length, engine.config.parallel
     numbered = []
@@ -79,7 +79,7 @@ def gauss_newton_bartlett(engine: Engine, step: int, batches: Sequence[Batch], t
     return [gradient.square_().mul_(tokens) for gradient in _gradients(engine)]  # which the step makes anew
 
 
-def _labels(engine: Engine, key: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]:
     """From logits and the tokens' numbers in the place of targets to labels."""
     tp, rank = engine.mesh.size("tp"), engine.mesh.index("tp")
     rows = -(-engine.shape.vocab // tp)
@@ -97,7 +97,7 @@ def _stack(group, x: Tensor) -> Tensor:
     return all_gather(x.unsqueeze(0), group)
 
 
-def hutchinson(engine: Engine, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
+def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Algorithm 1, with the Hessian-vector product by a central difference.
 
     Besides the weights, which are moved, two numbers for each are alive in the second backward: what it was, and its
@@ -133,7 +133,7 @@ def hutchinson(engine: Engine, step: int, batches: Sequence[Batch], tokens: int)
     return found
 
 
-def _root_mean_square(engine: Engine) -> float:
+def _root_mean_square(engine: EngineState) -> float:
     """Of all weights of the model, each counted once."""
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for shard in engine.optimizer.shards.shards:
@@ -143,20 +143,20 @@ def _root_mean_square(engine: Engine) -> float:
     return math.sqrt(read(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
 
 
-def _backward(engine: Engine, batches: Sequence[Batch], tokens: int) -> None:
+def _backward(engine: EngineState, batches: Sequence[Batch], tokens: int) -> None:
     """The gradients of the mean loss, complete, where the optimizer reads them; no weight changes."""
     engine.runtime.step(
         batches, np.full(len(batches), 1 / tokens), lambda action, loss: engine.parameters.sum_ends()
     )
 
 
-def _gradients(engine: Engine) -> list[Tensor]:
+def _gradients(engine: EngineState) -> list[Tensor]:
     """In the weights' format, which they may be summed in less than."""
     return [shard.gradient.to(shard.weights.dtype) for shard in engine.optimizer.shards.shards]
 
 
 @contextmanager
-def _unrecorded(engine: Engine):
+def _unrecorded(engine: EngineState):
     """A profile is of the step's own passes, and so are histograms."""
     recorders, engine.runtime.recorders = engine.runtime.recorders, []
     engine.estimating = True

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from shoal.base.boxes import Piece
-from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, read
 from shoal.engine.data.batches import Batch, Dataset
-from shoal.engine.data.prefetch import Ahead
-from shoal.engine.optim.build import build_for
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
-from shoal.engine.parallel.apply import build_stages, initialise
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import spread
-from shoal.engine.parallel.float8 import Float8
-from shoal.engine.parallel.zero.optimizer_shards import shards_of
-from shoal.engine.precision.loss_scale import LossScale
-from shoal.engine.precision.policy import POLICIES
-from shoal.engine.runtime import Runtime
-from shoal.pipeline.checker import check
-from shoal.pipeline.from_layout import forwards_of, program_of, slices_of
-from shoal.pipeline.program import Program
-from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
-from shoal.training.resilience.spikes import Skips
+from shoal.pipeline.from_layout import forwards_of
 from shoal.training.step.curvature import estimate
-from shoal.training.step.mixture_of_depths import DepthsRouting, Foreseen
+from shoal.training.step.engine_state import EngineState
+from shoal.training.step.mixture_of_depths import Foreseen
 from shoal.training.step.optimizer_step import ManyUpdates, OneUpdate
-from shoal.training.step.routing import Routed, Routing
+from shoal.training.step.routing import Routed
 
 
 @dataclass(frozen=True)
@@ -61,74 +45,8 @@ class StepResult:
     skipped: bool = False
 
 
-class Engine:
-    """This rank's stages of the model, their optimizer, and the program they run.
-
-    Args:
-        config: the run.
-        shape: the model, from ``config.model`` and the tokenizer.
-        mesh: of ``config.parallel``.
-        samples: the training data; every rank sees the same.
-    """
-
-    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
-        self.config, self.shape, self.mesh, self.samples = config, shape, mesh, samples
-        layout, train = config.parallel, config.train
-        self.policy = POLICIES[train.precision]
-        self.microbatches = layout.microbatches(train.global_batch)
-        self.slices = slices_of(
-            layout, shape, microbatches=self.microbatches, sequence_length=config.data.sequence_length
-        )
-        self.program = program_of(layout, self.microbatches, len(self.slices))
-        check(self.program, tied=shape.tied)
-        self.spread = spread(layout, config.data.sequence_length, self.slices)
-        self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
-        # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.
-        self.here = mesh if layout.sync == "all-reduce" else mesh.replica()
-        # To make a group its ranks wait for each other, and meanwhile move nothing that they have under way: so what a
-        # step needs is made before it.
-        for view, axis in ((mesh, "world"), (self.here, "world"), (mesh, "dp")):
-            view.group(axis)
-        self.stages, self.parameters = build_stages(
-            shape, self.program, self.here, self.policy, self.spread,
-            kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
-            float8=self.float8,
-        )
-        self._initialise()
-        self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
-        self.validated: Routed | None = None  # what routers did in the last validation
-        self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
-        for stage in self.stages:
-            stage.module.sequences, stage.module.seed = train.global_batch, train.seed
-        mixed = shape.experts is not None
-        shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
-        self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
-        self.observe: Callable[[], object] | None = None  # called before each update, when the gradients are complete
-        self.estimating = False  # passes are under way that estimate the Hessian, and are none of the step's own
-        self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
-        self.runtime = self._runtime(self.program)
-        engine = weakref.ref(self)  # the thread that makes them must not own the engine
-        self._ahead = lambda step: engine().make_batches(step)
-        self.skip(Skips())
-        self.shift = 0  # places on among the replicas, whose samples this one takes: to compute a step twice
-
-    def skip(self, skips: Skips) -> None:
-        """Leave out these batches of the data from now on."""
-        self.skips = skips
-        self.batches_of = Ahead(self._ahead, self.config.train.steps)
-
-    def _initialise(self) -> None:
-        initialise(self.parameters, self.shape, self.config.train.seed)
-
-    def _runtime(self, program: Program) -> Runtime:
-        layout, rank = self.config.parallel, self.mesh.index("cp")
-        lengths = self.spread.lengths(rank)
-        return Runtime(
-            program, self.stages, self.here,
-            hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden // layout.tp_x),
-            dtype=self.policy.compute, slices=lengths,
-            tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
-        )
+class Engine(EngineState):
+    """Runs steps, measures the validation loss, and says what a checkpoint holds."""
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -176,13 +94,6 @@ class Engine:
         """This replica's samples of one micro-batch, on the host: consecutive replicas take consecutive runs."""
         start = self.first_sample(step, microbatch)
         return samples.batch(range(start, start + self.config.parallel.micro_batch))
-
-    def first_sample(self, step: int, microbatch: int) -> int:
-        """The global index of the first sample of one of this replica's micro-batches."""
-        layout = self.config.parallel
-        replica = (self.mesh.index("dp") + self.shift) % layout.dp
-        place = (microbatch * layout.dp + replica) * layout.micro_batch
-        return self.skips.batch(step) * self.config.train.global_batch + place
 
     def _count(self, batches: Sequence[Batch], update_of: Sequence[int]) -> list[int]:
         """Unmasked targets of each update's micro-batches, of all replicas."""
@@ -248,13 +159,3 @@ class Engine:
         if self.float8 and self.float8.history:
             self.float8.history.restored()
         self.parameters.gather()
-
-
-def attention_kernel(choice: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of a run; "auto" is what `shoal bench attention` measured fastest.
-
-    That is sdpa, but in bf16 on the CPU, where torch's kernel is slow, attention written out.
-    """
-    if choice != "auto":
-        return choice
-    return "explicit" if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

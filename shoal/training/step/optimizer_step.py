@@ -13,7 +13,7 @@ from shoal.engine.collectives.ops import all_reduce, read
 
 if TYPE_CHECKING:
     from shoal.pipeline.program import Action
-    from shoal.training.step.engine import Engine
+    from shoal.training.step.engine_state import EngineState
 
 
 class NonFinite(RuntimeError):
@@ -37,7 +37,7 @@ class OneUpdate:
         rate: the learning rate; None computes everything but leaves the weights alone.
     """
 
-    def __init__(self, engine: Engine, step: int, tokens: int, *, stop: bool, rate: float | None):
+    def __init__(self, engine: EngineState, step: int, tokens: int, *, stop: bool, rate: float | None):
         self.engine, self.number, self.stop, self.rate = engine, step, stop, rate
         self.tokens = max(1, tokens)  # so that a batch without targets is a step without gradient
         self.loss = self.norm = math.nan

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.cache import Slice
+from shoal.engine.models.context import Context
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.mixture_of_depths import begin, depths_of, highest
-from shoal.engine.models.transformer import Block, Context, Transformer
+from shoal.engine.models.transformer import Block, Transformer
 from shoal.engine.parallel.recompute import apply_recompute
 from shoal.planning.cost.flops import layer_flops
 from shoal.spec.catalog import Depths, ModelShape

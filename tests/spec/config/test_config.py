@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
-from shoal.base.options import docstrings
-from shoal.base.section import plain
+from shoal.base.section import docstrings, plain
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build, load, save
 from shoal.spec.layout import Schedule

@@ -12,10 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shoal.engine.collectives.shm.transport import SharedGroup
+from typing import Protocol
 
 SPINS = 50  # looks at the counters before the core is offered to others
 YIELDS = 500  # offers of the core before sleeping
@@ -30,6 +27,15 @@ Steps = Iterator[int]
 def nap(waited: float) -> None:
     """Sleep between two looks at what has been waited for so many seconds."""
     time.sleep(min(max(NAP, NAP_SHARE * waited), LONGEST_NAP))
+
+
+class Peers(Protocol):
+    """The ranks of a group, as far as waiting for one of them asks."""
+
+    ranks: list[int]
+
+    def end_of(self, index: int) -> str:
+        """How the rank at this place of the group ended; "" while it lives."""
 
 
 class PeerLost(RuntimeError):
@@ -62,8 +68,8 @@ class Operation:
 class Lane:
     """Steps that are done in order, one operation's after the other's."""
 
-    def __init__(self, group: SharedGroup):
-        self.group = weakref.proxy(group)
+    def __init__(self, group: Peers):
+        self.group: Peers = weakref.proxy(group)
         self.queue: deque[tuple[Operation, Steps]] = deque()
 
     def advance(self) -> int:
