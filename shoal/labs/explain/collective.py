@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import BANDWIDTH, BYTES, TIME, parse, show_bytes, show_seconds
-from shoal.base.unused import check_unused
 from shoal.labs.collectives import topology as networks
 from shoal.labs.collectives.checker import check
 from shoal.labs.collectives.description import ROOTED, Collective, Description
@@ -128,9 +128,9 @@ def _check(collective: Collective, options: CollectiveOptions) -> None:
         raise UsageError(f"--root {options.root}: {collective} has no root")
     for topology, names in OF_TOPOLOGY.items():
         if options.topology != topology:
-            check_unused(options, names, f"of --topology {topology}, not of {options.topology}")
+            reject_unused(options, names, f"of --topology {topology}, not of {options.topology}")
     if collective not in ("broadcast", "reduce"):
-        check_unused(options, ["segments"], f"of a broadcast or reduce, not of {collective}")
+        reject_unused(options, ["segments"], f"of a broadcast or reduce, not of {collective}")
 
 
 def network(options: CollectiveOptions) -> Topology:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import show_bytes, show_seconds
-from shoal.base.unused import check_unused
 from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
 from shoal.labs.autoshard.notation.cost.network import MOST_RANKS, Links, Network, Rings
 from shoal.labs.autoshard.notation.cost.routes import Planner
@@ -121,13 +121,13 @@ def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) ->
     if options.run and mesh.ranks > MOST_RANKS_RUN:
         raise UsageError(f"--run: {mesh.ranks} processes, one for each device; at most {MOST_RANKS_RUN} are started")
     if len(expression.arrays) == 1:
-        check_unused(options, ("routes", "backward"), "of a product, not of one array")
+        reject_unused(options, ("routes", "backward"), "of a product, not of one array")
     if expression.result is None:
         network = ("topology", "link", "alpha", "bandwidth", "inside", "per_node", "accelerator")
-        check_unused(options, ("run", *network), "one array stays where it is; give what it becomes, as -> A[I, Jx]")
+        reject_unused(options, ("run", *network), "one array stays where it is; give what it becomes, as -> A[I, Jx]")
     for name, known in OF_TOPOLOGY.items():
         if topology not in known:
-            check_unused(options, (name,), f"of --topology {' or '.join(known)}, not of {topology}")
+            reject_unused(options, (name,), f"of --topology {' or '.join(known)}, not of {topology}")
 
 
 def _network(options: ShardingOptions, mesh: NamedMesh) -> Network:

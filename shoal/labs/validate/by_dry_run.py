@@ -27,7 +27,8 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build
 from shoal.training.dry_run.dry_run import Counted, count, dry_run, samples_of
 from shoal.training.dry_run.tracker import Tracker
-from shoal.training.step.engine import Engine, attention_kernel
+from shoal.training.step.engine import Engine
+from shoal.training.step.engine_state import attention_kernel
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.labs.bench.step.sleeping_device import compute_elsewhere
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
-from shoal.training.step.engine import attention_kernel
+from shoal.training.step.engine_state import attention_kernel
 
 Step = Callable[[int], float]
 
