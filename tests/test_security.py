@@ -21,7 +21,7 @@ from shoal.base.errors import UsageError, redact
 from shoal.cli.main import main
 from shoal.engine.checkpoint import CheckpointError, load, verify
 from shoal.engine.data.batches import open_dataset
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import whole, write_checkpoint
 from tests.place import CONFIG, Place
@@ -190,7 +190,7 @@ def refused(path: Path) -> str:
 
 @pytest.mark.parametrize("how", ["../outside.bin", "{outside}", "link"])
 def test_a_shard_cannot_leave_its_folder(how, place, tmp_path):
-    config = build({"data": {"source": "text", "paths": [str(place.corpus)], "cache": str(tmp_path / "cache"),
+    config = build_config({"data": {"source": "text", "paths": [str(place.corpus)], "cache": str(tmp_path / "cache"),
                              "sequence_length": 8}}).data
     open_dataset(config, seed=0, split="train")
     (folder,) = (path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir())
@@ -244,7 +244,7 @@ def test_a_message_shows_no_secret(place, capfd, monkeypatch):
 
 
 def test_a_secret_in_a_config_is_refused(monkeypatch):
-    config = build({"data": {"source": "hub", "dataset": "owner/name?planted-secret-9"}})
+    config = build_config({"data": {"source": "hub", "dataset": "owner/name?planted-secret-9"}})
     check(config)
     monkeypatch.setenv("MY_SECRET", "planted-secret-9")
     with pytest.raises(UsageError, match=r"data.dataset = 'owner/name\?\[MY_SECRET\]' holds the value"):
@@ -274,4 +274,4 @@ def test_the_password_of_an_address_is_secret_whatever_its_variable_is_called():
 
 def test_an_address_with_a_password_is_refused_in_a_config():
     with pytest.raises(UsageError, match=r"checkpoint.folder = 'ftp://\[credentials\]@host/x' holds .* the password"):
-        check(build({"checkpoint": {"folder": "ftp://ann:planted@host/x"}}))
+        check(build_config({"checkpoint": {"folder": "ftp://ann:planted@host/x"}}))

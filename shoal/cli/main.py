@@ -312,10 +312,10 @@ def parse(
             read or is out of its range.
         SystemExit: 0, after ``--help``.
     """
-    from shoal.spec.config import RunConfig, load
+    from shoal.spec.config import RunConfig, load_config
 
     file, args = _run_file(args)
-    base = (load(file) if file else RunConfig()).model_dump()
+    base = (load_config(file) if file else RunConfig()).model_dump()
     kinds = {name: RunConfig.model_fields[name].annotation for name in sections or RunConfig.model_fields}
     own, given = _read(command, options, args, kinds, {name: base[name] for name in kinds})
     return own, validate(RunConfig, base | given, where="command line")

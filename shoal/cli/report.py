@@ -22,7 +22,7 @@ from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.palette import NAMES
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import check_name, write
-from shoal.spec.config import RUN_FILE, RunConfig, load
+from shoal.spec.config import RUN_FILE, RunConfig, load_config
 from shoal.training.records.histograms import read_histograms
 from shoal.training.records.metrics import StepMetrics, read_metrics
 from shoal.training.records.profile import read_profile
@@ -94,7 +94,7 @@ def report(folder: Path, out: Path | None = None) -> None:
         raise UsageError(f"{folder} is no run folder: it has no {RUN_FILE}.")
     out = out or folder / PAGE
     check_name(out)
-    config, metrics, profile = load(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
+    config, metrics, profile = load_config(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
     if not metrics:
         raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
     if profile is None and out.suffix != ".html":

@@ -14,7 +14,7 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
-from shoal.spec.config import RunConfig, save
+from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
 from shoal.testing.verify.draw import draw_run, draw_run_of
 from shoal.testing.verify.faults import FAULTS, Fault
@@ -118,7 +118,7 @@ def _verify_drawn(console: Console, pool: Pool, count: int, steps: int, seed: in
                 failures += 1
                 FAILURES.mkdir(exist_ok=True)
                 file = FAILURES / f"{f'{optimizer}-' if optimizer else ''}seed-{seed}-draw-{i}.toml"
-                save(run, file)
+                save_config(run, file)
                 console.print(
                     f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
                     f"         again: shoal verify {file}"

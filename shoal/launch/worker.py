@@ -22,7 +22,7 @@ from shoal.launch.rank_env import Membership, joined, read_payload, scratch_fold
 from shoal.launch.rendezvous import left_open
 from shoal.launch.watch.peer_watch import Neighbours, shared_folder
 from shoal.launch.watch.postmortem import Last, cause, former
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.async_dp.choose import trainer_of
 from shoal.training.check import check
 from shoal.training.resilience.events import write_event
@@ -58,7 +58,7 @@ def run(
     before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)
     beat = Beat(records and record_path(records, member.rank))
-    config = build(payload["config"])
+    config = build_config(payload["config"])
     if config.failover.reexecute_every:
         allow_reproducible_products()
     member = become_rank(config.train.device, config.train.threads, records=records, membership=member)

@@ -54,7 +54,7 @@ class Check:
     peak_versions: tuple[int, ...]
 
 
-def check(program: Program, times: StageDurations | None = None, *, tied: bool = False) -> Check:
+def check_program(program: Program, times: StageDurations | None = None, *, tied: bool = False) -> Check:
     """Play a program and prove it.
 
     Args:

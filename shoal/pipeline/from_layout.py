@@ -7,7 +7,7 @@ from functools import partial
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.partition import even_layers
-from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build
+from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build_program
 from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
 from shoal.pipeline.schedules.placement import closed_form
@@ -45,9 +45,9 @@ def program_of(layout: Layout, microbatches: int, slices: int = 0, *, transfers:
 
     Args:
         slices: that each sequence is cut into (`slices_of`), 0 where it is not.
-        transfers: as `build` has it.
+        transfers: as `build_program` has it.
     """
-    program = build(
+    program = build_program(
         schedule_of(layout), layout.pp, microbatches,
         virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices), transfers=transfers,
     )

@@ -1,8 +1,8 @@
 """The `Program` of one training step: for each rank, its ordered actions.
 
-A schedule gives the order of computations on each rank; `build` adds the transfers between them and what follows the
-last backward; `shoal.pipeline.checker` proves the result complete and free of deadlock. The runtime executes it, and
-any other reader (a simulator, a drawing) sees exactly what runs.
+A schedule gives the order of computations on each rank; `build_program` adds the transfers between them and what
+follows the last backward; `shoal.pipeline.checker` proves the result complete and free of deadlock. The runtime
+executes it, and any other reader (a simulator, a drawing) sees exactly what runs.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Schedule(NamedTuple):
     order: Callable[[int, int, int, int], list[Action]] | None = None
 
 
-def build(
+def build_program(
     schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0, parts: int = 1,
     transfers: bool = True,
 ) -> Program:  # fmt: skip

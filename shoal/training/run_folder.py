@@ -20,7 +20,7 @@ from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.checkpoint.storage import Place, place
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, RunConfig, load, save
+from shoal.spec.config import RUN_FILE, RunConfig, load_config, save_config
 from shoal.training.resilience.host_memory_dir import home
 from shoal.training.resilience.memory_slot import newest_step
 
@@ -47,7 +47,7 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_free(folder):
             raise FileExistsError
-        save(config, folder / RUN_FILE, new=True)
+        save_config(config, folder / RUN_FILE, new=True)
     except FileExistsError:
         raise taken(folder) from None
     except OSError as error:
@@ -98,7 +98,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
     """
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
-    first = load(folder / RUN_FILE)
+    first = load_config(folder / RUN_FILE)
     found = [*_differences(first, config), *_model_differences(config, folder, shape)]
     if found:
         lines = "".join(f"\n  {name} = {now!r}, was {was!r}: {why}" for name, now, was, why in found)

@@ -17,8 +17,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.balance import drop_nothing
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE
-from shoal.spec.config import load as load_config
+from shoal.spec.config import RUN_FILE, load_config
 from shoal.training.run_folder import checkpoints_of
 
 

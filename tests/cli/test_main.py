@@ -10,7 +10,7 @@ import pytest
 from shoal.base.section import docstrings, plain
 from shoal.cli.main import COMMANDS, main, parse
 from shoal.cli.options import TrainOptions
-from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save
+from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save_config
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -213,7 +213,7 @@ def runs(tmp_path, monkeypatch):
     for age, (name, tp) in enumerate([("b", 2), ("a", 1), ("c", 1)]):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        save(RunConfig.model_validate({"parallel": {"tp": tp}, "train": {"steps": 77}}), folder / RUN_FILE)
+        save_config(RunConfig.model_validate({"parallel": {"tp": tp}, "train": {"steps": 77}}), folder / RUN_FILE)
         os.utime(folder / RUN_FILE, (1e9 - age, 1e9 - age))
     return tmp_path / "runs"
 

@@ -15,7 +15,7 @@ from shoal.planning.search.space import LayoutSpace
 from shoal.report.planning import tables
 from shoal.report.planning.tables import table
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import RUN_FILE, load
+from shoal.spec.config import RUN_FILE, load_config
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 
@@ -32,7 +32,7 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     before = out.read_bytes()
     assert main([*words.split(), "--toml", str(out)]) == 2
     assert "is not overwritten" in capsys.readouterr().err and out.read_bytes() == before
-    config = load(out)
+    config = load_config(out)
     shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
     assert shape == model_shape("llama-3-8b")
     sizes = {"global_batch": config.train.global_batch, "sequence_length": config.data.sequence_length}
@@ -54,7 +54,7 @@ def test_the_toml_trains_as_it_is(
     assert "stages of 1 + 3 layers" in printed and Path("plan.toml").read_text() in printed
     assert main(["train", "plan.toml", "--train.steps", "1"]) == 0, capfd.readouterr()
     (run,) = Path("runs").iterdir()
-    config = load(run / RUN_FILE)
+    config = load_config(run / RUN_FILE)
     assert (config.parallel.pp, config.parallel.stage_layers, config.train.steps) == (2, (1, 3), 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cli.simulate import known
-from shoal.pipeline.program import build
+from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import dump_csv
 
@@ -34,7 +34,7 @@ def test_timelines_are_written(name: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_schedule_in_a_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "mine.csv").write_text(dump_csv(build(SCHEDULES["zb-h1"], 3, 6)))
+    (tmp_path / "mine.csv").write_text(dump_csv(build_program(SCHEDULES["zb-h1"], 3, 6)))
     assert main(["simulate", "--csv", str(tmp_path / "mine.csv"), "--compare", "zb-h1"]) == 0
     steps = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step")).split()[1:]
     assert steps == ["20", "T", "20", "T"]

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shoal.cli.main import main
 from shoal.engine.checkpoint import verify
-from shoal.spec.config import load
+from shoal.spec.config import load_config
 from tests.trainings.runs import ROOT, checkpoints, curve, records, same_bits, shoal, train_in, wait_for
 
 TORCHRUN = ("--nproc-per-node", "2", "--standalone")
@@ -67,7 +67,7 @@ def test_the_folder_of_the_run(base_run, base_config):
     folder, _ = base_run
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints", "events.jsonl", "logs", "metrics.jsonl", "run.toml", "tensorboard"]
-    assert load(folder / "run.toml") == load(base_config)
+    assert load_config(folder / "run.toml") == load_config(base_config)
     logs = ["nursery.log", *(f"rank-{rank}.log" for rank in range(4))]
     assert sorted(path.name for path in (folder / "logs").iterdir()) == logs
     assert sorted(checkpoints(folder)) == list(range(4, 41, 4))
@@ -144,7 +144,7 @@ def test_torchrun_trains_the_same_in_one_folder_for_all_ranks_and_resumes(base_c
     assert output.count("finished in") == 1
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-tiny") and f"run folder: {folder.relative_to(tmp_path)}" in output
-    plain = train_in(pool, load(folder / "run.toml"), tmp_path / "plain")
+    plain = train_in(pool, load_config(folder / "run.toml"), tmp_path / "plain")
     assert curve(folder) == curve(plain)
     assert same_bits(checkpoints(folder)[4], checkpoints(plain)[4])
     code, output = shoal("train", "--resume", folder, "--train.steps", "6", agent=TORCHRUN)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from tests.testing.verify.runs import small_run
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    save(small_run({"tp": 2}), path)
+    save_config(small_run({"tp": 2}), path)
     return path
 
 

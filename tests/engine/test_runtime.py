@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.base.errors import UsageError
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.partition import stage_layers
-from shoal.pipeline.program import Action, Op, Program, build
+from shoal.pipeline.program import Action, Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import dump_csv
 from shoal.pipeline.schedules.placement import looped
@@ -86,7 +86,7 @@ def test_schedules_compose_with_the_other_axes(pool, name) -> None:
 
 def test_a_schedule_from_a_file_trains(pool, tmp_path) -> None:
     file = tmp_path / "schedule.csv"
-    file.write_text(dump_csv(build(SCHEDULES["zb-v"], 2, 4)))
+    file.write_text(dump_csv(build_program(SCHEDULES["zb-v"], 2, 4)))
     parallel = {"pp": 2, "schedule": f"file:{file}"}
     assert differs(pool, parallel, {"layers": 5, "tied": True}, microbatches=4) == ""
     with pytest.raises(UsageError, match="was written for 2 pipeline ranks and 4 micro-batches"):

@@ -26,8 +26,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.engine.device import pick_device
 from shoal.launch.checks.memory_check import check_memory
-from shoal.spec.config import RunConfig, build
-from shoal.spec.config import load as load_config
+from shoal.spec.config import RunConfig, build_config, load_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import cut, whole, write_checkpoint
 from tests.fuzz.wild import WILD, WORDS, changed, changed_bytes
@@ -239,7 +238,7 @@ class Corpora:
             "source": "jsonl", "paths": [str(folder / "corpus.jsonl")], "cache": str(folder / "cache"),
             "sequence_length": 16, "validation_fraction": 0.3,
         }}
-        open_dataset(build(self.good).data, seed=0, split="train")
+        open_dataset(build_config(self.good).data, seed=0, split="train")
         (self.shards,) = (path for path in (folder / "cache" / "shards").iterdir() if path.is_dir())
         self.files = {file.name: file.read_bytes() for file in self.shards.iterdir()}
         self.listings = list((folder / "cache" / "listings").iterdir())
@@ -295,7 +294,7 @@ def read_data(case: tuple[str, Any], good: Corpora, folder: Path) -> str:
     else:
         (folder / f"corpus.{kind}").write_bytes(content)
         values |= {"source": kind, "paths": [str(folder / f"corpus.{kind}")], "cache": str(folder / "cache")}
-    config = build({"data": values}).data
+    config = build_config({"data": values}).data
 
     def read() -> None:
         if kind == "tokenizer":

@@ -8,7 +8,7 @@ from shoal.base.errors import UsageError
 from shoal.launch.checks.devices import LOST_FILE, answering, marked_lost, visible
 from shoal.launch.elastic_layout import replan
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
@@ -20,7 +20,7 @@ LENGTH = 64
 
 
 def run(batch: int = 16, **parallel: object) -> RunConfig:
-    return build({
+    return build_config({
         "parallel": parallel, "train": {"global_batch": batch, "straggler": ""}, "data": {"sequence_length": LENGTH},
     })
 
@@ -101,13 +101,13 @@ def test_replicas_with_states_of_their_own_are_not_given_up():
 
 
 def test_handicaps_of_ranks_that_are_gone_are_dropped():
-    config = build({"parallel": {"dp": 2}, "train": {"global_batch": 4, "straggler": "1=2"}})
+    config = build_config({"parallel": {"dp": 2}, "train": {"global_batch": 4, "straggler": "1=2"}})
     assert replan(config, SHAPE, 1).train.straggler == ""
 
 
 def test_the_last_replica_computes_twice_by_itself():
     asked = {"reexecute_every": 10, "reexecute_on": "replica"}
-    config = build({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "failover": asked})
+    config = build_config({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "failover": asked})
     assert replan(config, SHAPE, 1, check).failover.reexecute_on == "same"
 
 

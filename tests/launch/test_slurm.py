@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from shoal.training.stop import PREEMPTED
 from tests.trainings.runs import checkpoints, curve, logged, same_bits, start, wait_for
 from tests.trainings.supervised import STEPS, config_of
@@ -16,7 +16,7 @@ from tests.trainings.supervised import STEPS, config_of
 @pytest.fixture
 def step(monkeypatch, corpus, tmp_path):
     """Start one of so many tasks, of a run whose layout is for four."""
-    save(config_of(corpus, failover={"restarts": 0}), tmp_path / "run.toml")
+    save_config(config_of(corpus, failover={"restarts": 0}), tmp_path / "run.toml")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = ("train", tmp_path / "run.toml", "--run-folder", tmp_path / "run", "--parallel.dp", "4")
     job = {"JOB_ID": os.getpid(), "NODEID": 0, "STEP_NODELIST": "localhost"}

@@ -16,7 +16,7 @@ from shoal.launch.checks import memory_check
 from shoal.launch.checks.memory_check import held_by
 from shoal.launch.rank_env import Membership
 from shoal.launch.torch_elastic import OWN_STORE, check_elastic, goes_on, idle, on_ranks_there
-from shoal.spec.config import build, save
+from shoal.spec.config import build_config, save_config
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 from tests.trainings.forked import Command
@@ -34,7 +34,7 @@ def one_store_a_round(monkeypatch):
 
 @pytest.fixture
 def file(corpus, tmp_path) -> Path:
-    save(config_of(corpus), tmp_path / "run.toml")
+    save_config(config_of(corpus), tmp_path / "run.toml")
     return tmp_path / "run.toml"
 
 
@@ -175,19 +175,19 @@ def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
 
 
 def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):
-    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), Membership(2, 3, 2, 3, "torchrun", ("localhost", 1))
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert on_ranks_there(config, shape, member) is config
     assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 2
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert on_ranks_there(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
-    fixed = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
+    fixed = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
     assert on_ranks_there(fixed, shape, member) is fixed
 
 
 def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
-    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), Membership(1, 2, 1, 2, "slurm", ("localhost", 1))
     nearest = on_ranks_there(config, shape, member, keep_going=True)
     assert nearest.parallel.dp == 2
@@ -197,7 +197,7 @@ def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
 
 
 def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
-    config = build({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
+    config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), Membership(1, 3, 1, 3, "slurm", ("localhost", 1))
 
     def no_two(changed):

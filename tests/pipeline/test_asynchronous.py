@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check
-from shoal.pipeline.program import COMPUTE, Action, Op, Program, build
+from shoal.pipeline.checker import ProgramError, check_program
+from shoal.pipeline.program import COMPUTE, Action, Op, Program, build_program
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw, update_groups
 from shoal.pipeline.schedules.placement import closed_form, looped
@@ -21,7 +21,7 @@ def program_of(name: str, p: int, m: int, zero: int = 0, every: int = 0) -> Prog
     schedule = ASYNCHRONOUS[name]
     if every:
         schedule = closed_form(name, "", partial(pipedream_2bw, every=every), looped)
-    return build(schedule, p, m, zero=zero)
+    return build_program(schedule, p, m, zero=zero)
 
 
 def versions(program: Program, op: Op) -> dict[tuple[int, int], int]:
@@ -31,7 +31,7 @@ def versions(program: Program, op: Op) -> dict[tuple[int, int], int]:
 @given(NAMES, STAGES, MICROBATCHES, ZERO, st.booleans())
 def test_every_size_is_proved(name: str, p: int, m: int, zero: int, tied: bool) -> None:
     program = program_of(name, p, m, zero)
-    check(program, tied=tied)
+    check_program(program, tied=tied)
     for rank, actions in enumerate(program.actions):
         passes = [a._replace(version=-1) for a in actions if a.op in COMPUTE]
         assert passes == SCHEDULES["1f1b"].orders(p, m, 1)[rank]
@@ -44,7 +44,9 @@ def test_pipedream_is_as_stale_as_its_formula_and_keeps_a_version_for_each_one_i
         assert version == max(0, microbatch - (p - stage - 1))
     assert program.updates == m
     ahead = [p - stage - 1 for stage in range(p)]
-    assert list(check(program).peak_versions) == [1 + min(w, max(1, m - w)) for w in ahead]  # p - stage where m >= 2 w
+    assert list(check_program(program).peak_versions) == [
+        1 + min(w, max(1, m - w)) for w in ahead
+    ]  # p - stage where m >= 2 w
 
 
 @given(STAGES, MICROBATCHES, st.integers(0, 8))
@@ -55,16 +57,16 @@ def test_2bw_is_one_update_behind_on_every_stage_and_keeps_two_versions(p: int, 
     assert program.updates == len(groups) == max(1, m // every)
     assert [m for group in groups for m in group] == list(range(m))
     if len(groups) == 1:
-        assert program == build(SCHEDULES["1f1b"], p, m)
+        assert program == build_program(SCHEDULES["1f1b"], p, m)
         return
     for (_, microbatch), version in versions(program, Op.FORWARD).items():
         assert version == max(0, program.update_of[microbatch] - 1)
-    assert set(check(program).peak_versions) == {2}
+    assert set(check_program(program).peak_versions) == {2}
 
 
 @given(NAMES, STAGES)
 def test_a_single_update_is_1f1b(name: str, p: int) -> None:
-    assert program_of(name, p, 1, zero=1) == build(SCHEDULES["1f1b"], p, 1, zero=1)
+    assert program_of(name, p, 1, zero=1) == build_program(SCHEDULES["1f1b"], p, 1, zero=1)
 
 
 @given(NAMES, STAGES, st.integers(2, 24), ZERO)
@@ -95,7 +97,7 @@ def test_a_pass_with_another_version_is_noticed(name: str, p: int, m: int, data:
     other = data.draw(st.integers(-1, program.updates).filter(lambda version: version != actions[i].version))
     actions[i] = actions[i]._replace(version=other)
     with pytest.raises(ProgramError, match=r"comes before|goes back through another|names no version"):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 @given(NAMES, st.integers(1, 5), st.integers(2, 12), ZERO, st.data())
@@ -110,7 +112,7 @@ def test_an_update_that_is_moved_is_noticed(name: str, p: int, m: int, zero: int
     assume(Op.BACKWARD not in (actions[parts[i]].op,) or actions[parts[i + 1]].op is not Op.BACKWARD)
     actions.insert(parts[i + 1], actions.pop(parts[i]))
     with pytest.raises(ProgramError):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 @given(NAMES, st.integers(1, 5), st.integers(2, 12), st.data())
@@ -121,9 +123,9 @@ def test_an_update_that_is_missing_or_there_twice_is_noticed(name: str, p: int, 
     actions = list(program.actions[rank])
     i = data.draw(st.sampled_from([i for i, a in enumerate(actions) if a.op in (Op.REDUCE, Op.STEP, Op.GATHER)]))
     with pytest.raises(ProgramError, match="is missing"):
-        check(changed(program, rank, actions[:i] + actions[i + 1 :]))
+        check_program(changed(program, rank, actions[:i] + actions[i + 1 :]))
     with pytest.raises(ProgramError, match=r"is there 2 times|comes before"):
-        check(changed(program, rank, actions[: i + 1] + actions[i:]))
+        check_program(changed(program, rank, actions[: i + 1] + actions[i:]))
 
 
 def test_stages_that_update_after_other_micro_batches_are_noticed() -> None:
@@ -131,13 +133,13 @@ def test_stages_that_update_after_other_micro_batches_are_noticed() -> None:
     threes, fours = (program_of("pipedream-2bw", 2, 8, every=every) for every in (3, 4))
     assert threes.updates == fours.updates == 2
     with pytest.raises(ProgramError, match="1B3@0 adds to the gradient of version 1, which on the first"):
-        check(changed(threes, 1, list(fours.actions[1])))
+        check_program(changed(threes, 1, list(fours.actions[1])))
     with pytest.raises(ProgramError, match="1R@1 comes before 1B3"):
-        check(changed(fours, 1, list(threes.actions[1])))
+        check_program(changed(fours, 1, list(threes.actions[1])))
 
 
 def test_a_synchronous_program_names_no_version() -> None:
-    program = build(SCHEDULES["1f1b"], 2, 2)
+    program = build_program(SCHEDULES["1f1b"], 2, 2)
     actions = [a._replace(version=0) if a.op in COMPUTE else a for a in program.actions[0]]
     with pytest.raises(ProgramError, match="0F0@0 names a version"):
-        check(changed(program, 0, actions))
+        check_program(changed(program, 0, actions))

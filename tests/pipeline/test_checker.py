@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check
+from shoal.pipeline.checker import ProgramError, check_program
 from shoal.pipeline.program import (
     BACKWARDS,
     FORWARDS,
@@ -17,7 +17,7 @@ from shoal.pipeline.program import (
     Action,
     Op,
     Program,
-    build,
+    build_program,
     receive_of,
     sends_of,
 )
@@ -30,7 +30,7 @@ PROGRAMS = st.tuples(NAMES, st.integers(1, 6), st.integers(1, 10), st.integers(1
 def program_of(size: tuple[str, int, int, int, int]) -> Program:
     name, p, m, virtual, zero = size
     assume(not SCHEDULES[name].refuses(p, m, SCHEDULES[name].virtual or virtual))
-    return build(SCHEDULES[name], p, m, virtual_stages=virtual, zero=zero)
+    return build_program(SCHEDULES[name], p, m, virtual_stages=virtual, zero=zero)
 
 
 def execute(program: Program) -> dict[int, set[int]]:
@@ -113,7 +113,7 @@ def execute(program: Program) -> dict[int, set[int]]:
 @example(("dualpipe", 6, 7, 1, 1))
 def test_every_program_computes_the_step(size: tuple) -> None:
     program = program_of(size)
-    check(program)
+    check_program(program)
     stepped = execute(program)
     assert stepped == {stage: set(program.microbatches_of(stage)) for stage in range(program.stages)}
 
@@ -133,7 +133,7 @@ def test_an_accepted_program_never_waits_for_ever(size: tuple, data: st.DataObje
             actions[source], actions[target] = actions[target], actions[source]
         program = changed(program, rank, actions)
     try:
-        check(program)
+        check_program(program)
     except ProgramError:
         return
     assert execute(program) == {stage: set(program.microbatches_of(stage)) for stage in range(program.stages)}
@@ -156,7 +156,7 @@ def test_every_corrupted_program_is_refused(size: tuple, how: str, data: st.Data
             assume(inputs)
             actions.insert(data.draw(st.sampled_from(inputs)), actions.pop(place))
     with pytest.raises(ProgramError):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 def is_input(one: Action, other: Action, program: Program) -> bool:

@@ -6,9 +6,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check
+from shoal.pipeline.checker import ProgramError, check_program
 from shoal.pipeline.partition import stage_layers
-from shoal.pipeline.program import COMPUTE, RECEIVES, SENDS, Action, Op, Program, add_transfers, build, receive_of
+from shoal.pipeline.program import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Program,
+    add_transfers,
+    build_program,
+    receive_of,
+)
 from shoal.pipeline.schedules import SCHEDULES
 
 STAGES, MICROBATCHES, VIRTUAL = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
@@ -19,12 +29,12 @@ def program_of(name: str, p: int, m: int, virtual: int = 2, zero: int = 0) -> Pr
     """The program of a schedule, for the nearest sizes that it can be built for."""
     schedule = SCHEDULES[name]
     assume(not schedule.refuses(p, m, schedule.virtual or virtual))
-    return build(schedule, p, m, virtual_stages=virtual, zero=zero)
+    return build_program(schedule, p, m, virtual_stages=virtual, zero=zero)
 
 
 @given(NAMES, STAGES, MICROBATCHES, VIRTUAL, st.integers(0, 3))
 def test_every_schedule_is_proved_for_every_size(name: str, p: int, m: int, virtual: int, zero: int) -> None:
-    check(program_of(name, p, m, virtual, zero))
+    check_program(program_of(name, p, m, virtual, zero))
 
 
 @given(NAMES, STAGES, MICROBATCHES, st.integers(0, 3))
@@ -64,22 +74,22 @@ def changed(program: Program, rank: int, actions: list[Action]) -> Program:
 
 @given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
 def test_an_action_that_is_missing_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
-    program = build(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
+    program = build_program(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
     rank = data.draw(st.integers(0, p - 1))
     actions = list(program.actions[rank])
     actions.pop(data.draw(st.integers(0, len(actions) - 1)))
     with pytest.raises(ProgramError):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 @given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
 def test_an_action_that_is_there_twice_is_noticed(name: str, p: int, m: int, data: st.DataObject) -> None:
-    program = build(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
+    program = build_program(SCHEDULES[name], p, m, zero=data.draw(st.integers(0, 3)))
     rank = data.draw(st.integers(0, p - 1))
     actions = list(program.actions[rank])
     i = data.draw(st.integers(0, len(actions) - 1))
     with pytest.raises(ProgramError):
-        check(changed(program, rank, [*actions[: i + 1], *actions[i:]]))
+        check_program(changed(program, rank, [*actions[: i + 1], *actions[i:]]))
 
 
 @given(NAMES, st.integers(2, 5), st.integers(2, 6), st.data())
@@ -95,7 +105,7 @@ def test_messages_in_another_order_than_expected_are_noticed(name: str, p: int, 
     assume(first != second)
     actions[first], actions[second] = actions[second], actions[first]
     with pytest.raises(ProgramError, match=r"messages of (FOR|BACK)WARD|deadlock|comes before"):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 def test_a_deadlock_is_told_with_who_waits_where() -> None:
@@ -105,7 +115,7 @@ def test_a_deadlock_is_told_with_who_waits_where() -> None:
     orders = add_transfers(Program((tuple(first), tuple(second)), (0, 1), 2))
     actions = [[*order, Action(Op.REDUCE, stage), Action(Op.STEP)] for stage, order in enumerate(orders)]
     with pytest.raises(ProgramError, match="deadlock: pipeline rank 0 waits at 0B0; pipeline rank 1 waits at 1F1"):
-        check(Program(tuple(map(tuple, actions)), (0, 1), 2))
+        check_program(Program(tuple(map(tuple, actions)), (0, 1), 2))
 
 
 @given(NAMES, st.integers(1, 4), st.integers(1, 5), st.data())
@@ -123,31 +133,31 @@ def test_what_follows_the_last_backward_is_noticed_in_any_other_order(
     earlier = data.draw(st.sampled_from(sooner))
     actions.insert(earlier, actions.pop(moved))
     with pytest.raises(ProgramError, match="comes before"):
-        check(changed(program, rank, actions))
+        check_program(changed(program, rank, actions))
 
 
 @given(NAMES, STAGES, MICROBATCHES, st.integers(0, 3))
 def test_parameters_are_gathered_where_zero_keeps_them_whole_and_nowhere_else(
     name: str, p: int, m: int, zero: int
 ) -> None:
-    program = build(SCHEDULES[name], p, m, zero=zero)
+    program = build_program(SCHEDULES[name], p, m, zero=zero)
     with pytest.raises(ProgramError, match=r"0G (is missing|does not belong here)"):
-        check(replace(program, gathers=not program.gathers))
+        check_program(replace(program, gathers=not program.gathers))
 
 
 def test_an_optimizer_that_steps_before_the_last_backward_is_noticed() -> None:
-    program = build(SCHEDULES["gpipe"], 1, 2)
+    program = build_program(SCHEDULES["gpipe"], 1, 2)
     finish = [Action(Op.REDUCE, 0), Action(Op.STEP)]
     actions = [a for a in program.actions[0] if a not in finish]
     with pytest.raises(ProgramError, match="0R comes before 0B1"):
-        check(changed(program, 0, [*actions[:3], *finish, *actions[3:]]))
+        check_program(changed(program, 0, [*actions[:3], *finish, *actions[3:]]))
 
 
 def test_a_backward_before_its_forward_is_noticed() -> None:
-    program = build(SCHEDULES["gpipe"], 1, 1)
+    program = build_program(SCHEDULES["gpipe"], 1, 1)
     forward, backward, *rest = program.actions[0]
     with pytest.raises(ProgramError, match="0B0 comes before 0F0"):
-        check(changed(program, 0, [backward, forward, *rest]))
+        check_program(changed(program, 0, [backward, forward, *rest]))
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.program import Action, Op, Program, build
+from shoal.pipeline.program import Action, Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.short import before_backwards, is_short, play
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, columns, simulate
@@ -20,7 +20,9 @@ def test_a_short_program_is_played_as_in_arrays(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from([s for s in SCHEDULES.values() if s.copies == 1 and s.name != "zb-auto"]))
     ranks, groups, virtual = (data.draw(st.integers(1, most)) for most in (4, 3, 3))
     fields = {"virtual_stages": virtual, "zero": data.draw(st.integers(0, 3))}
-    written, program = (build(schedule, ranks, groups * ranks, **fields, transfers=sent) for sent in (True, False))
+    written, program = (
+        build_program(schedule, ranks, groups * ranks, **fields, transfers=sent) for sent in (True, False)
+    )
     rows = st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=program.stages, max_size=program.stages)
     passes, finishing = data.draw(rows), data.draw(rows)
     time, latency = data.draw(SECONDS), data.draw(SECONDS)
@@ -39,9 +41,9 @@ def test_a_short_program_is_played_as_in_arrays(data: st.DataObject) -> None:
 
 
 def test_what_is_not_short_is_not_taken() -> None:
-    assert not is_short(build(SCHEDULES["dualpipe"], 2, 4))
-    assert not is_short(build(SCHEDULES["terapipe"], 2, 4, parts=2))
-    assert not is_short(build(SCHEDULES["gpipe"], 2, 2000))
+    assert not is_short(build_program(SCHEDULES["dualpipe"], 2, 4))
+    assert not is_short(build_program(SCHEDULES["terapipe"], 2, 4, parts=2))
+    assert not is_short(build_program(SCHEDULES["gpipe"], 2, 2000))
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:

@@ -17,7 +17,7 @@ from shoal.planning.search.space import LayoutSpace, fits, meshes
 from shoal.report.planning.tables import run_toml
 from shoal.spec.catalog import model_shape, tables
 from shoal.spec.catalog.clusters import cluster
-from shoal.spec.config import build, load
+from shoal.spec.config import build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.spec.optimizers import ELEMENTWISE
 from shoal.training.check import check
@@ -69,7 +69,8 @@ def test_every_mesh_that_is_searched_is_one_that_train_takes(precision: str, opt
     found = list(meshes(run, LayoutSpace()))
     for degrees in found:
         parallel = {name: value for name, value in degrees.items() if value is not None}
-        check(build({"model": {"name": model, "vocab": shape.vocab}, "parallel": parallel, **sizes, "train": train,
+        check(build_config({"model": {"name": model, "vocab": shape.vocab}, "parallel": parallel, **sizes, "train":
+        train,
                      "optimizer": {"name": optimizer}}), ranks=16)  # fmt: skip
     if precision == "fp8":
         assert {d["tp"] for d in found} == {1, 2, 4, 8} and {d["cp"] for d in found} == {1}
@@ -84,7 +85,7 @@ def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
         assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(out)]) == 0
         shape = model_shape("mine")
         tables.forget()
-        config = load(out)
+        config = load_config(out)
         made = config.model.shape(vocab=257, sequence_length=128)
         assert made.model_copy(update={"max_sequence": 128}) == shape
         check(config, ranks=2)
@@ -138,6 +139,6 @@ def test_a_plan_in_8_bits_is_a_run() -> None:
     best = search(run, LayoutSpace(("1f1b",), uneven=False), count=1).best[0]
     options = PlanOptions(model="llama-3.2-1b", cluster="8xH100", precision="fp8", seq=2048, global_batch="8")
     try:
-        check(build(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)
+        check(build_config(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)
     except UsageError as error:
         pytest.fail(str(error))

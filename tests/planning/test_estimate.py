@@ -26,7 +26,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.report.planning.estimate_page import operations
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from tests.testing.verify.runs import runs
@@ -321,7 +321,7 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def read(**changed: dict) -> Estimate:
-        config = build({**values, **changed})
+        config = build_config({**values, **changed})
         return Estimate(described(EstimateOptions(cluster="8xH100", precision="bf16"), config, config.parallel))
 
     plain = read()

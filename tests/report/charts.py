@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from shoal.pipeline.program import Program, build
+from shoal.pipeline.program import Program, build_program
 from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, Timeline, simulate
 from shoal.report.timeline.chart import Chart
@@ -16,7 +16,7 @@ SHOWN = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe")  # one stage, several, 
 
 def program(name: str, ranks: int = 4, microbatches: int = 8, *, zero: int = 0) -> Program:
     ranks, microbatches = SIZES.get(name, (ranks, microbatches))
-    return build(EVERY[name], ranks, microbatches, virtual_stages=2, zero=zero)
+    return build_program(EVERY[name], ranks, microbatches, virtual_stages=2, zero=zero)
 
 
 def played(name: str, ranks: int = 4, microbatches: int = 8) -> Timeline:
@@ -32,7 +32,7 @@ def chart(name: str = "1f1b", **sizes: int) -> Chart:
 def charts(draw: st.DrawFn) -> Chart:
     """Of a pipeline of any width, with times drawn for each action."""
     ranks, microbatches = draw(st.integers(1, 70)), draw(st.integers(1, 12))
-    plan = build(EVERY[draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))], ranks, microbatches)
+    plan = build_program(EVERY[draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))], ranks, microbatches)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = draw(st.sampled_from([1e-6, 1e-3, 1.0, 60.0]))
 

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cli.report import report
 from shoal.report.events import effective_facts, event_table
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from shoal.training.resilience.events import write_event
 from tests.trainings.runs import small_config
 
@@ -40,7 +40,7 @@ def test_each_event_is_a_row_that_says_all_but_the_stack():
 
 @pytest.mark.parametrize("some", [True, False])
 def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
-    save(small_config(corpus), tmp_path / "run.toml")
+    save_config(small_config(corpus), tmp_path / "run.toml")
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "steps": 2, "loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 1.0, '
         '"tokens_per_second_per_rank": 1.0, "memory_bytes": 1, "seconds_left": 1.0}\n'

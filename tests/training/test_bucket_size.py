@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import open_dataset
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.spec.layout import Layout
 from shoal.training import bucket_size
 from shoal.training.bucket_size import BUCKET_FILE
@@ -23,7 +23,7 @@ SMALL = (0.005, 0.02, 0.08, 8.0, 64.0)  # MiB: the model has 0.15
 
 def swept(values: dict) -> tuple[dict[float, float], bool]:
     """Seconds by size, and whether a live engine's weights are as before."""
-    config = build(values)
+    config = build_config(values)
     samples = open_dataset(config.data, seed=0, split="train")
     mesh = Mesh(config.parallel, dist.get_rank())
     engine = Engine(config, check(config), mesh, samples)
@@ -39,7 +39,7 @@ def test_sizes_that_cut_alike_are_measured_once_and_all_ranks_agree(pool) -> Non
         "parallel": {"dp": 2, "pp": 2, "micro_batch": 1, "bucket_mb": "auto"},
         "data": {"source": "synthetic", "sequence_length": 16}, "train": {"global_batch": 4},
     }
-    found = pool.run(swept, 4, plain(build(values)))
+    found = pool.run(swept, 4, plain(build_config(values)))
     for seconds, untouched in found:
         assert seconds == found[0][0] and untouched
         assert set(seconds) < set(SMALL) and 64.0 not in seconds
@@ -60,7 +60,7 @@ def test_a_resumed_run_takes_the_size_of_its_folder(pool, corpus, tmp_path) -> N
 @pytest.mark.parametrize("content", ["", '{"bucket_mb": 4.0', '{"bucket_mb": "x", "measured on": {}}', "[1]", "{}"])
 def test_a_damaged_size_is_measured_anew(content, tmp_path) -> None:
     (tmp_path / BUCKET_FILE).write_text(content)
-    assert bucket_size._kept(build({"parallel": {"dp": 2, "bucket_mb": "auto"}}), tmp_path) is None
+    assert bucket_size._kept(build_config({"parallel": {"dp": 2, "bucket_mb": "auto"}}), tmp_path) is None
 
 
 @pytest.mark.parametrize("parallel", [{}, {"dp": 2, "zero": 3}], ids=["alone", "ZeRO-3"])

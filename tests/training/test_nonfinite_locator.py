@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.nonfinite_locator import blame
 from shoal.training.step.engine import Engine
@@ -52,7 +52,7 @@ def poison(engine: Engine, how: str, module: str) -> None:
 
 def poisoned_step(values, rank: int, how: str, module: str) -> tuple[str, str, bool, str]:
     """A good step, then one with a NaN planted on one rank: the error, the blame, whether the state stayed, where."""
-    config = build(values)
+    config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank()), Uneven(config))
     engine.step(0)
     if how == "weight":

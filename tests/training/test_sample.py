@@ -18,7 +18,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.records.metrics import read_metrics
 from shoal.training.sample import generate, load_model, sample_checkpoint
@@ -66,7 +66,7 @@ def test_at_temperature_0_it_is_the_likeliest_whatever_the_seed(run):
 
 def cut_anew(values, source, target) -> None:
     """Load a checkpoint into another layout, and save it from there."""
-    config = build(values)
+    config = build_config(values)
     shape = check(config)
     samples = open_dataset(config.data, seed=0, split="train")
     engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), samples)

@@ -8,7 +8,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from shoal.base.section import plain
-from shoal.spec.config import RunConfig, save
+from shoal.spec.config import RunConfig, save_config
 from shoal.training.resilience import silent_failure_checks
 from shoal.training.resilience.reexecute import SilentCorruption
 from shoal.training.resilience.spikes import Skips
@@ -110,5 +110,5 @@ def train(pool, trainer: type[Trainer], config: RunConfig, folder: Path, *, resu
     """The same on all ranks of the layout."""
     if not resume:
         folder.mkdir(parents=True)
-        save(config, folder / "run.toml")
+        save_config(config, folder / "run.toml")
     return pool.run(train_as, config.parallel.world_size, trainer, plain(config), folder, resume)[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from tests.trainings.runs import FOUR_RANKS, ROOT, shoal, small_config
 
 
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory) -> Path:
 def base_config(corpus, tmp_path_factory) -> Path:
     """The TOML file of `base_run`."""
     path = tmp_path_factory.mktemp("config") / "small.toml"
-    save(small_config(corpus, FOUR_RANKS), path)
+    save_config(small_config(corpus, FOUR_RANKS), path)
     return path
 
 

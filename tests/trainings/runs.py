@@ -25,7 +25,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.launch.supervisor import PROCESSES_FILE
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.records.metrics import StepMetrics, read_metrics
 from shoal.training.run_folder import new_run
@@ -52,7 +52,7 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    return build(values)
+    return build_config(values)
 
 
 # ---- as a user does --------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
 
 def train_here(values: dict[str, Any], folder: Path, resume: bool) -> None:
     """One rank's training, in a process group that is there."""
-    config = build(values)
+    config = build_config(values)
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = {split: open_dataset(config.data, seed=config.train.seed, split=split)
                for split in ("train", "validation")}

@@ -15,7 +15,7 @@ from shoal.labs.bench.context import WAYS, AttentionCase, makes_room, ratios, se
 from shoal.labs.bench.race import quartiles
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.spec.layout import ContextOrder, Layout
 from shoal.spec.number_formats import FORMATS
 
@@ -99,7 +99,7 @@ def context(options: ContextBenchOptions, console: Console) -> int:
 
 def long_context(options: LongContextOptions, console: Console) -> int:
     """Train, count what every rank kept, and compare with the budget."""
-    config = build({
+    config = build_config({
         "model": {"name": "tiny", "layers": options.layers},
         "parallel": {"cp": options.ranks, "ulysses": options.ulysses},
         "data": {"source": "synthetic", "sequence_length": options.tokens},

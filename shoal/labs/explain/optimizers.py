@@ -19,7 +19,7 @@ from shoal.report.lines import COLOURS
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.training_rules import check_rules
-from shoal.spec.config import OptimizerConfig, build
+from shoal.spec.config import OptimizerConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
@@ -89,7 +89,7 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
     parts, refused, counted = [StagePart(range(shape.layers))], [], {}
     for name in RULES:
         try:
-            check_rules(build({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
+            check_rules(build_config({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
         except UsageError as error:
             refused.append(error)
             continue

@@ -24,7 +24,7 @@ from shoal.planning.cost.counts import RankCounts
 from shoal.planning.estimate import Estimate
 from shoal.report.planning.memory_page import write_memory_page
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.dry_run.dry_run import Counted, count, dry_run, samples_of
 from shoal.training.dry_run.tracker import Tracker
 from shoal.training.step.engine import Engine
@@ -37,7 +37,7 @@ MOST_RANKS = 8  # that are started on one machine to be measured
 
 def config_of(estimate: Estimate, config: RunConfig | None) -> RunConfig:
     """The run that was estimated, to be executed on tokens that do not matter."""
-    run, base = estimate.run, config or build({"data": {"source": "synthetic"}})
+    run, base = estimate.run, config or build_config({"data": {"source": "synthetic"}})
     return base.model_copy(
         update={
             "parallel": run.layout,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_text
-from shoal.pipeline.checker import ProgramError, check
-from shoal.pipeline.program import COMPUTE, Action, Op, Program, Schedule, build
+from shoal.pipeline.checker import ProgramError, check_program
+from shoal.pipeline.program import COMPUTE, Action, Op, Program, Schedule, build_program
 
 AROUND = {  # torch's names of what is no computation
     Op.SEND_FORWARD: "SEND_F",
@@ -63,7 +63,7 @@ def load_csv(text: str, name: str = "schedule") -> Program:
     Raises:
         UsageError: the text is no complete schedule, with the row and the cell where that shows.
     """
-    return build(_schedule(text, name), *_size(_orders(text, name)))
+    return build_program(_schedule(text, name), *_size(_orders(text, name)))
 
 
 def schedule_from_csv(path: str | Path) -> Schedule:
@@ -101,7 +101,7 @@ def _schedule(text: str, name: str) -> Schedule:
         order=lambda rank, *_: orders[rank],
     )
     try:
-        check(build(schedule, ranks, microbatches))
+        check_program(build_program(schedule, ranks, microbatches))
     except ProgramError as error:
         raise UsageError(f"schedule file {name} (a row for each pipeline rank, from 0): {error}") from None
     return schedule

@@ -38,22 +38,22 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
 
 
-def load(path: str | Path) -> RunConfig:
+def load_config(path: str | Path) -> RunConfig:
     """Read a run's TOML.
 
     Raises:
         UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
     """
-    return build(read_toml(path), where=str(path))
+    return build_config(read_toml(path), where=str(path))
 
 
-def build(values: dict[str, Any], *, where: str = "config") -> RunConfig:
+def build_config(values: dict[str, Any], *, where: str = "config") -> RunConfig:
     """A `RunConfig` from plain nested values, with errors in the words of the file."""
     return validate(RunConfig, values, where=where)
 
 
-def save(config: RunConfig, path: Path, *, new: bool = False) -> None:
-    """Write a config as TOML that `load` reads back to the same.
+def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
+    """Write a config as TOML that `load_config` reads back to the same.
 
     Args:
         new: the file must not be there (FileExistsError).

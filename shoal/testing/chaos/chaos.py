@@ -31,7 +31,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import Nursery
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import program_of
-from shoal.spec.config import RunConfig, save
+from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.comparison import differences, done, last, reached
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, Planted, disturbed, variable
 from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, FaultType
@@ -203,7 +203,7 @@ class Chaos:
         step = rng.randrange(min(self.config.checkpoint.every + 1, self.steps - 2), self.steps - 1)
         trial = Trial("kill-supervisor", f"step {step}")
         toml = self.folder / "run.toml"
-        save(self.config, toml)
+        save_config(self.config, toml)
         words = [sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)]
         parent = subprocess.Popen(words)
         saved = folder / "checkpoints"

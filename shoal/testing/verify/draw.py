@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.spec.compatibility.training_rules import PRECISIONS
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -110,7 +110,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         parallel["stage_layers"] = choose((None, *uneven))
     if may:
         model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
-    return build({"model": model, "parallel": parallel, "data": data, "train": train})
+    return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:

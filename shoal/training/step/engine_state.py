@@ -19,7 +19,7 @@ from shoal.engine.parallel.zero.optimizer_shards import shards_of
 from shoal.engine.precision.loss_scale import LossScale
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.runtime import Runtime
-from shoal.pipeline.checker import check
+from shoal.pipeline.checker import check_program
 from shoal.pipeline.from_layout import program_of, slices_of
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
@@ -48,7 +48,7 @@ class EngineState:
             layout, shape, microbatches=self.microbatches, sequence_length=config.data.sequence_length
         )
         self.program = program_of(layout, self.microbatches, len(self.slices))
-        check(self.program, tied=shape.tied)
+        check_program(self.program, tied=shape.tied)
         self.spread = spread(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
         # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.

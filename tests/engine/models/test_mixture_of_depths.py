@@ -14,7 +14,7 @@ from shoal.engine.models.transformer import Block, Transformer
 from shoal.engine.parallel.recompute import apply_recompute
 from shoal.planning.cost.flops import layer_flops
 from shoal.spec.catalog import Depths, ModelShape
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 
 S, VOCAB = 10, 31
 
@@ -24,7 +24,7 @@ def shape_of(**depths) -> ModelShape:
         "name": depths.pop("name", "tiny"), "layers": 3, "hidden": 12, "heads": 2, "kv_heads": 1, "head_dim": 6,
         "ffn": 14, "vocab": 300, "depths": {"capacity": 0.4, "predictor": 3, **depths},
     }
-    return build({"model": model}).model.shape(vocab=257, sequence_length=S).model_copy(update={"vocab": VOCAB})
+    return build_config({"model": model}).model.shape(vocab=257, sequence_length=S).model_copy(update={"vocab": VOCAB})
 
 
 def model_of(shape: ModelShape, seed: int = 0) -> Transformer:
@@ -184,4 +184,4 @@ def test_parameters_and_flops_are_those_of_the_model(capacity: float, first: int
 @pytest.mark.parametrize("depths, what", [({"every": 1}, "model.depths.capacity"), ({"capacity": 1.5}, "less than")])
 def test_what_cannot_be_is_refused(depths: dict, what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        build({"model": {"name": "tiny", "depths": depths}}).model.shape(vocab=257, sequence_length=S)
+        build_config({"model": {"name": "tiny", "depths": depths}}).model.shape(vocab=257, sequence_length=S)

@@ -15,7 +15,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.uneven import exchange_rows, gather_rows, part_lengths, part_of, scatter_rows, whole_of
 from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
 from tests.engine.parallel.counting import engine_of, sent_in_a_step
 from tests.testing.verify.runs import MODEL, small_run
@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused(parallel: dict, experts: dict, words: str) ->
 
 
 def test_ep_needs_experts() -> None:
-    shape = build({"model": MODEL}).model.shape(vocab=257, sequence_length=8)
+    shape = build_config({"model": MODEL}).model.shape(vocab=257, sequence_length=8)
     for fields in ({"dp": 2, "ep": 2}, {"tp": 2, "etp": 1}):
         with pytest.raises(UsageError, match="the model has no experts"):
             Layout(**fields).check(shape, global_batch=2, sequence_length=8)

@@ -12,7 +12,7 @@ from shoal.engine.precision.float8 import ROW, TENSOR, quantise
 from shoal.engine.precision.policy import POLICIES
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.precision_rules import check_precision
-from shoal.spec.config import Float8Config, RunConfig, build
+from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.number_formats import E4M3, E5M2
 from shoal.testing.verify.case import prepare, run_case
 from shoal.training.step.optimizer_step import NonFinite
@@ -180,7 +180,7 @@ def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings
 def test_what_does_not_go_together_is_refused(precision, sections, said):
     values = {"train": {"precision": precision}, **{k: v for k, v in sections.items() if k != "train"}}
     values["train"] |= sections.get("train", {})
-    config = build(values)
+    config = build_config(values)
     shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
     with pytest.raises(UsageError, match=said):
         check_precision(config, shape)

@@ -11,7 +11,7 @@ from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
 from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes, held_by
 from shoal.planning.cost.memory.optimizer_state import least
-from shoal.spec.config import build as config_of
+from shoal.spec.config import build_config as config_of
 
 SIZES = {
     "name": "tiny", "layers": 2, "hidden": 64, "ffn": 300,

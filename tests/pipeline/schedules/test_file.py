@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.checker import check
-from shoal.pipeline.program import COMPUTE, Action, Op, build
+from shoal.pipeline.checker import check_program
+from shoal.pipeline.program import COMPUTE, Action, Op, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import dump_csv, load_csv, schedule_from_csv
 from tests.pipeline.schedules import torch_schedules
 
-SYNCHRONOUS = sorted(name for name, schedule in SCHEDULES.items() if build(schedule, 2, 2).updates == 1)
+SYNCHRONOUS = sorted(name for name, schedule in SCHEDULES.items() if build_program(schedule, 2, 2).updates == 1)
 
 
 def computations(actions: tuple[Action, ...]) -> list[str]:
@@ -28,8 +28,8 @@ def test_what_torch_writes_is_read(name: str, transfers: bool, tmp_path: Path) -
     schedule = torch_schedules.of_torch(name, 2, 8)
     schedule._dump_csv(tmp_path / "torch.csv", "compute_comms" if transfers else "compute_only")
     read = schedule_from_csv(tmp_path / "torch.csv")
-    program = build(read, 2, 8)
-    check(program)
+    program = build_program(read, 2, 8)
+    check_program(program)
     for rank, actions in enumerate(program.actions):
         torchs = [a for a in schedule.pipeline_order[rank] if a is not None]
         flat = [str(part) for a in torchs for part in (a.sub_actions or (a,))]
@@ -41,7 +41,7 @@ def test_what_torch_writes_is_read(name: str, transfers: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].copies == 1])
 def test_what_is_written_torch_reads(name: str, tmp_path: Path) -> None:
-    program = build(SCHEDULES[name], 4, 8, virtual_stages=2)
+    program = build_program(SCHEDULES[name], 4, 8, virtual_stages=2)
     (tmp_path / "ours.csv").write_text(dump_csv(program))
     torchs = torch_schedules.empty(4, len(program.stages_of(0)), 8)
     torchs._load_csv(tmp_path / "ours.csv")  # adds torch's transfers, and raises where it finds no order for them
@@ -52,7 +52,7 @@ def test_what_is_written_torch_reads(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].copies == 1])
 def test_torch_reads_each_cell_as_it_is_meant_transfers_too(name: str) -> None:
-    program = build(SCHEDULES[name], 4, 8, virtual_stages=2)
+    program = build_program(SCHEDULES[name], 4, 8, virtual_stages=2)
     kinds = {"SEND_F": "SF", "RECV_F": "RF", "SEND_B": "SB", "RECV_B": "RB", "REDUCE_GRAD": "R"}
     for row, actions in zip(csv.reader(io.StringIO(dump_csv(program, transfers=True))), program.actions, strict=True):
         cells = [torch_schedules.schedules._Action.from_str(cell) for cell in row]
@@ -68,14 +68,14 @@ def test_torch_reads_each_cell_as_it_is_meant_transfers_too(name: str) -> None:
 def test_there_and_back(name: str, p: int, m: int, transfers: bool) -> None:
     schedule = SCHEDULES[name]
     assume(not schedule.refuses(p, m, schedule.virtual or 2))
-    program = build(schedule, p, m, virtual_stages=2)
+    program = build_program(schedule, p, m, virtual_stages=2)
     assert load_csv(dump_csv(program, transfers=transfers)) == program
 
 
 @settings(deadline=None)
 @given(st.sampled_from(SYNCHRONOUS), st.data())
 def test_a_damaged_file_is_refused_with_the_place(name: str, data: st.DataObject) -> None:
-    rows = list(csv.reader(io.StringIO(dump_csv(build(SCHEDULES[name], 2, 4, virtual_stages=2)))))
+    rows = list(csv.reader(io.StringIO(dump_csv(build_program(SCHEDULES[name], 2, 4, virtual_stages=2)))))
     row = data.draw(st.integers(0, 1))
     place = data.draw(st.integers(0, len(rows[row]) - 1))
     match data.draw(st.sampled_from(["drop", "double", "garble", "move"])):

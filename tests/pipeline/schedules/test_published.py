@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import Check, check
-from shoal.pipeline.program import COMPUTE, StageDurations, build
+from shoal.pipeline.checker import Check, check_program
+from shoal.pipeline.program import COMPUTE, StageDurations, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import load_csv
 from tests.pipeline.schedules import torch_schedules
@@ -16,7 +16,7 @@ RANKS = st.integers(1, 8)
 def cost(name: str, p: int, m: int, virtual: int = 2) -> tuple[float, Check]:
     """A rank's idle time, in passes of one stage; and the rest."""
     schedule = SCHEDULES[name]
-    result = check(build(schedule, p, m, virtual_stages=virtual))
+    result = check_program(build_program(schedule, p, m, virtual_stages=virtual))
     busy = 3 * m * (schedule.virtual or virtual) / schedule.copies
     return busy / (1 - result.bubble) - busy, result
 
@@ -124,7 +124,10 @@ def test_no_more_bubble_than_torchs(name: str, p: int) -> None:
     for m in (2 * p, 4 * p):
         torchs = torch_schedules.of_torch(name, p, m).pipeline_order
         rows = [",".join(str(a) for a in torchs[rank] if a is not None) for rank in range(p)]
-        theirs, ours = check(load_csv("\n".join(rows))), check(build(SCHEDULES[name], p, m, virtual_stages=2))
+        theirs, ours = (
+            check_program(load_csv("\n".join(rows))),
+            check_program(build_program(SCHEDULES[name], p, m, virtual_stages=2)),
+        )
         assert ours.bubble <= theirs.bubble + 1e-12
         assert max(ours.peak_live) <= max(theirs.peak_live)
 
@@ -145,6 +148,6 @@ def test_one_ranks_order_alone_is_its_part_of_all(name: str, p: int, m: int, v: 
 def test_messages_that_take_time_never_make_a_step_shorter(name: str, p: int, m: int, communication: float) -> None:
     schedule = SCHEDULES[name]
     assume(not schedule.refuses(p, m, schedule.virtual or 2))
-    program = build(schedule, p, m, virtual_stages=2)
-    slow = check(program, StageDurations(communication=communication))
-    assert slow.flushed_bubble >= check(program).flushed_bubble - 1e-12
+    program = build_program(schedule, p, m, virtual_stages=2)
+    slow = check_program(program, StageDurations(communication=communication))
+    assert slow.flushed_bubble >= check_program(program).flushed_bubble - 1e-12

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, Program, build
+from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Disturbance, MessageTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import of_program
@@ -28,7 +28,7 @@ def programs(draw: st.DrawFn) -> Program:
         if not schedule.refuses(p, m, v)
     ]
     p, m, v = draw(st.sampled_from(sizes))
-    return build(schedule, p, m, virtual_stages=v)
+    return build_program(schedule, p, m, virtual_stages=v)
 
 
 @st.composite
@@ -136,7 +136,7 @@ def test_a_straggler_never_shortens_the_step_nor_costs_more_than_its_own_time(
 
 
 def test_a_blocking_link_holds_its_sender() -> None:
-    program = build(SCHEDULES["gpipe"], 2, 3)
+    program = build_program(SCHEDULES["gpipe"], 2, 3)
     overlapped = simulate(program, ActionTimes(), MessageTimes(time=1.0))
     held = simulate(program, ActionTimes(), MessageTimes(time=1.0, blocking=True))
     starts = [[i.start for i in timeline.of_rank(0)][:3] for timeline in (overlapped, held)]
@@ -147,7 +147,7 @@ def test_a_blocking_link_holds_its_sender() -> None:
 
 
 def test_replicas_that_do_not_differ_are_played_once() -> None:
-    program = build(SCHEDULES["1f1b"], 4, 8)
+    program = build_program(SCHEDULES["1f1b"], 4, 8)
     alone, many = simulate(program), simulate(program, dp=64, tp=16)
     assert many.replicas.tolist() == [64] and many.step_time == alone.step_time and many.bubble == alone.bubble
     slow = simulate(program, dp=64, tp=16, disturbance=Disturbance({5: 1.5, 17: 1.5, 32: 2.0}))
@@ -168,7 +168,7 @@ def test_replicas_meet_at_the_reduction(program: Program, dp: int, tp: int, data
 
 
 def test_jitter_is_different_for_every_replica_and_the_same_for_every_run() -> None:
-    program = build(SCHEDULES["1f1b"], 4, 8)
+    program = build_program(SCHEDULES["1f1b"], 4, 8)
     first, again, other = (
         simulate(program, dp=8, disturbance=Disturbance(jitter=0.1, seed=seed)) for seed in (1, 1, 2)
     )
@@ -202,7 +202,7 @@ def test_a_result_that_nobody_makes_or_two_make_is_named() -> None:
 
 
 def test_what_cannot_be_is_refused_with_what_can() -> None:
-    program = build(SCHEDULES["gpipe"], 2, 2)
+    program = build_program(SCHEDULES["gpipe"], 2, 2)
     with pytest.raises(UsageError, match=r"straggler 2: the world has ranks 0 to 1 \(pp 2 x dp 1 x tp 1\)"):
         simulate(program, disturbance=Disturbance({2: 2.0}))
     with pytest.raises(UsageError, match="rank 0 meets 4"):
@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
 
 
 def test_the_timeline_holds_what_the_program_says() -> None:
-    program = build(SCHEDULES["1f1b"], 3, 4)
+    program = build_program(SCHEDULES["1f1b"], 3, 4)
     timeline: Timeline = simulate(program)
     for rank, actions in enumerate(program.actions):
         wanted = [action for action in actions if action.op not in SENDS | RECEIVES]

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import numpy as np
 
-from shoal.pipeline.program import build
+from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import Disturbance, simulate
 
@@ -15,7 +15,7 @@ from shoal.pipeline.simulator import Disturbance, simulate
 def test_16384_ranks_in_under_2_seconds() -> None:
     """16 pipeline ranks, 64 micro-batches, 1,024 replicas: with one straggler, and with noise on every rank."""
     begin = time.perf_counter()
-    program = build(SCHEDULES["1f1b"], 16, 64)
+    program = build_program(SCHEDULES["1f1b"], 16, 64)
     even = simulate(program, dp=128, tp=8)
     slow = simulate(program, dp=128, tp=8, disturbance=Disturbance({9000: 1.5}))
     assert time.perf_counter() - begin < 2
@@ -24,7 +24,7 @@ def test_16384_ranks_in_under_2_seconds() -> None:
 
 
 def test_noise_on_every_of_16384_ranks() -> None:
-    program = build(SCHEDULES["1f1b"], 16, 64)
+    program = build_program(SCHEDULES["1f1b"], 16, 64)
     noisy = simulate(program, dp=1024, disturbance=Disturbance(jitter=0.05))
     assert len(noisy.replicas) == 1024
     assert len(np.unique(noisy.own_span)) == 16 * 1024

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import check
-from shoal.pipeline.program import Action, Op, Program, build
+from shoal.pipeline.checker import check_program
+from shoal.pipeline.program import Action, Op, Program, build_program
 from shoal.pipeline.program import ActionTimes as Unit
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
@@ -24,8 +24,8 @@ def test_the_checker_and_the_simulator_find_the_same(name: str, p: int, m: int, 
     virtual = schedule.virtual or v
     if schedule.refuses(p, m, virtual):
         return
-    program = build(schedule, p, m, virtual_stages=virtual)
-    checked = check(program, Unit(1.0, 1.5, 0.5, 0.0))
+    program = build_program(schedule, p, m, virtual_stages=virtual)
+    checked = check_program(program, Unit(1.0, 1.5, 0.5, 0.0))
     timeline = simulate(program, ActionTimes(1.0, 1.5, 0.5))
     assert timeline.bubble == pytest.approx(checked.flushed_bubble)
     assert timeline.bubble_of_slowest_rank == pytest.approx(checked.bubble)
@@ -37,7 +37,7 @@ def test_the_checker_and_the_simulator_find_the_same(name: str, p: int, m: int, 
 
 
 def test_slices_of_a_sequence_take_and_keep_their_share() -> None:
-    whole, cut = (simulate(build(SCHEDULES["gpipe"], 4, 2, parts=parts)) for parts in (1, 4))
+    whole, cut = (simulate(build_program(SCHEDULES["gpipe"], 4, 2, parts=parts)) for parts in (1, 4))
     assert np.allclose(cut.busy, whole.busy)
     assert cut.peak_live.tolist() == whole.peak_live.tolist() == [2.0] * 4
     assert whole.bubble == pytest.approx(3 / (2 + 3)) and cut.bubble == pytest.approx(3 / (8 + 3))  # eight shorter ones
@@ -45,7 +45,7 @@ def test_slices_of_a_sequence_take_and_keep_their_share() -> None:
 
 def test_a_late_send_is_waited_for() -> None:
     """What is played is the program: its result leaves where the program sends it, not where it is made."""
-    early = build(SCHEDULES["gpipe"], 2, 2)
+    early = build_program(SCHEDULES["gpipe"], 2, 2)
     actions = list(early.actions[0])
     send = actions.index(Action(Op.SEND_FORWARD, 0, 0))
     actions.insert(actions.index(Action(F, 0, 1)), actions.pop(send))  # behind the next forward
@@ -61,13 +61,15 @@ def stage_of(*actions: Action) -> Timeline:
 
 
 def test_weights_have_one_version_where_they_are_updated_once() -> None:
-    assert simulate(build(SCHEDULES["1f1b"], 4, 8)).weight_versions.tolist() == [1, 1, 1, 1]
+    assert simulate(build_program(SCHEDULES["1f1b"], 4, 8)).weight_versions.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 def test_asynchronous_schedules_keep_as_many_versions_as_their_papers_say(p: int) -> None:
     """PipeDream one for each micro-batch in flight (Narayanan et al. 2019, section 3.3), 2BW two (2021b, 3.1)."""
-    stashing, double = (simulate(build(ASYNCHRONOUS[name], p, 4 * p)) for name in ("pipedream", "pipedream-2bw"))
+    stashing, double = (
+        simulate(build_program(ASYNCHRONOUS[name], p, 4 * p)) for name in ("pipedream", "pipedream-2bw")
+    )
     assert stashing.weight_versions.tolist() == list(range(p, 0, -1))
     assert double.weight_versions.tolist() == [2] * p
 

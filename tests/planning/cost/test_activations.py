@@ -13,7 +13,7 @@ from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.partition import parts_of
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import Float8Config, RunConfig, build
+from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.training.step.engine import Engine
 from tests.engine.parallel.counting import engine_of
@@ -66,7 +66,7 @@ def kept_by_autograd(saved: Saved, layout: Layout) -> bool:
 
 def with_depths(config: RunConfig, **fields: object) -> RunConfig:
     depths = {"depths": {"capacity": 0.5, "predictor": 5, **fields}}
-    return config.model_copy(update={"model": build({"model": plain(config)["model"] | depths}).model})
+    return config.model_copy(update={"model": build_config({"model": plain(config)["model"] | depths}).model})
 
 
 def run_of(
@@ -85,7 +85,9 @@ def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str
     """To the byte but for two scalars, which losses keep."""
     config = run_of(family, "none", "sdpa", False, precision, s=96)
     experts = {"count": 4, "per_token": 2, "ffn": 40, "shared": shared, "every": 2}
-    model = config.model_copy(update={"model": build({"model": plain(config)["model"] | {"experts": experts}}).model})
+    model = config.model_copy(
+        update={"model": build_config({"model": plain(config)["model"] | {"experts": experts}}).model}
+    )
     ((found, said),) = pool.run(both, 1, model)
     assert 0 <= found - said <= 16
 

@@ -12,7 +12,7 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.clusters import cluster
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.testing.verify.draw import Choose
 from shoal.training.dry_run.dry_run import dry_run
 
@@ -23,7 +23,7 @@ def off(
     """By how much the estimate of a rank's peak is more than what was counted."""
     batch = parallel.get("micro_batch", 1) * parallel.get("dp", 1) * microbatches
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "kv_heads": 4, "vocab": 8192}
-    config = build({
+    config = build_config({
         "model": {"name": "tiny", "layers": 4 * parallel.get("pp", 1), **sizes, **model}, "parallel": parallel,
         "data": {"source": "synthetic", "sequence_length": s}, "train": {"global_batch": batch, **train},
     })  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.training_rules import check_rules
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -21,5 +21,5 @@ from shoal.spec.config import build
 ])  # fmt: skip
 def test_settings_that_nothing_reads_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        check_rules(build({"optimizer": settings}), model_shape("tiny"))
+        check_rules(build_config({"optimizer": settings}), model_shape("tiny"))
     assert said in str(refused.value)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from shoal.base.errors import UsageError
 from shoal.base.section import docstrings, plain
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build, load, save
+from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build_config, load_config, save_config
 from shoal.spec.layout import Schedule
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
@@ -74,9 +74,9 @@ def configs(draw) -> RunConfig:
 @given(config=configs())
 def test_any_config_reads_back_as_written(tmp_path_factory, config):
     file = tmp_path_factory.getbasetemp() / "run.toml"
-    save(config, file)
-    assert load(file) == config
-    assert build(plain(config)) == config
+    save_config(config, file)
+    assert load_config(file) == config
+    assert build_config(plain(config)) == config
 
 
 def test_every_field_says_what_it_means():
@@ -116,7 +116,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, toml, message):
     file = tmp_path / "run.toml"
     file.write_bytes(toml.encode("latin-1"))
     with pytest.raises(UsageError) as error:
-        load(file)
+        load_config(file)
     assert message in str(error.value)
     assert str(file) in str(error.value)
     assert "pydantic" not in str(error.value)
@@ -124,7 +124,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, toml, message):
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(UsageError) as error:
-        build({"train": {"steps": 0}, "parallel": {"pp": -1}, "dta": {}}, where="run.toml")
+        build_config({"train": {"steps": 0}, "parallel": {"pp": -1}, "dta": {}}, where="run.toml")
     assert [line.split(":")[1].split()[0] for line in str(error.value).splitlines()] == [
         "parallel.pp", "train.steps", "there",
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def test_all_that_is_wrong_is_said_at_once():
 @pytest.mark.parametrize("name", ["nothing.toml", "."])
 def test_a_missing_file_is_named(tmp_path, name):
     with pytest.raises(UsageError, match="no such file: "):
-        load(tmp_path / name)
+        load_config(tmp_path / name)
 
 
 # ---- the model's shape ---------------------------------------------------------------------------------------------

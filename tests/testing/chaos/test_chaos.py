@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.cli.chaos import rows
 from shoal.cli.main import main
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial
 from shoal.testing.chaos.comparison import differences, last
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
@@ -106,7 +106,7 @@ def test_the_table_counts():
     (["--parallel.tp", "3"], "parallel.tp = 3 does not divide"),
 ])
 def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
-    save(config_of(corpus), tmp_path / "run.toml")
+    save_config(config_of(corpus), tmp_path / "run.toml")
     assert main(["chaos", str(tmp_path / "run.toml"), *words]) == 2
     assert says in capfd.readouterr().err
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
 def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
     """`shoal chaos` of five faults, or of three where no disk can be mounted: its code, what it says and its page."""
     folder = tmp_path_factory.mktemp("command")
-    save(config_of(corpus, train={"steps": 8}, failover={"stragglers_every": 2}), folder / "run.toml")
+    save_config(config_of(corpus, train={"steps": 8}, failover={"stragglers_every": 2}), folder / "run.toml")
     faults = ",".join(["kill-backward", "exit-0", "slow", *sorted(NEED_MOUNTS)])
     words = ["--trials", "5", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
     code, said = shoal("chaos", folder / "run.toml", *words)

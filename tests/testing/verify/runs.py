@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.testing.verify.draw import draw_run
 
 MODEL = {"name": "tiny", "layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12, "vocab": 259}
@@ -15,7 +15,7 @@ def small_run(parallel: dict[str, Any], model: dict[str, Any] | None = None, **t
     parallel = {"micro_batch": 2, **parallel}
     train = {"global_batch": 2 * parallel["micro_batch"] * parallel.get("dp", 1), **train}
     data = {"source": "synthetic", "sequence_length": 8}
-    return build({"model": {**MODEL, **(model or {})}, "parallel": parallel, "data": data, "train": train})
+    return build_config({"model": {**MODEL, **(model or {})}, "parallel": parallel, "data": data, "train": train})
 
 
 @st.composite

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.launch.worker_pool import Pool
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.testing.verify.case import prepare, run_case
 
 MODEL = {"name": "tiny", "layers": 4, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 12, "vocab": 259}
@@ -18,7 +18,7 @@ QUICK = settings(
 
 def run_of(parallel: dict, microbatches: int, model: dict | None = None, *, clip: float = 0.0, **data) -> RunConfig:
     parallel = {"micro_batch": 1, **parallel}
-    return build({
+    return build_config({
         "model": {**MODEL, **(model or {})}, "parallel": parallel,
         "data": {"source": "synthetic", "sequence_length": 8, **data},
         "train": {"global_batch": microbatches * parallel["micro_batch"] * parallel.get("dp", 1)},

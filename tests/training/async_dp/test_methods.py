@@ -18,7 +18,7 @@ from shoal.engine.collectives.shm import transport
 from shoal.engine.data.batches import Batch, SyntheticDataset
 from shoal.engine.models.loss import IGNORE
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
 from shoal.training.async_dp.methods.compress import Compressed
@@ -47,7 +47,7 @@ def config_of(
     }
     for section, changes in (more or {}).items():
         values[section] |= changes
-    return build(values)
+    return build_config(values)
 
 
 def engine_of(config: RunConfig, masked: float, kind_of_data: type[SyntheticDataset] = SyntheticDataset) -> Engine:

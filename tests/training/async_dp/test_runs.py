@@ -23,7 +23,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.device import destroy_world
 from shoal.launch.worker_pool import RankError
-from shoal.spec.config import RunConfig, build, save
+from shoal.spec.config import RunConfig, build_config, save_config
 from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL, READERS, SERVED, goes_on_without, trainer_of
 from shoal.training.async_dp.methods.server import Server
 from shoal.training.async_dp.trainers import FreeTrainer
@@ -49,11 +49,11 @@ def config_of(corpus: Path, sync: str, **sections: dict[str, Any]) -> RunConfig:
         values[name] = values.get(name, {}) | changes
     relaxed = {name: value for name, value in values.pop("relaxed").items() if sync in READERS[name]}
     parallel = {"dp": 2, "micro_batch": 1, "sync": sync} | values.pop("parallel", {})
-    return build(plain(small_config(corpus, parallel, **values)) | {"relaxed": relaxed})
+    return build_config(plain(small_config(corpus, parallel, **values)) | {"relaxed": relaxed})
 
 
 def train_here(values: dict[str, Any], folder: Path, resume: bool) -> None:
-    config = build(values)
+    config = build_config(values)
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = {split: open_dataset(config.data, seed=0, split=split) for split in ("train", "validation")}
     trainer = trainer_of(config)(config, check(config), mesh, samples, folder, resume=resume, local_ranks=2)
@@ -111,7 +111,7 @@ def test_what_does_not_wait_resumes_too(sync, trained, pool, tmp_path):
 
 def goes_on_from(values: dict[str, Any], folder: Path) -> tuple[list[str], int, int]:
     """What a resumed replica has not as its checkpoint has it when it begins; what it has; and updates counted."""
-    config = build(values)
+    config = build_config(values)
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = {split: open_dataset(config.data, seed=0, split=split) for split in ("train", "validation")}
     trainer = trainer_of(config)(config, check(config), mesh, samples, folder, resume=True, local_ranks=2)
@@ -174,7 +174,7 @@ def test_verify_says_that_it_is_not_meant_to_be_equal(trained, capfd):
 ])
 def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     file, folder = tmp_path / "run.toml", tmp_path / "run"
-    save(config_of(corpus, sync, parallel={"dp": 3}, data=more, train={"global_batch": 3}), file)
+    save_config(config_of(corpus, sync, parallel={"dp": 3}, data=more, train={"global_batch": 3}), file)
     # A replica that takes from a pool, and starts late, may be left with no step at which to die: each takes a while.
     words = ("--train.dead", "1@1", "--train.straggler", "2=2", "--train.pace", "0.1")
     code, said = shoal("train", file, *words, "--run-folder", folder)
@@ -215,7 +215,7 @@ def test_a_server_that_waits_for_all_does_not_go_on_without_one(corpus):
 @pytest.mark.parametrize("sync", ["ps-bsp", "topk"])
 def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path, sync):
     file = tmp_path / "run.toml"
-    save(config_of(corpus, sync), file)
+    save_config(config_of(corpus, sync), file)
     code, said = shoal("train", file, "--train.dead", "1@4", "--run-folder", tmp_path / "run")
     assert code == 128 + signal.SIGKILL
     assert re.search("rank 1 was killed by SIGKILL in step 5.*; the other ranks were stopped", said)
@@ -249,7 +249,7 @@ REFUSED = {
 def test_what_cannot_be_is_refused(what, corpus, tmp_path, capfd):
     words, expected = REFUSED[what]
     file = tmp_path / "run.toml"
-    save(config_of(corpus, "local-sgd"), file)
+    save_config(config_of(corpus, "local-sgd"), file)
     assert main(["train", str(file), "--run-folder", str(tmp_path / "run"), *words]) == 2
     said = capfd.readouterr().err
     assert expected in said and "Traceback" not in said

@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.records.histograms import KINDS, Histograms, check_histograms, read_histograms
 from shoal.training.step.optimizer_step import NonFinite
 from tests.engine.parallel.counting import engine_of
@@ -124,7 +124,7 @@ def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path, capsys):
     ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "several gradients"),
 ])
 def test_what_cannot_be_seen_is_refused(sections, said):
-    config = build({"metrics": {"histograms": 1}, **sections})
+    config = build_config({"metrics": {"histograms": 1}, **sections})
     with pytest.raises(UsageError, match=said):
         check_histograms(config)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.worker_pool import RankError
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from shoal.spec.layout import Layout
 from shoal.training.resilience.host_memory_dir import home
 from tests.trainings.failing import Dies, Tells, train
@@ -97,7 +97,7 @@ def test_killed_by_the_command_line_and_resumed_by_hand(corpus, tmp_path):
         corpus, {"dp": 2, "zero": 1, "micro_batch": 2}, train={"steps": 2000, "validate_every": 0},
         checkpoint={"every": 0}, failover={"memory_every": 1, "memory_folder": str(tmp_path)},
     )
-    save(config, tmp_path / "small.toml")
+    save_config(config, tmp_path / "small.toml")
     folder = tmp_path / "run"
     interrupt(start("train", tmp_path / "small.toml", "--run-folder", folder), folder, 6, send(0, signal.SIGKILL))
     before, memory = curve(folder), home(folder, config.failover)

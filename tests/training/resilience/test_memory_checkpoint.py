@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.engine.checkpoint.write import SavePlan
 from shoal.launch.forkserver import worker_context
-from shoal.spec.config import save
+from shoal.spec.config import save_config
 from shoal.training.resilience import host_memory_dir, memory_slot
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from tests.training.resilience.states import flip, go_on, here, keep, on_disk, pieces_of
@@ -220,7 +220,7 @@ def test_every_node_keeps_the_copies_of_the_one_before(pool):
 def test_a_new_run_does_not_go_on_from_a_deleted_one_of_its_name(corpus, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     config = small_config(corpus, train={"steps": 1, "validate_every": 0}, failover={"memory_folder": str(tmp_path)})
-    save(config, file)
+    save_config(config, file)
     left = host_memory_dir.home(folder, config.failover)
     left.mkdir()
     (left / "slot").write_text("a state")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.resilience.reexecute import SilentCorruption, _Hashes, judge, reexecute, trace
 from shoal.training.step.engine import Engine
@@ -57,7 +57,7 @@ def flipped(x: torch.Tensor) -> torch.Tensor:
 
 def wrong(values, rank: int, how: str, calls: tuple[int, ...] | None, where: str) -> str | None:
     """A rank computes wrong in some calls of a module (None: in all); what the check says."""
-    config = build(values)
+    config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank()), Uneven(config))
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     engine.step(0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.resilience.replicas import CHUNK, ReplicasDiffer, compare, hash_of, judge
 from shoal.training.step.engine import Engine
@@ -71,7 +71,7 @@ LAYOUTS = {
 
 def drift(values, rank: int, part: str) -> tuple[str, str] | None:
     """Train a step, compare, flip the lowest bit of one number on a rank, compare again: what is then said, of what."""
-    config = build(values)
+    config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank(), transport="backend"), Uneven(config))
     group = dist.group.WORLD
     compare(engine, 0, group)

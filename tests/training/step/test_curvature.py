@@ -17,7 +17,7 @@ from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.dry_run.tracker import Tracker
@@ -54,7 +54,7 @@ def test_labels_come_as_often_as_the_model_says():
 def engine_of(rule: str) -> tuple[Engine, Transformer]:
     """An engine in float64, and a plain model of the same weights."""
     model = {"name": "tiny-gpt", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 12}
-    config = build({
+    config = build_config({
         "model": model, "parallel": {"micro_batch": 2}, "data": {"source": "synthetic", "sequence_length": 8},
         "train": {"global_batch": 8, "precision": "fp64"}, "optimizer": {"name": rule},
     })
@@ -145,7 +145,7 @@ def test_what_no_estimate_can_be_made_of_is_refused(changes, message):
     for section, fields in changes.items():
         values[section] = values.get(section, {}) | fields
     with pytest.raises(UsageError, match=message):
-        check(build(values))
+        check(build_config(values))
 
 
 def test_an_estimate_that_is_not_finite_is_not_learned(monkeypatch):

@@ -19,7 +19,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, SyntheticDataset, open_dataset
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from tests.trainings.runs import small_config
@@ -39,7 +39,7 @@ def numbers_config(parallel, train=None, optimizer=None, layers=2):
     optimizer = {"name": "sgd", "learning_rate": 0.5, "clip_norm": 0, "weight_decay": 0, "warmup_steps": 0,
                  "schedule": "constant"} | (optimizer or {})
     data = {"source": "synthetic", "sequence_length": 8}
-    return build({"model": model, "parallel": parallel, "data": data, "train": train, "optimizer": optimizer})
+    return build_config({"model": model, "parallel": parallel, "data": data, "train": train, "optimizer": optimizer})
 
 
 class Uneven:
@@ -59,7 +59,7 @@ class Uneven:
 
 
 def engine_of(values, samples=None) -> tuple[Engine, Uneven]:
-    config = build(values)
+    config = build_config(values)
     samples = samples or Uneven(config)
     return Engine(config, check(config), Mesh(config.parallel, dist.get_rank()), samples), samples
 
@@ -228,7 +228,7 @@ def test_all_ranks_learn_in_the_same_step_that_one_was_asked_to_stop(who, pool):
 
 
 def losses(values, steps: int) -> list[float]:
-    config = build(values)
+    config = build_config(values)
     samples = open_dataset(config.data, seed=config.train.seed, split="train")
     engine, _ = engine_of(values, samples)
     return [engine.step(step).loss for step in range(steps)]
@@ -277,6 +277,6 @@ def uneven_losses(values, steps: int) -> list[float]:
 
 
 def test_a_rate_of_no_parameter_is_refused():
-    check(build({"optimizer": {"rates": {"embed.*": 0.5, "layers.*.mlp.*": 2.0}}}))
+    check(build_config({"optimizer": {"rates": {"embed.*": 0.5, "layers.*.mlp.*": 2.0}}}))
     with pytest.raises(UsageError, match=r"'embedd\.\*' fits no parameter of the model.\n  These are called"):
-        check(build({"optimizer": {"rates": {"norm*": 0.5, "embedd.*": 0.5}}}))
+        check(build_config({"optimizer": {"rates": {"norm*": 0.5, "embedd.*": 0.5}}}))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.spec.config import build
+from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
@@ -121,7 +121,7 @@ class _Spoil(torch.autograd.Function):
 
 def spoilt_step(values) -> tuple[str, bool, list]:
     """A NaN in stage 0's backward of micro-batch 2: the error, whether the weights are those of a step cut short."""
-    config = build(values)
+    config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank()), Uneven(config))
     calls = []
     if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
 from shoal.labs.bench.learning.small import engine_and_validation, trained
 from shoal.report.panels import Panel, panels, with_mean
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.step.mixture_of_depths import Foreseen
 
 DENSE, SHORTER, LESS, EQUAL = "dense", "dense, shorter", "as deep", "equal FLOPs"
@@ -75,7 +75,7 @@ def config_of(kind: str, seed: int, *, steps: int, capacity: float, weight: str 
 
 
 def _config(layers: int, seed: int, steps: int, depths: dict[str, Any]) -> RunConfig:
-    return build({
+    return build_config({
         "model": {"name": "tiny", "layers": layers, "hidden": 48, "heads": 4, "ffn": 128, "depths": depths},
         "parallel": {"micro_batch": BATCH},
         "data": {"sequence_length": LENGTH},

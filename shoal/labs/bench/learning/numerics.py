@@ -25,7 +25,7 @@ from shoal.engine.device import usable_cores
 from shoal.labs.bench.race import deviation
 from shoal.launch.forkserver import become_worker, worker_context
 from shoal.report.panels import Panel, panels, with_mean
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
@@ -97,7 +97,7 @@ def config_of(name: str, seed: int, steps: int) -> RunConfig:
     }
     for section, changes in RUNS[name].items():
         values[section] = values.get(section, {}) | changes
-    return build(values)
+    return build_config(values)
 
 
 def measure(names: Sequence[str], seeds: int, steps: int, say: Callable[[str], None]) -> list[Curve]:
@@ -123,7 +123,7 @@ def measure(names: Sequence[str], seeds: int, steps: int, say: Callable[[str], N
 def _train(values: dict[str, Any]) -> tuple[tuple[float, ...], float, int]:
     """Losses of the steps, validation loss, skipped steps."""
     torch.set_num_threads(1)
-    config = build(values)
+    config = build_config(values)
     shape = check(config)
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
     engine = Engine(config, shape, Mesh(config.parallel, 0), samples["train"])

@@ -26,7 +26,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.labs.bench.race import deviation
 from shoal.launch.worker_pool import Pool
 from shoal.report.panels import Panel, panels, with_mean
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 from shoal.training.async_dp.choose import FREE, POOLED, trainer_of
 from shoal.training.check import check
 from shoal.training.fault_knobs import Handicaps
@@ -93,7 +93,7 @@ def config_of(
         "checkpoint": {"every": 0},
         "metrics": {"log_every": 10, "tensorboard": False},
     }
-    return build(values)
+    return build_config(values)
 
 
 def measure(
@@ -129,7 +129,7 @@ def seconds_at_most(config: RunConfig, parameters: int) -> float:
 
 
 def _train(values: dict[str, Any], folder: Path) -> None:
-    config = build(values)
+    config = build_config(values)
     mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.of(config.train.link_gbs))
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
     trainer = trainer_of(config)(

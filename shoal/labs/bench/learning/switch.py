@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.labs.bench.learning.small import engine_and_validation, trained
 from shoal.report.panels import Panel, panels, with_mean
-from shoal.spec.config import RunConfig, build
+from shoal.spec.config import RunConfig, build_config
 
 KINDS = ("dense", "switch")
 
@@ -57,7 +57,7 @@ def config_of(
     model: dict[str, Any] = {"name": "tiny", "layers": layers, "hidden": hidden, "heads": 4, "ffn": ffn}
     if kind == "switch":
         model["experts"] = {"count": experts, "every": 2, "gate": "switch", "balance_loss": 0.01}
-    return build({
+    return build_config({
         "model": model,
         "parallel": {"micro_batch": 16},
         "data": {"sequence_length": 64},
