@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from shoal.base.errors import UsageError
+from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, TrainConfig
 from shoal.spec.layout import Layout
@@ -44,7 +45,7 @@ def replan(
             update["failover"] = config.failover.model_copy(update={"reexecute_on": "same"})
         changed = config.model_copy(update=update)
         try:
-            layout.check(shape, global_batch=config.train.global_batch, sequence_length=config.data.sequence_length)
+            check_run(changed, shape)
             fits(changed)
         except UsageError as error:
             why = why or error

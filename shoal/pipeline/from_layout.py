@@ -8,11 +8,12 @@ from functools import partial
 from shoal.base.errors import UsageError
 from shoal.pipeline.partition import even_layers
 from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build_program
-from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY, SCHEDULES
+from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
 from shoal.pipeline.schedules.placement import closed_form
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import FILE, Layout
+from shoal.spec.schedules import SLICED
 
 VIRTUAL = 2
 """Stages on each rank where the schedule leaves that open and the layout says nothing."""
@@ -56,7 +57,7 @@ def program_of(layout: Layout, microbatches: int, slices: int = 0, *, transfers:
 
 def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
     """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
-    if layout.schedule != "terapipe":
+    if layout.schedule not in SLICED:
         return ()
     from shoal.pipeline.sequence_slices import best_slices, even_slices, flops, places  # which need numpy
 
@@ -89,23 +90,15 @@ def forwards_of(program: Program, microbatches: int) -> Program:
 
 
 def check_schedule(
-    layout: Layout,
-    shape: ModelShape,
-    global_batch: int,
-    *,
-    compile: bool = False,
-    sequence_length: int | None = None,
-    clip_norm: float = 0.0,
+    layout: Layout, shape: ModelShape, global_batch: int, *, sequence_length: int | None = None
 ) -> None:
-    """Raise if a layout's schedule cannot be.
+    """Refuse a layout whose schedule does not fit its ranks, layers, micro-batches or slices.
 
     Args:
-        compile: whether the layers are compiled.
         sequence_length: tokens per sequence, where they are known.
-        clip_norm: the largest global gradient norm, 0 for any.
 
     Raises:
-        UsageError: naming the field, its value, and what can be.
+        UsageError: naming the field, its value, and what fits.
     """
     schedule, virtual = schedule_of(layout), virtual_stages(layout)
     if layout.virtual_stages is not None and layout.virtual_stages != virtual:
@@ -128,22 +121,10 @@ def check_schedule(
             f"micro-batch{'es' * (microbatches > 1)}: {reason}{_near(schedule, layout, microbatches, virtual)}"
         )
     _check_slices(layout, sequence_length)
-    _check_updates(layout, microbatches, clip_norm)
-    if compile and (layout.schedule == "terapipe" or layout.schedule in ASYNCHRONOUS):
+    if layout.update_every is not None and layout.update_every < layout.pp:
         raise UsageError(
-            f"train.compile = true with parallel.schedule = {layout.schedule}: compiled layers know neither "
-            "slices of a sequence nor several versions of their weights.\n  Leave train.compile out, or take 1f1b."
-        )
-    if compile and layout.cp > 1:
-        raise UsageError(
-            f"train.compile = true with parallel.cp = {layout.cp}: attention there exchanges keys and values between "
-            "ranks, which a compiled layer cannot hold.\n  Leave train.compile out, or take parallel.cp 1."
-        )
-    if compile and splits_backward(program_of(layout, microbatches)):
-        raise UsageError(
-            f"train.compile = true with parallel.schedule = {layout.schedule}: it makes the gradients of weights apart "
-            "from those of activations, and a compiled layer makes both at once."
-            "\n  Leave train.compile out, or take a schedule with whole backwards, such as 1f1b or interleaved-1f1b."
+            f"parallel.update_every = {layout.update_every} is less than pp {layout.pp}: micro-batches of more than "
+            f"two updates would be in flight, but pipedream-2bw keeps two versions.\n  Use update_every >= {layout.pp}."
         )
 
 
@@ -160,14 +141,7 @@ def _check_stage_layers(layout: Layout, shape: ModelShape, depth: int) -> None:
 
 def _check_slices(layout: Layout, sequence_length: int | None) -> None:
     slices = layout.sequence_slices
-    if slices == "auto":
-        return
-    if layout.schedule != "terapipe":
-        raise UsageError(
-            f"parallel.sequence_slices = {slices}, but {layout.schedule} computes sequences whole."
-            "\n  Set parallel.schedule to terapipe, or leave sequence_slices out."
-        )
-    if sequence_length is None:
+    if slices == "auto" or sequence_length is None:
         return
     multiple, least = layout.token_multiple, _least_slice(layout)
     share = f", each a multiple of tp {multiple} as sequence parallelism needs" if multiple > 1 else ""
@@ -189,25 +163,6 @@ def _check_slices(layout: Layout, sequence_length: int | None) -> None:
 def _least_slice(layout: Layout) -> int:
     """Tokens that a slice has at least, so that every rank has a part of it."""
     return layout.token_multiple * (2 * layout.cp if layout.cp > 1 else 1)
-
-
-def _check_updates(layout: Layout, microbatches: int, clip_norm: float) -> None:
-    if layout.update_every is not None and layout.schedule != "pipedream-2bw":
-        raise UsageError(
-            f"parallel.update_every = {layout.update_every}, but {layout.schedule} has no such choice."
-            "\n  Set parallel.schedule to pipedream-2bw, or leave update_every out."
-        )
-    if layout.update_every is not None and layout.update_every < layout.pp:
-        raise UsageError(
-            f"parallel.update_every = {layout.update_every} is less than pp {layout.pp}: micro-batches of more than "
-            f"two updates would be in flight, but pipedream-2bw keeps two versions.\n  Use update_every >= {layout.pp}."
-        )
-    if layout.schedule in ASYNCHRONOUS and clip_norm and program_of(layout, microbatches).updates > 1:
-        raise UsageError(
-            f"optimizer.clip_norm = {clip_norm:g} with parallel.schedule = {layout.schedule}: the norm is of all "
-            "stages' gradients at once, and here each stage updates when its own are there."
-            "\n  Set optimizer.clip_norm = 0."
-        )
 
 
 def splits_backward(program: Program) -> bool:

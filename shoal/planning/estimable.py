@@ -1,33 +1,25 @@
-"""What `shoal train` takes: its own rules, asked of what is planned or estimated; and a model as its config has it."""
+"""Which runs can be estimated: the rules of `shoal train`, and what the cost formulas cover; a model's config section."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import get_args
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import validate
-from shoal.pipeline.from_layout import check_schedule
+from shoal.pipeline.check_run import check_run
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
-from shoal.spec.compatibility.training_rules import check_rules
-from shoal.spec.config import Float8Config, LossScaleConfig, OptimizerConfig, TrainConfig
+from shoal.spec.compatibility.features import DefaultSections
+from shoal.spec.config import DataConfig, OptimizerConfig, TrainConfig
 from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
 from shoal.spec.number_formats import FORMATS
 
+OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
 OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
 PARTS = ("experts", "depths")
-
-
-class Sections(NamedTuple):
-    """Those of a run's config that `check_rules` reads: to make a whole one takes longer than to estimate."""
-
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    parallel: Layout = Layout()
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    float8: Float8Config = Float8Config()
 
 
 def check_trained(run: EstimatedRun, layout: Layout) -> None:
@@ -39,10 +31,48 @@ def check_trained(run: EstimatedRun, layout: Layout) -> None:
     Raises:
         UsageError: naming the field that cannot be, as `shoal train` does.
     """
+    check_run(_sections(run)._replace(parallel=layout), run.shape)
+
+
+def check_layout_on_cluster(run: EstimatedRun) -> None:
+    """Refuse a layout that does not fit the model, the batch and the cluster, or that would not be trained.
+
+    Raises:
+        UsageError: naming the field that cannot be.
+    """
     sizes = {"global_batch": run.global_batch, "sequence_length": run.sequence_length}
-    layout.check(run.shape, **sizes)
-    check_schedule(layout, run.shape, run.global_batch, sequence_length=run.sequence_length)
-    check_rules(_sections(run.precision, run.optimizer)._replace(parallel=layout), run.shape)
+    check_layout(run.layout, run.shape, **sizes, ranks=run.cluster.size)
+    check_trained(run, run.layout)
+
+
+def check_estimable(run: EstimatedRun) -> None:
+    """Refuse a layout for whose step time there is no formula.
+
+    Raises:
+        UsageError: naming the field.
+    """
+    layout = run.layout
+    if layout.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.sync = {layout.sync}: what replicas exchange other than all gradients is not estimated."
+            "\n  Leave sync out, or measure."
+        )
+    if layout.schedule == "terapipe":
+        raise UsageError(
+            "parallel.schedule = terapipe: what a slice of a sequence takes is not estimated."
+            "\n  Choose another schedule, or measure; shoal simulate plays it with times that you give."
+        )
+
+
+def check_names(precision: str, optimizer: str) -> None:
+    """Refuse a precision or an update rule that does not exist.
+
+    Raises:
+        UsageError: naming the nearest that does.
+    """
+    for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
+        if given not in known:
+            raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
 
 
 def check_device(run: EstimatedRun) -> None:
@@ -62,11 +92,19 @@ def check_device(run: EstimatedRun) -> None:
     )
 
 
+def _sections(run: EstimatedRun) -> DefaultSections:
+    """The sections of a config that decide an estimate; clipping is none of them."""
+    return _sections_of(run.precision, run.optimizer, run.global_batch, run.sequence_length)
+
+
 @cache
-def _sections(precision: str, optimizer: str) -> Sections:
-    return Sections(
-        validate(TrainConfig, {"precision": precision}, where="config", within="train"),
-        validate(OptimizerConfig, {"name": optimizer}, where="config", within="optimizer"),
+def _sections_of(precision: str, optimizer: str, global_batch: int, sequence_length: int) -> DefaultSections:
+    return DefaultSections(
+        data=validate(DataConfig, {"sequence_length": sequence_length}, where="config", within="data"),
+        train=validate(
+            TrainConfig, {"precision": precision, "global_batch": global_batch}, where="config", within="train"
+        ),
+        optimizer=validate(OptimizerConfig, {"name": optimizer, "clip_norm": 0}, where="config", within="optimizer"),
     )
 
 

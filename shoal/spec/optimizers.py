@@ -14,3 +14,6 @@ READ_BY = {
 """Of the settings of section optimizer that not every rule reads, the rules that do."""
 SCHEDULED_BY = {"decay_fraction": ("wsd",), "minimum": ("cosine", "linear", "wsd", "inverse-sqrt")}
 """Of those that not every learning-rate schedule reads, the schedules that do."""
+
+SOPHIA_PRECISIONS = {"sophia-g": ("fp32", "bf16", "bf16-sums", "fp64"), "sophia-h": ("fp32", "fp64")}
+"""The precisions in which the curvature estimate of each Sophia means something."""

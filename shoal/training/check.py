@@ -10,12 +10,10 @@ from shoal.base.errors import UsageError, redact
 from shoal.engine.checkpoint.storage import place
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.transformer import Transformer
-from shoal.pipeline.from_layout import check_schedule
+from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.choose import FREE, check_relaxed
-from shoal.training.records.histograms import check_histograms
+from shoal.training.async_dp.choose import check_relaxed
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
@@ -27,43 +25,12 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_secrets(config)
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
     shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
-    config.parallel.check(
-        shape,
-        global_batch=config.train.global_batch,
-        sequence_length=config.data.sequence_length,
-        ranks=ranks,
-    )
-    check_schedule(
-        config.parallel, shape, config.train.global_batch, compile=config.train.compile,
-        sequence_length=config.data.sequence_length, clip_norm=config.optimizer.clip_norm,
-    )
-    check_rules(config, shape)
-    check_histograms(config)
-    check_link(config)
+    check_run(config, shape, ranks=ranks)
     check_profile(config)
     check_relaxed(config)
     check_rates(config, shape)
-    check_failover(config)
-    return shape
-
-
-def check_failover(config: RunConfig) -> None:
-    """Refuse what nothing would come of.
-
-    Raises:
-        UsageError: naming the fields.
-    """
     place(config.checkpoint.folder)
-    failover = config.failover
-    if failover.spike_rollbacks and not failover.spike_factor:
-        raise UsageError(
-            f"failover.spike_rollbacks = {failover.spike_rollbacks}, but failover.spike_factor = 0 looks for no spikes."
-            "\n  Set the factor, for example to 10."
-        )
-    if failover.reexecute_every and failover.reexecute_on == "replica" and config.parallel.dp == 1:
-        raise UsageError(
-            "failover.reexecute_on = 'replica', but parallel.dp = 1: there is no other replica.\n  Use 'same'."
-        )
+    return shape
 
 
 def check_secrets(config: RunConfig) -> None:
@@ -105,24 +72,6 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
             raise UsageError(
                 f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
                 "* stands for anything."
-            )
-
-
-def check_link(config: RunConfig) -> None:
-    """Refuse a network between the ranks where not all that they exchange would go through it.
-
-    Raises:
-        UsageError: naming the two fields.
-    """
-    layout = config.parallel
-    for name, there, how, plain in (
-        ("pp", layout.pp > 1, "it also sends point to point", "1"),
-        ("sync", layout.sync in FREE, "its ranks read and write the same memory", "'all-reduce', or a compressed one"),
-    ):
-        if config.train.link_gbs and there:
-            raise UsageError(
-                f"train.link_gbs = {config.train.link_gbs:g} with parallel.{name} = {getattr(layout, name)!r}: only "
-                f"collectives are slowed, and {how}.\n  Leave link_gbs out, or use parallel.{name} = {plain}."
             )
 
 

@@ -16,6 +16,7 @@ from shoal.report.planning import tables
 from shoal.report.planning.tables import table
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RUN_FILE, load_config
+from shoal.spec.layout.sizes import check_layout
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 
@@ -36,7 +37,7 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
     assert shape == model_shape("llama-3-8b")
     sizes = {"global_batch": config.train.global_batch, "sequence_length": config.data.sequence_length}
-    config.parallel.check(shape, **sizes, ranks=16)
+    check_layout(config.parallel, shape, **sizes, ranks=16)
     check_schedule(config.parallel, shape, config.train.global_batch, sequence_length=config.data.sequence_length)
     assert config.parallel.pp == 4 and config.parallel.schedule == "interleaved-1f1b"
     html = page.read_text()

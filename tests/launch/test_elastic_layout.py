@@ -10,6 +10,7 @@ from shoal.launch.elastic_layout import replan
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 from tests.trainings.runs import checkpoints, curve
@@ -65,12 +66,12 @@ def test_any_layout_on_any_number_of_devices(dp, tp, cp, pp, zero, micro, severa
     config = run(batch, dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, micro_batch=micro)
     sizes = {"global_batch": batch, "sequence_length": LENGTH}
     try:
-        config.parallel.check(SHAPE, **sizes)
+        check_layout(config.parallel, SHAPE, **sizes)
     except UsageError:
         assume(False)
     devices = max(1, config.parallel.world_size - lost)
     now = replan(config, SHAPE, devices)
-    now.parallel.check(SHAPE, **sizes)
+    check_layout(now.parallel, SHAPE, **sizes)
     found = now.parallel
     assert found.world_size <= devices
     assert now.train.global_batch == batch == found.dp * found.micro_batch * found.microbatches(batch)

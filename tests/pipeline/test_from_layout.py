@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
+from shoal.pipeline.check_run import check_run
 from shoal.pipeline.from_layout import check_schedule, forwards_of, program_of, virtual_stages
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, receive_of, sender_of
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.spec.catalog import model_shape
+from shoal.spec.config import build_config
 from shoal.spec.layout import Layout, Schedule
 
 SHAPE = model_shape("tiny").model_copy(update={"layers": 8})
@@ -26,13 +28,13 @@ def test_a_layout_names_every_schedule() -> None:
         ({"pp": 2, "schedule": "zb-v", "virtual_stages": 3}, 4, False, "virtual_stages = 3, but zb-v has 2"),
         ({"pp": 3, "schedule": "interleaved-1f1b", "virtual_stages": 3}, 4, False, "8 layers cannot fill 9 stages"),
         ({"pp": 3, "schedule": "dualpipe"}, 6, False, "an even number of pipeline ranks"),
-        ({"pp": 2, "schedule": "zb-h1"}, 4, True, "train.compile = true with parallel.schedule = zb-h1"),
+        ({"pp": 2, "schedule": "zb-h1"}, 4, True, "train.compile = true with parallel.schedule = 'zb-h1'"),
         ({"pp": 2, "schedule": "file:nowhere.csv"}, 4, False, "nowhere.csv"),
     ],
 )
 def test_what_cannot_be_is_refused(layout, batch, compile, message) -> None:
     with pytest.raises(UsageError, match=message):
-        check_schedule(Layout(**layout), SHAPE, batch, compile=compile)
+        check_run(build_config({"parallel": layout, "train": {"global_batch": batch, "compile": compile}}), SHAPE)
 
 
 def test_the_nearest_batch_is_named_and_fits() -> None:

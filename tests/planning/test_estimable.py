@@ -47,7 +47,7 @@ ffn = 32
         ("--model deepseek-v3", "multi-head latent attention is counted"),
         ("--model olmoe-1b-7b --precision fp8", "train.precision = 'fp8' with a model of experts"),
         ("--model llama-3.2-1b --optimizer sophia-h", "optimizer.name = 'sophia-h' with train.precision = 'bf16'"),
-        ("--model olmoe-1b-7b --optimizer sophia-g", "optimizer.name = 'sophia-g' with experts"),
+        ("--model olmoe-1b-7b --optimizer sophia-g", "optimizer.name = 'sophia-g' with a model of experts"),
         ("--model llama-3.2-1b --precision bf16-all --optimizer muon", "with optimizer.name = 'muon'"),
         ("--model llama-3.2-1b --precision fp8 --cluster 8xV100", "no fp8 peak"),
     ],

@@ -9,11 +9,11 @@ import torch
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.precision.policy import POLICIES
+from shoal.pipeline.check_run import check_run
 from shoal.planning.cost.memory.per_parameter import RECIPES, per_parameter
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.precision_rules import check_precision
 from shoal.spec.config import Precision, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP64
@@ -78,4 +78,4 @@ def test_explain_precision_prints_it(capsys, monkeypatch):
 def test_what_does_not_go_together_is_refused(precision, sections, said):
     config = build_config({"train": {"precision": precision}, **sections})
     with pytest.raises(UsageError, match=said):
-        check_precision(config, model_shape("tiny"))
+        check_run(config, model_shape("tiny"))

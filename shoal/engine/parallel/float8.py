@@ -30,8 +30,9 @@ from shoal.engine.parallel.weight_grad import Postponed, add_gradient, add_rows,
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
 from shoal.engine.precision.policy import Policy
-from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, float8_layers
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E5M2
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.models.transformer import Transformer
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, scale_of
-from shoal.spec.catalog import ModelShape
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
@@ -53,17 +50,6 @@ class Recipe:
     def turns(self, what: int) -> bool:
         """Whether the codes of a tensor are also those of its transpose."""
         return self.grains[what].rows == self.grains[what].columns
-
-
-def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers of a model that multiply in 8 bits: those of its blocks, but for what is kept."""
-    with torch.device("meta"):
-        model = Transformer(shape)
-    return [
-        name for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("layers.")
-        and not any(fnmatchcase(name, pattern) for pattern in keep)
-    ]
 
 
 class AmaxHistory:

@@ -21,6 +21,7 @@ from shoal.report.timeline.palette import ink
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.models import ModelShape
 from shoal.spec.layout import ContextOrder, Layout
+from shoal.spec.layout.sizes import check_layout
 
 CELLS = 64  # of the sequence's bar in a terminal
 MILLION = 1_000_000
@@ -59,7 +60,7 @@ def explain(options: ContextOptions, console: Console) -> int:
         raise UsageError(f"--out {options.out}: a drawing ends in .svg")
     shape = model_shape(options.model)
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
-    layout.check(shape, global_batch=1, sequence_length=options.sequence_length)
+    check_layout(layout, shape, global_batch=1, sequence_length=options.sequence_length)
     held = spread(layout, options.sequence_length)
     console.print(Text(f"{options.sequence_length:,} tokens on {layout.describe()}", style="bold"))
     console.print(_bar(spread(layout, min(options.sequence_length, max(CELLS, 2 * layout.cp)))))

@@ -17,6 +17,7 @@ from shoal.labs.explain.blocks import hue
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
 
 TILE_WIDTH, TILE_HEIGHT, GAP, MARGIN = 128.0, 74.0, 10.0, 30.0
 SHOWN = 4  # experts that a tile names
@@ -110,7 +111,8 @@ def _checked(options: PlacementOptions) -> tuple[ModelShape, Layout]:
     if shape.experts is None:
         raise UsageError(f"explain experts --model {options.model}: it has no experts; try mixtral-8x7b.")
     layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=options.zero)
-    return shape, layout.check(shape, global_batch=options.dp, sequence_length=shape.max_sequence)
+    check_layout(layout, shape, global_batch=options.dp, sequence_length=shape.max_sequence)
+    return shape, layout
 
 
 def _names(experts: range) -> str:

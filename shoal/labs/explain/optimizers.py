@@ -13,12 +13,12 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
 from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, contour, walk
+from shoal.pipeline.check_run import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.report.lines import COLOURS
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import OptimizerConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
@@ -89,7 +89,7 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
     parts, refused, counted = [StagePart(range(shape.layers))], [], {}
     for name in RULES:
         try:
-            check_rules(build_config({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
+            check_run(build_config({"train": {"precision": precision}, "optimizer": {"name": name}}), shape)
         except UsageError as error:
             refused.append(error)
             continue

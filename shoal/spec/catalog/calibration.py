@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
@@ -18,9 +18,6 @@ from shoal.spec.catalog.tables import FOLDER
 
 if TYPE_CHECKING:
     import numpy as np
-
-    Constants = Mapping[str, float | tuple[float, ...]] | "Calibration"
-    """Numbers by name (`Calibration.values`), or arrays."""
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
@@ -110,6 +107,26 @@ class Calibration:
         given = constant.value if isinstance(constant.value, dict) else {"": constant.value}
         values = tuple(float(given.get(name, constant.prior(name))) for name in names_of(constant.by))
         return values if constant.by else values[0]
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Of `values` those that are one number."""
+        return {name: value for name, value in self.values.items() if not isinstance(value, tuple)}
+
+    @cached_property
+    def tables(self) -> dict[str, tuple[float, ...]]:
+        """Of `values` those that are several, one for each of `names_of` what they are known by."""
+        return {name: value for name, value in self.values.items() if isinstance(value, tuple)}
+
+    @overload
+    def entry(self, name: str, index: int) -> float: ...
+
+    @overload
+    def entry(self, name: str, index: np.ndarray) -> np.ndarray: ...
+
+    def entry(self, name: str, index: int | np.ndarray) -> float | np.ndarray:
+        """One of the numbers of a table, or one for each entry of an array of indices."""
+        return self.tables[name][index] if isinstance(index, int) else self._arrays[name][index]
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.spec.config.optimizer import OptimizerConfig
     from shoal.spec.config.precision import Float8Config, LossScaleConfig, Precision
     from shoal.spec.config.relaxed import RelaxedConfig
-    from shoal.spec.config.run import RUN_FILE, RunConfig, build_config, load_config, save_config
+    from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config
     from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 
 _FILES = {
@@ -27,7 +27,7 @@ _FILES = {
     "optimizer": ("OptimizerConfig",),
     "precision": ("Float8Config", "LossScaleConfig", "Precision"),
     "relaxed": ("RelaxedConfig",),
-    "run": ("RUN_FILE", "RunConfig", "build_config", "load_config", "save_config"),
+    "run": ("RUN_FILE", "RUNS", "RunConfig", "build_config", "load_config", "save_config"),
     "train": ("CheckpointConfig", "MetricsConfig", "TrainConfig"),
 }
 
@@ -40,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "RUNS",
     "RUN_FILE",
     "CheckpointConfig",
     "DataConfig",

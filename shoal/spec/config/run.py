@@ -21,6 +21,9 @@ from shoal.spec.layout import Layout
 RUN_FILE = "run.toml"
 """The name under which a run folder keeps its config."""
 
+RUNS = Path("runs")
+"""Where run folders are made that are given no name."""
+
 
 class RunConfig(Section):
     """Everything that decides a run."""

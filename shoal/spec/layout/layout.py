@@ -1,8 +1,8 @@
 """The `Layout`: how many ways each axis is split, and the sizes that follow.
 
-A layout is plain data. The runtime executes it, the verifier compares it, and every error about it is raised before any
-process starts (`shoal.spec.layout.rules`). Axes, outer to inner: ``pp, dp_replicate, dp_shard, cp, tp``; neighbours in
-rank are neighbours in ``tp``, the axis that talks most.
+A layout is plain data. The runtime executes it and the verifier compares it. Every error about it is raised before any
+process starts (`shoal.spec.layout.sizes`, `shoal.spec.compatibility`). Axes, outer to inner: ``pp, dp_replicate,
+dp_shard, cp, tp``; neighbours in rank are neighbours in ``tp``, the axis that talks most.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from pydantic_core import PydanticCustomError
 
 from shoal.base.errors import did_you_mean
-from shoal.spec.catalog import ModelShape
-from shoal.spec.layout.rules import MOST_RANKS, check
+
+MOST_RANKS = 2**20
+"""More ranks than any machine has: a larger product is a slip, and would take for ever to check."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
@@ -253,22 +254,6 @@ class Layout(BaseModel):
             parts.append(f"pp {self.pp} ({self.schedule}{stages})")
         return " x ".join(parts) or "one device"
 
-    def check(
-        self, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
-    ) -> Layout:
-        """Return the layout if it can run this model and batch, else raise.
-
-        Args:
-            shape: the model that is split.
-            global_batch: sequences per optimizer step over all replicas.
-            sequence_length: tokens per sequence.
-            ranks: the number of processes there are, where that is already decided (torchrun, SLURM, ``--ranks``).
-
-        Raises:
-            UsageError: naming the field, its value, the equation that fails and the nearest values that work.
-        """
-        check(self, shape, global_batch=global_batch, sequence_length=sequence_length, ranks=ranks)
-        return self
 
 
 def axes_of(layout: Layout, name: str) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.launch.worker_pool import Pool, RankError
-from shoal.pipeline.from_layout import check_schedule, schedule_of, virtual_stages
+from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import schedule_of, virtual_stages
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
 from shoal.testing.verify.compare import PLAIN, Finding, Verdict, judge
@@ -55,12 +55,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
         vocab=load_tokenizer(config.data.tokenizer).vocab_size, sequence_length=config.data.sequence_length
     )
     train, notes = config.train, []
-    length = config.data.sequence_length
-    config.parallel.check(shape, global_batch=train.global_batch, sequence_length=length)
-    check_schedule(
-        config.parallel, shape, train.global_batch, sequence_length=length, clip_norm=config.optimizer.clip_norm
-    )
-    check_rules(config, shape)
+    check_run(config, shape)
     changed: dict = {"device": "cpu", "compile": False}
     if train.compile:
         notes.append("compile is off: the layout is verified, not the compiler")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.spec.compatibility.training_rules import PRECISIONS
-from shoal.spec.config import RunConfig, build_config
+from shoal.spec.catalog import model_shape
+from shoal.spec.compatibility import features
+from shoal.spec.compatibility.check import is_excluded
+from shoal.spec.compatibility.features import DefaultSections, Run
+from shoal.spec.config import OptimizerConfig, RunConfig, build_config
+from shoal.spec.layout import Layout
+from shoal.spec.optimizers import SOPHIA_PRECISIONS
 
 Choose = Callable[[Sequence[Any]], Any]
 
-NO_ROUTERS = ("terapipe", "pipedream", "pipedream-2bw")
 
 
 def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
-    """A run that `Layout.check` accepts.
+    """A run that `shoal train` accepts.
 
     Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
     key/value heads than tp, widths that no shard divides.
@@ -63,7 +67,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    may = routers and schedule not in NO_ROUTERS and tp_x == 1
+    drawn = Run(DefaultSections(parallel=Layout.model_validate(parallel)), model_shape("tiny"))
+    may = routers and not is_excluded(features.EXPERTS, drawn) and not is_excluded(features.DEPTHS, drawn)
     sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
@@ -98,7 +103,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         "seed": choose(range(100)),
     }
     parallel["overlap"] = choose((True, False))
-    if tp > 1 and tp_x == 1:
+    if not is_excluded(features.TP_OVERLAP, drawn):
         parallel["tp_overlap"] = choose((True, False))
     parallel["offload"] = choose(("none", "optimizer", "parameters") if zero == 3 else ("none", "optimizer"))
     if zero == 3:
@@ -115,9 +120,11 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
 
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
-    run = draw_run(choose, max_ranks, routers=optimizer not in PRECISIONS)
-    settings = {"name": optimizer, "learning_rate": 1e-2}
-    if optimizer in PRECISIONS:  # Sophia: estimates that most steps make use of, since a small scale clips nearly all
+    rule = OptimizerConfig(name=cast(Any, optimizer))
+    alone = Run(DefaultSections(optimizer=rule), model_shape("tiny"))
+    run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, alone))
+    settings: dict[str, Any] = {"name": optimizer, "learning_rate": 1e-2}
+    if optimizer in SOPHIA_PRECISIONS:  # estimates that most steps use, since a small scale clips nearly all
         settings |= {"hessian_every": 2, "hessian_scale": 100.0}
     wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
     model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.precision.float8 import encode, largest, scale_of
 from shoal.engine.precision.policy import POLICIES
-from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, float8_layers
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
+from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import RunConfig
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import Formats
-from shoal.training.async_dp.choose import LOCAL, SERVED
+from shoal.spec.sync_methods import LOCAL, SERVED
 from shoal.training.async_dp.methods.average import LocalSteps
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.gossip import Push

@@ -30,8 +30,6 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.precision.histogram import BINS, count
-from shoal.spec.compatibility.precision_rules import SEVERAL_UPDATES
-from shoal.spec.config import RunConfig
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
@@ -233,23 +231,3 @@ def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
             f"{files[-1]} is no record of histograms: {type(error).__name__}: {error}"
             "\n  Remove it: the report needs none."
         ) from None
-
-
-def check_histograms(config: RunConfig) -> None:
-    """Refuse to record what cannot be seen.
-
-    Raises:
-        UsageError: naming the two fields.
-    """
-    if not config.metrics.histograms:
-        return
-    for field, bad, why in (
-        ("train.compile = true", config.train.compile, "the compiler leaves no tensors between layers to count"),
-        (f"parallel.sync = '{config.parallel.sync}'", config.parallel.sync != "all-reduce",
-         "each replica has gradients of its own"),
-        (f"parallel.schedule = '{config.parallel.schedule}'", config.parallel.schedule in SEVERAL_UPDATES,
-         "a step has several gradients"),
-    ):
-        if bad:
-            raise UsageError(f"metrics.histograms = {config.metrics.histograms} with {field}: {why}."
-                             "\n  Leave one of them out.")

@@ -17,6 +17,7 @@ from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
 from tests.engine.parallel.counting import engine_of, sent_in_a_step
 from tests.testing.verify.runs import MODEL, small_run
 
@@ -211,7 +212,7 @@ def test_what_cannot_be_is_refused(parallel: dict, experts: dict, words: str) ->
     config = run_of(parallel, experts)
     shape = config.model.shape(vocab=257, sequence_length=8)
     with pytest.raises(UsageError) as error:
-        config.parallel.check(shape, global_batch=12, sequence_length=8)
+        check_layout(config.parallel, shape, global_batch=12, sequence_length=8)
     assert words in str(error.value)
 
 
@@ -219,7 +220,7 @@ def test_ep_needs_experts() -> None:
     shape = build_config({"model": MODEL}).model.shape(vocab=257, sequence_length=8)
     for fields in ({"dp": 2, "ep": 2}, {"tp": 2, "etp": 1}):
         with pytest.raises(UsageError, match="the model has no experts"):
-            Layout(**fields).check(shape, global_batch=2, sequence_length=8)
+            check_layout(Layout(**fields), shape, global_batch=2, sequence_length=8)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.parallel.float8 import Float8, Float8Product, multiply
 from shoal.engine.precision.float8 import ROW, TENSOR, quantise
 from shoal.engine.precision.policy import POLICIES
+from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.precision_rules import check_precision
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.number_formats import E4M3, E5M2
 from shoal.testing.verify.case import prepare, run_case
@@ -183,4 +183,4 @@ def test_what_does_not_go_together_is_refused(precision, sections, said):
     config = build_config(values)
     shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
     with pytest.raises(UsageError, match=said):
-        check_precision(config, shape)
+        check_run(config, shape)

@@ -135,9 +135,9 @@ def test_what_is_foreseen_is_the_same_on_every_layout(pool: Pool) -> None:
 @pytest.mark.parametrize("changes, what", [
     ({"parallel": {"tp": 2, "sequence_parallel": True}, "depths": {"capacity": 0.6}}, "of 8 tokens, .* multiple of tp"),
     ({"parallel": {"cp": 2}, "depths": {"capacity": 0.3}}, "too few for cp 2"),
-    ({"parallel": {"pp": 2, "schedule": "terapipe"}}, "terapipe with model.depths"),
-    ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "pipedream with model.depths"),
-    ({"parallel": {"dp": 2, "sync": "diloco"}}, "diloco with model.depths"),
+    ({"parallel": {"pp": 2, "schedule": "terapipe"}}, "'terapipe' with model.depths"),
+    ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "'pipedream' with model.depths"),
+    ({"parallel": {"dp": 2, "sync": "diloco"}}, "'diloco' with model.depths"),
     ({"train": {"compile": True}}, "train.compile = true with model.depths"),
     ({"train": {"precision": "fp8"}}, "with model.depths"),
     ({"optimizer": {"name": "sophia-g"}}, "sophia-g' with model.depths"),

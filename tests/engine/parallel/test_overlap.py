@@ -89,7 +89,7 @@ def test_auto_needs_ranks_a_split_sequence_and_transfers_in_the_background(
 
 
 @pytest.mark.parametrize(("parallel", "train", "what"), [
-    ({"tp": 1, "sequence_parallel": False}, {}, r"tp_overlap = true needs parallel\.tp > 1"),
+    ({"tp": 1, "sequence_parallel": False}, {}, r"tp_overlap = true with parallel\.tp = 1"),
     ({}, {"compile": True}, r"tp_overlap = true with train\.compile = true"),
     *(({}, {"precision": name}, f"tp_overlap = true with train.precision = '{name}'") for name in IN_8_BITS),
 ])

@@ -11,6 +11,7 @@ from shoal.cli.main import main
 from shoal.labs.explain.experts import placement
 from shoal.spec.catalog import model_shape
 from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
 
 MIXTRAL = model_shape("mixtral-8x7b")
 
@@ -22,7 +23,7 @@ def test_every_expert_is_held_whole_by_each_group_that_exchanges_tokens(
 ) -> None:
     layout = Layout(dp=dp, tp=tp, ep=ep, etp=etp, zero=zero)
     try:
-        layout.check(MIXTRAL, global_batch=dp, sequence_length=64)
+        check_layout(layout, MIXTRAL, global_batch=dp, sequence_length=64)
     except UsageError:
         return
     held = placement(layout, MIXTRAL)

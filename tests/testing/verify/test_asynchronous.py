@@ -89,7 +89,7 @@ def test_bf16_without_shards_computes_with_the_weights_that_it_updates(pool: Poo
 @pytest.mark.parametrize(
     ("parallel", "clip", "message"),
     [
-        ({"pp": 2, "schedule": "pipedream"}, 1.0, "clip_norm = 1 with parallel.schedule = pipedream"),
+        ({"pp": 2, "schedule": "pipedream"}, 1.0, "clip_norm = 1 with parallel.schedule = 'pipedream'"),
         ({"pp": 2, "schedule": "pipedream-2bw", "update_every": 1}, 0, "update_every = 1 is less than pp 2"),
         ({"pp": 2, "update_every": 2}, 0, "update_every = 2, but 1f1b has no such choice"),
         ({"pp": 2, "sequence_slices": 2}, 0, "sequence_slices = 2, but 1f1b computes sequences whole"),

@@ -8,7 +8,7 @@ import torch
 
 from shoal.launch.checks.memory_check import RankMemory, held_by
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL
+from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
 from shoal.training.async_dp.methods.quantised import Quantised
 from shoal.training.async_dp.unsynchronised import FreeEngine
@@ -50,7 +50,7 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
 
 
 def test_what_a_method_keeps_is_foretold(pool):
-    names = [(name, "bf16") for name in (*COMPRESSED, *LOCAL, "diloco, int8", *FREE, "all-reduce")]
+    names = [(name, "bf16") for name in (*COMPRESSED, *LOCAL, "diloco, int8", *UNSYNCHRONISED, "all-reduce")]
     for name, precision in (*names, ("hogwild", "fp32"), ("all-reduce", "fp32")):  # without copies to compute with
         sync, relaxed = name.split(",")[0], {"outer_int8": True} if name == "diloco, int8" else {}
         more = {"model": {"hidden": 64, "ffn": 160}, "train": {"precision": precision}}

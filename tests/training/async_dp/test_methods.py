@@ -19,7 +19,7 @@ from shoal.engine.data.batches import Batch, SyntheticDataset
 from shoal.engine.models.loss import IGNORE
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL
+from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.quantised import Quantised
@@ -185,7 +185,7 @@ def in_bf16(config: RunConfig) -> tuple[list[float], bool]:
     )
 
 
-@pytest.mark.parametrize("sync", ["all-reduce", *COMPRESSED, *LOCAL, *FREE])
+@pytest.mark.parametrize("sync", ["all-reduce", *COMPRESSED, *LOCAL, *UNSYNCHRONISED])
 def test_what_computes_in_bf16_learns(sync, pool):
     ranks = 1 if sync == "hogwild" else 2  # another could write after this rank's last step
     few = {"train": {"precision": "bf16", "steps": 15}}

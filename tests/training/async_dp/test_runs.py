@@ -24,7 +24,8 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import destroy_world
 from shoal.launch.worker_pool import RankError
 from shoal.spec.config import RunConfig, build_config, save_config
-from shoal.training.async_dp.choose import COMPRESSED, FREE, LOCAL, READERS, SERVED, goes_on_without, trainer_of
+from shoal.spec.sync_methods import COMPRESSED, LOCAL, READ_BY, SERVED, UNSYNCHRONISED
+from shoal.training.async_dp.choose import goes_on_without, trainer_of
 from shoal.training.async_dp.methods.server import Server
 from shoal.training.async_dp.trainers import FreeTrainer
 from shoal.training.check import check
@@ -47,7 +48,7 @@ def config_of(corpus: Path, sync: str, **sections: dict[str, Any]) -> RunConfig:
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    relaxed = {name: value for name, value in values.pop("relaxed").items() if sync in READERS[name]}
+    relaxed = {name: value for name, value in values.pop("relaxed").items() if sync in READ_BY[name]}
     parallel = {"dp": 2, "micro_batch": 1, "sync": sync} | values.pop("parallel", {})
     return build_config(plain(small_config(corpus, parallel, **values)) | {"relaxed": relaxed})
 
@@ -74,13 +75,13 @@ def train_in(pool, config: RunConfig, folder: Path, resume: bool = False) -> Pat
 def trained(corpus, pool, tmp_path_factory):
     """Every method's run on 2 replicas."""
     runs = {}
-    for sync in ("all-reduce", *COMPRESSED, *LOCAL, *FREE):
+    for sync in ("all-reduce", *COMPRESSED, *LOCAL, *UNSYNCHRONISED):
         config = config_of(corpus, sync, **UNEVEN if sync == "hogwild" else {})
         runs[sync] = config, train_in(pool, config, tmp_path_factory.mktemp(sync) / "run")
     return runs
 
 
-@pytest.mark.parametrize("sync", [*COMPRESSED, *LOCAL, *FREE])
+@pytest.mark.parametrize("sync", [*COMPRESSED, *LOCAL, *UNSYNCHRONISED])
 def test_every_method_learns_as_the_synchronous_run_does(sync, trained):
     mine, right = records(trained[sync][1]), records(trained["all-reduce"][1])
     assert [r.step for r in mine][-1] == STEPS and mine[-1].validation_loss is not None

@@ -10,8 +10,10 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of
+from shoal.pipeline.check_run import check_run
+from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.records.histograms import KINDS, Histograms, check_histograms, read_histograms
+from shoal.training.records.histograms import KINDS, Histograms, read_histograms
 from shoal.training.step.optimizer_step import NonFinite
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
@@ -126,7 +128,7 @@ def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path, capsys):
 def test_what_cannot_be_seen_is_refused(sections, said):
     config = build_config({"metrics": {"histograms": 1}, **sections})
     with pytest.raises(UsageError, match=said):
-        check_histograms(config)
+        check_run(config, model_shape("tiny"))
 
 
 @pytest.mark.parametrize("rule", ["sophia-g", "sophia-h"])

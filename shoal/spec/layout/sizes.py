@@ -1,25 +1,34 @@
-"""What must hold of a layout, a model and a batch together."""
+"""Sizes of a layout, a model and a batch that must fit each other: what divides what, and the nearest that does."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 from shoal.base.errors import UsageError, divisors, nearest_divisors
 from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.check import check_compatibility
+from shoal.spec.compatibility.features import DefaultSections, Run
+from shoal.spec.layout.layout import MOST_RANKS, Layout
 
-if TYPE_CHECKING:
-    from shoal.spec.layout.layout import Layout
-
-MOST_RANKS = 2**20  # more than any machine has: what is larger is a slip, and would take forever to check
 MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
 
 
-def check(
+def check_layout(
     layout: Layout, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
 ) -> None:
-    """Refuse a layout that cannot run this model and batch: see `Layout.check`."""
+    """Refuse a layout that cannot run this model and batch.
+
+    Args:
+        shape: the model that is split.
+        global_batch: sequences per optimizer step over all replicas.
+        sequence_length: tokens per sequence.
+        ranks: the number of processes, where it is already decided (torchrun, SLURM, ``--ranks``).
+
+    Raises:
+        UsageError: naming the field, its value, the equation that fails and the nearest values that work.
+    """
+    check_compatibility(Run(DefaultSections(parallel=layout), shape))
     if shape.latent is not None:
         raise UsageError(
             "model: multi-head latent attention is counted, but neither trained nor estimated."
@@ -47,35 +56,12 @@ def check(
 
 
 def _check_data_parallel(layout: Layout, global_batch: int) -> None:
-    if layout.zero_shard is not None:
-        if layout.zero == 0:
-            raise UsageError(
-                f"parallel.zero_shard = {layout.zero_shard}, but parallel.zero = 0 shards nothing."
-                "\n  Set parallel.zero to 1, 2 or 3, or leave zero_shard out."
-            )
-        if layout.dp % layout.zero_shard:
-            near = " or ".join(map(str, nearest_divisors(layout.zero_shard, of=layout.dp)))
-            raise UsageError(
-                f"parallel.zero_shard = {layout.zero_shard} does not divide dp {layout.dp}: "
-                f"dp = dp_replicate x zero_shard.\n  Nearest that do: {near}."
-            )
-    if layout.offload != "none" and layout.sync != "all-reduce":
+    if layout.zero_shard is not None and layout.dp % layout.zero_shard:
+        near = " or ".join(map(str, nearest_divisors(layout.zero_shard, of=layout.dp)))
         raise UsageError(
-            f"parallel.offload = {layout.offload} with parallel.sync = {layout.sync}, which works on weights and "
-            "gradients on the device.\n  Leave one of them out."
+            f"parallel.zero_shard = {layout.zero_shard} does not divide dp {layout.dp}: "
+            f"dp = dp_replicate x zero_shard.\n  Nearest that do: {near}."
         )
-    if layout.offload == "parameters" and layout.zero < 3:
-        raise UsageError(
-            f"parallel.offload = parameters, but parallel.zero = {layout.zero} keeps parameters whole on the device."
-            "\n  Set parallel.zero = 3, or parallel.offload = optimizer."
-        )
-    if layout.zero < 3:
-        for field, value in (("prefetch", layout.prefetch), ("reshard_after_forward", layout.reshard_after_forward)):
-            if value != type(layout).model_fields[field].default:
-                raise UsageError(
-                    f"parallel.{field} = {str(value).lower()}, but parallel.zero = {layout.zero} keeps parameters "
-                    f"whole.\n  Set parallel.zero = 3, or leave {field} out."
-                )
     per_pass = layout.dp * layout.micro_batch
     if global_batch % per_pass:
         raise UsageError(
@@ -100,21 +86,6 @@ def _micro_batches(layout: Layout, global_batch: int) -> str:
 
 def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
     if layout.tp == 1:
-        if layout.tp_x > 1:
-            raise UsageError(
-                f"parallel.tp_x = {layout.tp_x} needs parallel.tp > 1: it makes a grid of the tensor-parallel ranks."
-                "\n  Set parallel.tp to a multiple of it, or leave tp_x out."
-            )
-        if layout.sequence_parallel:
-            raise UsageError(
-                "parallel.sequence_parallel = true needs parallel.tp > 1: it splits the sequence over the "
-                "tensor-parallel ranks.\n  Set parallel.tp to 2 or more, or leave sequence_parallel out."
-            )
-        if layout.tp_overlap is True:
-            raise UsageError(
-                "parallel.tp_overlap = true needs parallel.tp > 1: it hides tensor parallelism's collectives."
-                "\n  Set parallel.tp to 2 or more, or leave tp_overlap out."
-            )
         return
     for what, size in _split_sizes(shape).items():
         if size % layout.tp:
@@ -161,13 +132,6 @@ def _check_grid(layout: Layout, shape: ModelShape) -> None:
                 "them or be a multiple of them"
             )
         raise UsageError(f"{field} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
-    for refused, what, mend in (
-        (shape.experts is not None, "with experts, whose ranks take their tokens from one dimension", "experts"),
-        (shape.depths is not None, "with model.depths, whose routers score a whole hidden state", "depths"),
-        (layout.tp_overlap is True, "with tp_overlap = true, which makes the products of one dimension", "tp_overlap"),
-    ):
-        if refused:
-            raise UsageError(f"{field} {what}.\n  Leave tp_x or {mend} out.")
 
 
 def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
@@ -185,11 +149,6 @@ def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: 
         raise UsageError(
             f"parallel.ulysses = {layout.ulysses} {why}\n  Fits cp {layout.cp}: {', '.join(map(str, fits))}."
         )
-    if layout.cp_order != "zig-zag" and layout.ring == 1:
-        raise UsageError(
-            f"parallel.cp_order = {layout.cp_order}, but there is no ring: cp {layout.cp} = ring 1 x ulysses "
-            f"{layout.ulysses}.\n  Leave cp_order out, or set parallel.cp to a multiple of ulysses."
-        )
     least = 2 * layout.cp * layout.token_multiple
     if layout.cp > 1 and sequence_length < least:
         each = " x tp" if layout.sequence_parallel else ""
@@ -203,12 +162,6 @@ def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: 
 def _check_experts(layout: Layout, shape: ModelShape) -> None:
     experts = shape.experts
     if experts is None:
-        if layout.ep > 1 or layout.etp is not None:
-            name, value = ("ep", layout.ep) if layout.ep > 1 else ("etp", layout.etp)
-            raise UsageError(
-                f"parallel.{name} = {value}, but the model has no experts.\n  Leave it out, or set "
-                "model.experts.count."
-            )
         return
     ranks, inside = math.prod(layout.shape[1:]), layout.ep * layout.expert_tensor
     if ranks % inside:
@@ -227,18 +180,6 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
                 f"parallel.{name} = {degree} does not divide model.experts.{what} = {size}: each rank takes as "
                 f"much.\n  Nearest {name} that fits: {near}."
             )
-    if layout.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
-        raise UsageError(
-            f"parallel.schedule = {layout.schedule} with experts: " + (
-                "gates decide for whole sequences, of which it has slices." if layout.schedule == "terapipe"
-                else "their losses and loads are of whole steps, in which it makes several updates."
-            ) + "\n  Choose another schedule."
-        )
-    if layout.sync != "all-reduce":
-        raise UsageError(
-            f"parallel.sync = {layout.sync} with experts: their loads are those of the whole batch, and its "
-            "replicas go their own ways.\n  Leave sync out."
-        )
 
 
 def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
@@ -256,18 +197,6 @@ def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> No
         raise UsageError(
             f"{field} takes {taken} of {sequence_length} tokens, too few for cp {layout.cp}: it needs {least}, two "
             "chunks for each rank.\n  Use a larger capacity, or a smaller parallel.cp."
-        )
-    if layout.schedule in ("terapipe", "pipedream", "pipedream-2bw"):
-        raise UsageError(
-            f"parallel.schedule = {layout.schedule} with model.depths: " + (
-                "routers decide for whole sequences, of which it has slices." if layout.schedule == "terapipe"
-                else "their loss is of whole steps, in which it makes several updates."
-            ) + "\n  Choose another schedule."
-        )
-    if layout.sync != "all-reduce":
-        raise UsageError(
-            f"parallel.sync = {layout.sync} with model.depths: the loss of their predictors is a mean over the whole "
-            "batch, and its replicas go their own ways.\n  Leave sync out."
         )
 
 
@@ -290,7 +219,7 @@ def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> lis
             continue
         degrees = {"pp": pp, "dp": ranks // (pp * tp * cp), "cp": cp, "tp": tp}
         try:
-            check(layout.model_copy(update=degrees), shape, **sizes)
+            check_layout(layout.model_copy(update=degrees), shape, **sizes)
         except UsageError:
             continue
         changed = {name: degree for name, degree in degrees.items() if degree != getattr(layout, name)}

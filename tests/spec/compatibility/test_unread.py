@@ -3,8 +3,8 @@
 import pytest
 
 from shoal.base.errors import UsageError
+from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.training_rules import check_rules
 from shoal.spec.config import build_config
 
 
@@ -21,5 +21,5 @@ from shoal.spec.config import build_config
 ])  # fmt: skip
 def test_settings_that_nothing_reads_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(UsageError) as refused:
-        check_rules(build_config({"optimizer": settings}), model_shape("tiny"))
+        check_run(build_config({"optimizer": settings}), model_shape("tiny"))
     assert said in str(refused.value)

@@ -1,0 +1,42 @@
+"""Every rule about a run that its config and model alone decide, in one call."""
+
+from __future__ import annotations
+
+from shoal.pipeline.from_layout import check_schedule, program_of, splits_backward
+from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.check import check_compatibility
+from shoal.spec.compatibility.features import Run, Sections
+from shoal.spec.compatibility.sizes import check_float8_sizes, check_relaxed_sizes
+from shoal.spec.compatibility.unread import check_unread
+from shoal.spec.layout.sizes import check_layout
+from shoal.spec.schedules import ASYNCHRONOUS
+
+
+def check_run(config: Sections, shape: ModelShape, *, ranks: int | None = None) -> None:
+    """Refuse a run that cannot be: what `shoal train`, `estimate`, `plan` and `verify` all ask.
+
+    Args:
+        config: the sections of a run.
+        shape: its model.
+        ranks: the number of processes, where it is already decided (torchrun, SLURM, ``--ranks``).
+
+    Raises:
+        UsageError: naming the field, its value, why, and the nearest remedy.
+    """
+    layout, batch, length = config.parallel, config.train.global_batch, config.data.sequence_length
+    check_layout(layout, shape, global_batch=batch, sequence_length=length, ranks=ranks)
+    check_schedule(layout, shape, batch, sequence_length=length)
+    check_compatibility(_with_program(config, shape, layout.microbatches(batch)))
+    check_unread(config)
+    check_float8_sizes(config, shape)
+    check_relaxed_sizes(config)
+
+
+def _with_program(config: Sections, shape: ModelShape, microbatches: int) -> Run:
+    """A run with what its pipeline program says, which is built only where some rule reads it."""
+    layout = config.parallel
+    if config.train.compile:
+        return Run(config, shape, splits_backward=splits_backward(program_of(layout, microbatches)))
+    if layout.schedule in ASYNCHRONOUS and config.optimizer.clip_norm:
+        return Run(config, shape, updates=program_of(layout, microbatches).updates)
+    return Run(config, shape)

@@ -1,0 +1,41 @@
+"""Questions to the table: may a run be, and could it also use a feature."""
+
+from __future__ import annotations
+
+from shoal.base.errors import UsageError
+from shoal.spec.compatibility.features import Feature, Run
+from shoal.spec.compatibility.table import CONFLICTS, Conflict
+
+
+def find_conflict(run: Run) -> Conflict | None:
+    """The first row of the table that a run breaks; None if its features go together."""
+    used: dict[object, bool] = {}
+    for conflict in CONFLICTS:
+        for feature in (conflict.first, conflict.second):
+            if feature not in used:
+                used[feature] = feature.used(run)
+            if not used[feature]:
+                break
+        else:
+            return conflict
+    return None
+
+
+def check_compatibility(run: Run) -> None:
+    """Refuse a run with two features that do not go together.
+
+    Raises:
+        UsageError: naming both settings, why, and what to do instead.
+    """
+    if conflict := find_conflict(run):
+        settings = f"{conflict.first.setting(run)} with {conflict.second.setting(run)}"
+        raise UsageError(f"{settings}: {conflict.reason}.\n  {conflict.remedy}.")
+
+
+def is_excluded(feature: Feature, run: Run) -> bool:
+    """Whether a run could not also use a feature: for whoever draws or proposes runs."""
+    return any(
+        (conflict.first is feature and conflict.second.used(run))
+        or (conflict.second is feature and conflict.first.used(run))
+        for conflict in CONFLICTS
+    )
