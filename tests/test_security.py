@@ -39,11 +39,11 @@ def place(tmp_path_factory) -> Place:
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 UNPICKLES = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "yaml"}
-BETWEEN_PROCESSES = {SHOAL / "comm" / "pool.py"}  # a parent and its children, by a pipe that they alone have
+BETWEEN_PROCESSES = {SHOAL / "launch" / "worker_pool.py"}  # a parent and its children, by a pipe that they alone have
 
 
 OF_OBJECTS = {name for name in dir(torch.distributed) if "object" in name and not name.startswith("_")}
-BY_LOOPBACK = {SHOAL / "plan" / "auto" / "pipelined.py"}  # `shoal plan auto --check`, between processes of its own
+BY_LOOPBACK = {SHOAL / "labs" / "autoshard" / "pipelined.py"}  # `shoal plan auto --check`, between processes of its own
 
 
 def dotted(node: ast.expr) -> str:

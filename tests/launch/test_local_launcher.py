@@ -39,7 +39,8 @@ import torch
 import torch.distributed as dist
 from shoal.engine.device import destroy_world
 from shoal.base.errors import UsageError
-from shoal.launch.rank_env import become_rank, read_payload
+from shoal.launch.join import become_rank
+from shoal.launch.rank_env import read_payload
 
 payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
 member = become_rank("cpu", timeout=60)
@@ -82,10 +83,10 @@ destroy_world()
 PARENT = """
 import json, os, sys
 from pathlib import Path
-from shoal.training.resilience import nursery
+from shoal.launch import prefork
 from shoal.launch.local_launcher import launch
 from tests.trainings.forked import fork_nursery
-nursery.Popen = fork_nursery
+prefork.Popen = fork_nursery
 payload = json.loads(os.environ["PAYLOAD"])
 sys.exit(launch("program", payload, 2, Path(payload["folder"], "logs"), device="cpu"))
 """

@@ -79,7 +79,7 @@ def test_torchs_contenders_alone_have_torchs_products_where_that_is_asked(produc
     for race in races(WORK, products=products):
         for contender in (*race.ours, *race.references, *race.also, *race.bounds):
             build = getattr(contender.build, "func", contender.build)
-            torchs = build.__module__.rpartition(".")[2] in ("references", "pipelining", "threads")
+            torchs = build.__module__.rpartition(".")[2] in ("torch_baselines", "torch_pipelining", "threads")
             bound = build is torch_baselines.independent
             assert contender.products == (products or not torchs or bound or not contender.tuned), contender.name
 

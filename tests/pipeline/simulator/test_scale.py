@@ -35,12 +35,12 @@ def test_a_quarter_of_a_million_micro_batches_that_all_differ() -> None:
     script = """
         import numpy as np
         from shoal.pipeline.schedules import SCHEDULES
-        from shoal.pipeline.simulator import Links, Times, simulate
+        from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
         from shoal.pipeline.simulator.columns import of_schedule
         random = np.random.default_rng(0)
         p, m = 256, 1024
-        times = Times(*(random.uniform(0.5, 1.5, (p, m)) for _ in range(3)))
-        links = Links(*(random.uniform(0, 0.1, (p, p)) for _ in range(2)))
+        times = ActionTimes(*(random.uniform(0.5, 1.5, (p, m)) for _ in range(3)))
+        links = MessageTimes(*(random.uniform(0, 0.1, (p, p)) for _ in range(2)))
         timeline = simulate(of_schedule(SCHEDULES["1f1b"], p, m), times, links)
         assert timeline.busy.shape == (1, p) and timeline.peak_live.max() == p
         # Its own alone: getrusage counts what its parent had when it was forked.
