@@ -113,13 +113,14 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._begin, self._first = 0.0, None
+        self._begin = 0.0
+        self._first: torch.cuda.Event | None = None  # on CUDA, from `start` on
 
     def start(self) -> None:
         """Wait for what was queued, and set the device's clock by that of the host."""
         if self.device.type == "cuda":
-            self._first = self.mark()
-            self._first.synchronize()
+            self._first = first = self.mark()
+            first.synchronize()
             self._begin = time.perf_counter()
 
     def mark(self) -> Any:
@@ -137,6 +138,7 @@ class Stopwatch:
         """
         if self.device.type != "cuda":
             return list(marks)
+        assert self._first is not None, "`start` comes first"
         for mark in marks:
             mark.synchronize()
         return [self._begin + self._first.elapsed_time(mark) / 1000 for mark in marks]

@@ -59,8 +59,7 @@ def load(
     Raises:
         CheckpointError: naming the file or tensor: not the same model, set of tensors, shape or dtype; or damage.
     """
-    every = sorted(set().union(*gather(sorted(state), group)))
-    every = set(broadcast(every, group))
+    every = set(broadcast(sorted(set().union(*gather(sorted(state), group))), group))
     problem, extra = "", {}
     try:
         manifest = read_manifest(path)
@@ -198,6 +197,7 @@ def _fill(path: Place, manifest: Manifest, state: State) -> None:
                 values = _read(path, tensors, name, stored, DTYPES[manifest.tensors[name].dtype])
                 for piece in pieces:
                     common = piece.box.intersect(stored.box)
+                    assert common is not None  # `touched` has named them
                     piece.tensor[common.inside(piece.box).slices].copy_(values[common.inside(stored.box).slices])
                     filled[name] += common.numel
     for name, pieces in state.items():

@@ -156,7 +156,7 @@ def key(name: str, box: Box) -> str:
 def checksum(data: bytes | memoryview | torch.Tensor) -> str:
     """XXH3 of the bytes, 128 bits: it finds damage, at the speed of memory, and does not guard against forgery."""
     if isinstance(data, torch.Tensor):
-        data = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = data.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -266,22 +266,3 @@ def list_checkpoints(folder: Place) -> list[Committed]:
 def newest(folder: Place) -> Committed | None:
     """The committed checkpoint of the highest step, if there is any."""
     return next(reversed(list_checkpoints(folder)), None)
-
-
-def describe(path: Place) -> list[dict[str, Any]]:
-    """A checkpoint as rows of a table: name, dtype, shape, bytes, boxes and files of each tensor.
-
-    Raises:
-        CheckpointError: not a checkpoint, or its manifest is damaged.
-    """
-    return [
-        {
-            "name": name,
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "bytes": math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize,
-            "boxes": len(tensor.boxes),
-            "files": len({box.file for box in tensor.boxes}),
-        }
-        for name, tensor in read_manifest(path).tensors.items()
-    ]

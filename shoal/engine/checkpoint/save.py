@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import storage
@@ -69,7 +69,7 @@ class Checkpointer:
         self._renames = storage.renames(folder)
         self._report = report
         self._rank = rank_of(group)
-        self._lock = None
+        self._lock: IO[str] | None = None
         opened = self._attempt(lambda: self._open(fresh)) if self._rank == 0 else None
         self._nonce = _result(broadcast(opened, group))
         self._staging = Staging()
@@ -188,7 +188,7 @@ class Checkpointer:
             parts = [RankPart.model_validate(answer["result"][0]) for answer in answers]
             _check_there(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
-            if self._renames:
+            if storage.renames(folder):
                 storage.sync_folder(folder)
                 note, dropped = self._make_room(folder, step)
                 if not dropped:

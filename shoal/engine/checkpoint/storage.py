@@ -13,7 +13,7 @@ import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeGuard
 
 from safetensors import safe_open
 
@@ -40,7 +40,7 @@ def place(address: str | Path) -> Place:
     return Remote.of(str(address)) if "://" in str(address) else Path(address)
 
 
-def renames(folder: Place) -> bool:
+def renames(folder: Place) -> TypeGuard[Path]:
     """Whether a folder there gets another name in one step."""
     return isinstance(folder, Path)
 
@@ -113,7 +113,7 @@ def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder of a disk durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,8 +129,10 @@ def rename(old: Place, new: Place) -> None:
         OSError: ``new`` exists and is not an empty folder.
     """
     if isinstance(old, Remote):
+        assert isinstance(new, Remote)  # of the same parent
         old.move(new, COMMITS)
         return
+    assert isinstance(new, Path)
     os.rename(old, new)
     sync_folder(new.parent)
 

@@ -147,7 +147,7 @@ def write_part(folder: Place, rank: int, staged: Staged) -> RankPart:
     """
     header = header_of(staged.slots)
     if staged.slots:
-        storage.write(folder / file_name(rank), [header, memoryview(staged.data.numpy())])
+        storage.write(folder / file_name(rank), [header, staged.data.numpy().data])
     return part_of(rank, header, staged)
 
 
@@ -164,7 +164,7 @@ def part_of(rank: int, header: bytes, staged: Staged) -> RankPart:
     }
     if not staged.slots:
         return RankPart(files={}, tensors=tensors, names=staged.names)
-    name, data = file_name(rank), memoryview(staged.data.numpy())
+    name, data = file_name(rank), staged.data.numpy().data
     for slot in staged.slots:
         tensors[slot.name].boxes.append(
             StoredBox(

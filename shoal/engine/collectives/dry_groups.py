@@ -41,8 +41,7 @@ class Nowhere:
     Attributes:
         ranks: global ranks of the group.
         by_gloo: sums receive into a buffer of their own, as they do over gloo (`shoal.engine.collectives.ops`); NCCL
-        needs none of
-            the caller's.
+            needs none of the caller's.
     """
 
     def __init__(self, ranks: Sequence[int], *, by_gloo: bool = False):
@@ -75,16 +74,16 @@ class DryGroup(Group):
 
     def __init__(self, ranks: Sequence[int], rank: int, *, by_gloo: bool = False):
         super().__init__(None, Nowhere(ranks, by_gloo=by_gloo))
-        self._size, self._rank = len(ranks), list(ranks).index(rank)
+        self._ranks, self._rank = list(ranks), list(ranks).index(rank)
 
     @property
     def ranks(self) -> list[int]:
         """Their global ranks, in order."""
-        return self.shared.ranks
+        return self._ranks
 
     def size(self) -> int:
         """Number of ranks."""
-        return self._size
+        return len(self._ranks)
 
     def rank(self) -> int:
         """This process's place among them."""

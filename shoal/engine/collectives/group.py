@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.engine.collectives.pending import Pending, Transport
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.shm.region import Region, host_identity
 from shoal.engine.collectives.shm.transport import SharedGroup
-from shoal.engine.collectives.throttle import PendingCollective, ThrottledLink
+from shoal.engine.collectives.throttle import ThrottledLink
 
 T = TypeVar("T")
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all of this process
@@ -36,14 +37,17 @@ class Group:
     """
 
     alone = False
+    backend: dist.ProcessGroup
 
     def __init__(
-        self, backend: dist.ProcessGroup, shared: SharedGroup | None = None, link: ThrottledLink | None = None
+        self, backend: dist.ProcessGroup | None, shared: Transport | None = None, link: ThrottledLink | None = None
     ):
-        self.backend, self.shared, self.link = backend, shared, link
+        self.shared, self.link = shared, link
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
-        _groups.add(self)
+        if backend is not None:  # a group of a dry run has none, and nothing to leave
+            self.backend = backend
+            _groups.add(self)
 
     def count(self, kind: str, x: Tensor, times: float) -> None:
         """Note that a collective sends each of ``x``'s bytes so many times.
@@ -53,12 +57,12 @@ class Group:
         experience").
         """
         size = x.numel() * x.element_size()
-        self.sent[kind] += size * times
+        self.sent[kind] += size * times  # type: ignore[assignment]  # typeshed's Counter has only whole numbers
         self.calls[kind, size] += 1
         if self.link is not None:
             self.link.send(size * times)
 
-    def carried(self, work: PendingCollective) -> PendingCollective:
+    def carried(self, work: Pending) -> Pending:
         """The collective that was counted last, as it was started; with a `ThrottledLink`, no faster than it allows."""
         return work if self.link is None else self.link.carry(work)
 
@@ -112,12 +116,18 @@ def _local_progress(device: torch.device) -> Progress | None:
     hosts = {_store().get(f"shoal/host/{rank}").decode() for rank in range(dist.get_world_size())}
     if len(hosts) > 1 or hosts == {""}:
         return None
-    timeout = dist.group.WORLD._get_backend(device).options._timeout
+    timeout = world()._get_backend(device).options._timeout
     return Progress(timeout.total_seconds())
 
 
+def world() -> dist.ProcessGroup:
+    """The default process group, of all ranks; there is one from `shoal.engine.device.init_world` on."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _store() -> dist.Store:
-    return dist.group.WORLD.get_group_store()
+    return world().get_group_store()
 
 
 def share(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
@@ -138,8 +148,7 @@ def allocate(
             which each rank writes a part, while none reads, before all gather them.
     """
     mine = None
-    shared = group.shared if group is not None else None
-    if isinstance(shared, SharedGroup) and numel:
+    if group is not None and isinstance(shared := group.shared, SharedGroup) and numel:
         rows = 1 if one else shared.size
         size = shared.common_bytes(numel, dtype, rows)
         mine = _map(group.backend, 0, size, lambda region: shared.adopt(region, numel, dtype, rows))

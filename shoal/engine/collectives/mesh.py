@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from shoal.engine.collectives.group import Group, announce, local_progress, share
+from shoal.engine.collectives.group import Group, announce, local_progress, share, world
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
@@ -86,11 +86,11 @@ class Mesh:
             whole, n = axis.split("/")
             return self._neighbours(whole, int(n))
         if axis in ("tp_x", "tp_y", "ulysses", "ring"):  # an axis as a grid, the first of each the inner one
-            whole, n = ("tp", self.layout.tp_x) if axis.startswith("tp") else ("cp", self.layout.ulysses)
+            whole, inner = ("tp", self.layout.tp_x) if axis.startswith("tp") else ("cp", self.layout.ulysses)
             if axis in ("tp_x", "ulysses"):
-                return self._neighbours(whole, n)
+                return self._neighbours(whole, inner)
             ranks = self.ranks(whole)
-            return ranks[ranks.index(self.rank) % n :: n]
+            return ranks[ranks.index(self.rank) % inner :: inner]
         axes = axes_of(self.layout, axis)
         if axes and axes[0] in EXPERT_AXES[1:]:
             grid, place = self._expert_place
@@ -140,7 +140,7 @@ class Mesh:
         key = (purpose, ranks)
         if key not in self._groups:
             if not purpose and len(ranks) == dist.get_world_size():
-                backend = dist.group.WORLD
+                backend = world()
             else:
                 backend = dist.new_group(list(ranks), use_local_synchronization=True)
             shared = None

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.pending import Pending, Transfer
 from shoal.engine.collectives.shm.transport import REDUCTIONS
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
@@ -32,20 +33,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _EXCHANGED = 2 * 2**20  # bytes, up to which two ranks on gloo exchange what they sum
-
-
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Until its result can be used."""
-
-
-class Transfer(Pending, Protocol):
-    """A message on its way."""
-
-    def is_completed(self) -> bool:
-        """Whether it is known to have gone."""
 
 
 def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -201,21 +188,27 @@ def start_send(x: Tensor, to: int, group: Group) -> Transfer:
     group.count("send", x, 1)
     if group.shared is not None:
         return group.shared.send(x, group.shared.ranks.index(to))
-    return dist.isend(x, to, group=group.backend)
+    return _started(dist.isend(x, to, group=group.backend))
 
 
 def start_receive(x: Tensor, source: int, group: Group) -> Transfer:
     """Start receiving contiguous ``x`` from the global rank ``source``, in the order in which it sends."""
     if group.shared is not None:
         return group.shared.receive(x, group.shared.ranks.index(source))
-    return dist.irecv(x, source, group=group.backend)
+    return _started(dist.irecv(x, source, group=group.backend))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """A message of torch's, which is None to a process that is not of the group."""
+    assert work is not None
+    return work
 
 
 @dataclass
 class _Several:
     """Messages on their way."""
 
-    works: list[Pending]
+    works: Sequence[Pending]
     kept: tuple[Tensor, ...]  # what must stay as it is until the end
 
     def wait(self) -> None:
@@ -231,7 +224,9 @@ def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> P
     group.count("send", x, 1)
     if group.shared is not None:
         ranks = group.shared.ranks
-        works = [group.shared.send(x, ranks.index(to)), group.shared.receive(out, ranks.index(source))]
+        works: Sequence[Pending] = (
+            group.shared.send(x, ranks.index(to)), group.shared.receive(out, ranks.index(source))
+        )
     else:
         works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, x, to, group.backend), dist.P2POp(dist.irecv, out, source, group.backend)
@@ -259,7 +254,7 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
     if group.shared is not None:
         out = [parts[mine] if rank == mine else parts[mine].new_empty(shape) for rank, shape in enumerate(shapes)]
         others = [rank for rank in range(group.size()) if rank != mine]
-        works = [group.shared.send(parts[rank], rank) for rank in others]
+        works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
         works += [group.shared.receive(out[rank], rank) for rank in others]
         group.carried(_Several(works, ())).wait()
         return out

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class PendingCollective(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Until its result can be used."""
+from shoal.engine.collectives.pending import Pending
 
 
 class ThrottledLink:
@@ -38,14 +32,14 @@ class ThrottledLink:
         """Queue so many bytes."""
         self._free = max(self._free, time.monotonic()) + size / self.rate
 
-    def carry(self, work: PendingCollective) -> PendingCollective:
+    def carry(self, work: Pending) -> Pending:
         """The same collective, which is not through before what was queued last is."""
         return _Carried(work, self._free)
 
 
 @dataclass
 class _Carried:
-    work: PendingCollective
+    work: Pending
     through: float
 
     def wait(self) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.order import SampleOrder
-from shoal.engine.data.shards import SPLITS, TokenStream, open_shards
+from shoal.engine.data.shards import SPLITS, Split, TokenStream, open_shards
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.loss import IGNORE
 from shoal.spec.config import DataConfig
-
-Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,15 @@ _READERS = {
 class Corpus(Protocol):
     """A fixed sequence of documents."""
 
-    name: str
-    """For people: what was asked for."""
+    @property
+    def name(self) -> str:
+        """For people: what was asked for."""
+        ...
 
-    size: int | None
-    """UTF-8 bytes of all documents, where that is known beforehand."""
+    @property
+    def size(self) -> int | None:
+        """UTF-8 bytes of all documents, where that is known beforehand."""
+        ...
 
     def documents(self) -> Iterator[str]:
         """All documents, in the same order each time.

@@ -1,12 +1,13 @@
-"""What ``shoal data`` does: tokenise a corpus, train a tokenizer, and look at the text as training will see it."""
+"""Prepare data: tokenise a corpus, train a tokenizer, and describe the text as training will see it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
-from shoal.engine.data.shards import SPLITS, CacheManifest, open_shards, split_of
+from shoal.engine.data.shards import SPLITS, CacheManifest, SplitInfo, open_shards, split_of
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -25,44 +26,113 @@ def prepare(config: DataConfig, *, progress: bool = True) -> None:
         open_dataset(config, seed=0, split=split, progress=progress)
 
 
-def train_tokenizer(config: DataConfig, vocab_size: int, out: Path) -> None:
-    """Train a byte-level BPE on the training documents of ``config`` and save it as ``out``.
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer that was trained and saved.
+
+    Attributes:
+        file: where it is.
+        vocab_size: its token ids, those of bytes and special tokens included.
+    """
+
+    file: Path
+    vocab_size: int
+
+
+def train_tokenizer(
+    data: DataConfig, *, vocab_size: int = 8192, out: str | Path = "tokenizer.json"
+) -> TrainedTokenizer:
+    """Train a byte-level BPE tokenizer on the training documents of a corpus, and save it.
+
+    Args:
+        data: names the corpus, as in `RunConfig.data`.
+        vocab_size: token ids, the 256 bytes and the special tokens included.
+        out: the file to write, which must not exist; name it in ``data.tokenizer`` of a run.
 
     Raises:
         UsageError: the corpus cannot be read, ``out`` exists, or ``vocab_size`` is too small.
+
+    >>> import shoal
+    >>> from pathlib import Path
+    >>> size = Path("corpus.txt").write_text("one fish, two fish, red fish, blue fish " * 50)
+    >>> config = shoal.RunConfig.model_validate({"data": {"source": "text", "paths": ["corpus.txt"]}})
+    >>> shoal.train_tokenizer(config.data, vocab_size=300, out="fish.json").vocab_size <= 300
+    True
     """
-    check_read(config)
+    check_read(data)
     documents = (
         text
-        for text in open_corpus(config).documents()
-        if split_of(text.encode(), config.validation_fraction) == "train"
+        for text in open_corpus(data).documents()
+        if split_of(text.encode(), data.validation_fraction) == "train"
     )
-    out = expanded(out, "--out")
-    tokenizer = train_bpe(documents, vocab_size, out)
-    print(f"{out}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {out}")
+    file = expanded(Path(out), "--out")
+    tokenizer = train_bpe(documents, vocab_size, file)
+    return TrainedTokenizer(file, tokenizer.vocab_size)
 
 
-def inspect(config: DataConfig) -> None:
-    """Print what the corpus holds and its first training sample as text, tokenising it first where needed.
+@dataclass(frozen=True)
+class CorpusContents:
+    """What a tokenised corpus holds.
+
+    Attributes:
+        name: of the corpus.
+        vocab_size: token ids of the tokenizer.
+        folder: of the cache that holds the token ids.
+        splits: by name ("train", "validation").
+        samples: sequences in each split.
+    """
+
+    name: str
+    vocab_size: int
+    folder: Path
+    splits: dict[str, SplitInfo]
+    samples: dict[str, int]
+
+
+@dataclass(frozen=True)
+class DataContents:
+    """What a run trains on.
+
+    Attributes:
+        tokenizer: as the config names it.
+        corpus: None for synthetic data, which is drawn while it is used.
+        sample_tokens: tokens of the first training sample of seed 0.
+        sample_targets: how many of them count in the loss.
+        sample: its text.
+    """
+
+    tokenizer: str
+    corpus: CorpusContents | None
+    sample_tokens: int
+    sample_targets: int
+    sample: str
+
+
+def describe_data(data: DataConfig) -> DataContents:
+    """Say what a corpus holds and show its first training sample, after tokenising it if that has not been done.
+
+    Args:
+        data: names the corpus and the tokenizer, as in `RunConfig.data`.
 
     Raises:
-        UsageError: whatever is wrong with the input, by name.
+        UsageError: something is wrong with the input, which is named.
+
+    >>> import shoal
+    >>> config = shoal.RunConfig.model_validate({"data": {"source": "synthetic", "sequence_length": 16}})
+    >>> shoal.describe_data(config.data).sample_tokens
+    16
     """
     from shoal.engine.data.batches import open_dataset
 
-    check_read(config)
-    tokenizer = load_tokenizer(config.tokenizer)
-    if config.source != "synthetic":
-        folder = open_shards(config, tokenizer, progress=True)
+    check_read(data)
+    tokenizer = load_tokenizer(data.tokenizer)
+    corpus = None
+    if data.source != "synthetic":
+        folder = open_shards(data, tokenizer, progress=True)
         manifest = CacheManifest.read(folder)
-        print(f"{manifest.corpus}\n{manifest.vocab_size:,} token ids ({config.tokenizer}), in {folder}\n")
-        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
-        for split in SPLITS:
-            info = manifest.splits[split]
-            samples = max(0, info.tokens - 1) // config.sequence_length
-            ratio = info.bytes / max(1, info.tokens)
-            print(f"{split:12}{info.documents:>12,}{info.tokens:>16,}{ratio:>14.2f}{len(info.shards):>8}{samples:>12,}")
-    sample = open_dataset(config, seed=0, split="train").batch([0])
-    print(f"\nsample 0 of seed 0: {sample.tokens.shape[1]} tokens, {sample.unmasked()} in the loss\n")
+        samples = {split: max(0, manifest.splits[split].tokens - 1) // data.sequence_length for split in SPLITS}
+        splits = {split: manifest.splits[split] for split in SPLITS}
+        corpus = CorpusContents(manifest.corpus, manifest.vocab_size, folder, splits, samples)
+    sample = open_dataset(data, seed=0, split="train").batch([0])
     text = tokenizer.decode(sample.tokens[0].tolist())
-    print("".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text))
+    return DataContents(data.tokenizer, corpus, sample.tokens.shape[1], sample.unmasked(), text)

@@ -36,7 +36,9 @@ from shoal.engine.data.corpus import Corpus, open_corpus
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
 
-SPLITS = ("train", "validation")
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+IdType = Literal["<u2", "<u4"]  # numpy's names of the types that ids are stored as
 SHARD_TOKENS = 1 << 24
 
 _FORMAT = 1  # part of the key: raise it when the same corpus would give other files
@@ -78,8 +80,8 @@ class CacheManifest(_Plain):
     corpus: str
     tokenizer: str
     vocab_size: PositiveInt
-    dtype: Literal["<u2", "<u4"]
-    splits: dict[Literal["train", "validation"], SplitInfo]
+    dtype: IdType
+    splits: dict[Split, SplitInfo]
 
     @staticmethod
     def read(folder: Path) -> CacheManifest:
@@ -105,7 +107,7 @@ class TokenStream:
         UsageError: a shard is missing, damaged or holds an id outside the vocabulary, by name.
     """
 
-    def __init__(self, folder: Path, split: str) -> None:
+    def __init__(self, folder: Path, split: Split) -> None:
         self.folder = folder
         self.manifest = CacheManifest.read(folder)
         self.info = self.manifest.splits[split]
@@ -142,7 +144,7 @@ class TokenStream:
             raise _damaged(path, str(error)) from None
         if len(ids) != shard.tokens:
             raise _damaged(path, f"{len(ids)} ids where {shard.tokens} were written")
-        if xxhash.xxh3_64_hexdigest(ids) != shard.checksum:
+        if xxhash.xxh3_64_hexdigest(ids.data) != shard.checksum:
             raise _damaged(path, "its checksum differs from the one in manifest.json")
         _check_ids(ids, self.manifest.vocab_size, str(path))
         return ids
@@ -180,7 +182,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
     return folder
 
 
-def split_of(content: bytes, validation_fraction: float) -> str:
+def split_of(content: bytes, validation_fraction: float) -> Split:
     """The split of a document, by a hash of its own UTF-8 bytes: other documents, order and seed do not matter."""
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
@@ -188,7 +190,7 @@ def split_of(content: bytes, validation_fraction: float) -> str:
 def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float, progress: bool) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".staging", dir=folder.parent))
     try:
-        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype: IdType = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
         with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
             for batch in _batches(corpus.documents()):
@@ -219,7 +221,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
 class _Writer:
     """Writes one split's stream, and starts a new shard whenever one is full."""
 
-    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+    def __init__(self, folder: Path, split: Split, dtype: IdType) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shards: list[ShardInfo] = []
         self._documents = self._bytes = 0
@@ -249,7 +251,7 @@ class _Writer:
     def _write(self, ids: np.ndarray) -> None:
         name = f"{self._split}-{len(self._shards):05d}.bin"
         ids.tofile(self._folder / name)
-        self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids)))
+        self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids.data)))
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
