@@ -1,0 +1,1 @@
+"""The commands of `shoal bench`, one file each."""

@@ -1,0 +1,1 @@
+"""How one thing works and what it costs, computed from the description that also runs."""

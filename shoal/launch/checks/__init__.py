@@ -1,0 +1,1 @@
+"""What must hold of this machine before ranks start: memory, folders, devices."""

@@ -1,0 +1,1 @@
+"""Which rank is lost, and why: heartbeats watched, stacks read, ends explained."""

@@ -1,0 +1,1 @@
+"""The share of a long training that counts, with failures, checkpoints and spares."""

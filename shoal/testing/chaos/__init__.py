@@ -1,0 +1,1 @@
+"""Faults injected into real runs, and whether anything was lost."""

@@ -1,0 +1,1 @@
+"""Benchmarks that train: what a technique costs in loss."""

@@ -1,0 +1,1 @@
+"""Training steps of shoal beside those of torch, on the same work."""

@@ -1,0 +1,1 @@
+"""Seconds that a stage takes: products, collectives, gathers and updates."""
