@@ -32,13 +32,12 @@ class Adafactor(Rule, Compilable):
         super().__init__(config, shards)
         self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
         self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
-        kind = {"dtype": shards.dtype, "device": shards.device}
         self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (whole[:-1], (*whole[:-2], whole[-1]))
             for name, whole in shards.parameters.items() if len(whole) > 1
         }  # fmt: skip
         self.sizes = [math.prod(shape) for both in self.shapes.values() for shape in both]
-        self.factors = torch.zeros(sum(self.sizes), **kind)
+        self.factors = torch.zeros(sum(self.sizes), dtype=shards.dtype, device=shards.device)
         self.views = self._views(self.factors)
         self.matrices = self._matrices(self.views)
         self.parts = [
@@ -48,7 +47,8 @@ class Adafactor(Rule, Compilable):
             single: whole[-2:] for name, whole in shards.parameters.items() for single in _names(name, whole)
         }
         self.squares = {
-            (part.name, part.box): torch.zeros(part.box.shape, **kind) for _, part in self.parts if not _matrix(part)
+            (part.name, part.box): torch.zeros(part.box.shape, dtype=shards.dtype, device=shards.device)
+            for _, part in self.parts if not _matrix(part)
         }
 
     def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -61,7 +61,7 @@ class Adafactor(Rule, Compilable):
 
     def _matrices(self, views: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
         """The same of each matrix."""
-        found = {}
+        found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (rows, columns) in views.items():
             singles = _names(name, self.shards.parameters[name])
             of_each = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
@@ -69,9 +69,9 @@ class Adafactor(Rule, Compilable):
         return found
 
     def compile(self) -> None:
-        self._of_squares, self._of_update, self._move = (
-            torch.compile(kernel, dynamic=True) for kernel in (_sums_of_squares, _norm_of_update, _moved)
-        )
+        self._of_squares = torch.compile(_sums_of_squares, dynamic=True)
+        self._of_update = torch.compile(_norm_of_update, dynamic=True)
+        self._move = torch.compile(_moved, dynamic=True)
         self._rows_at_once = None
 
     def update(self, learning_rate: float) -> None:
@@ -147,10 +147,9 @@ class Adafactor(Rule, Compilable):
             for weights in self._rows(shard.weights, part):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
-        numbers = squares.tolist()
         return {
-            name: tuple(math.sqrt(square / math.prod(whole)) for square in numbers[place[name]])
-            for name, whole in self.wholes.items()
+            name: (math.sqrt(of_update / math.prod(whole)), math.sqrt(of_weights / math.prod(whole)))
+            for (name, whole), (of_update, of_weights) in zip(self.wholes.items(), squares.tolist(), strict=True)
         }
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:

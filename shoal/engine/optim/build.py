@@ -39,7 +39,7 @@ def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> 
         compile: its updates, if they are not kernels of torch's own.
     """
     rule = RULES[config.name](config, shards)
-    if compile and compilable(config.name):
+    if compile and isinstance(rule, Compilable):
         rule.compile()
     return rule
 

@@ -25,7 +25,7 @@ class _Made:
         counts: whether it keeps the number of updates.
     """
 
-    make: type[torch.optim.Optimizer]
+    make: Callable[..., torch.optim.Optimizer]
     states: tuple[str, ...]
     options: Callable[[OptimizerConfig], dict[str, Any]]
     counts: bool = True
@@ -50,7 +50,7 @@ TORCH = {
 
 def has_fused(name: str, device: torch.device) -> bool:
     """Whether torch has one kernel for all of a rule on a device: Adagrad's for CUDA came with 2.13."""
-    return name != "adagrad" or device.type == "cpu" or torch.__version__ >= (2, 13)
+    return name != "adagrad" or device.type == "cpu" or torch.__version__ >= "2.13"
 
 
 class FromTorch(Rule):
@@ -70,8 +70,9 @@ class FromTorch(Rule):
             {"params": parameters, "weight_decay": decay, "rate": rate} for (decay, rate), parameters in groups.items()
         ] or [{"params": [], "rate": 1.0}]  # a rank whose shards are padding alone updates nothing
         fused = has_fused(name, shards.device)
-        kernel = {"fused": fused, "foreach": not fused}
-        self.rule = made.make(options, lr=config.learning_rate, **kernel, **made.options(config))
+        self.rule = made.make(
+            options, lr=config.learning_rate, fused=fused, foreach=not fused, **made.options(config)
+        )
         for parameter in self.parameters:
             if made.states:
                 states: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in made.states}

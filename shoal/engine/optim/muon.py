@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,9 +45,9 @@ class Muon(Rule):
             momentum.mul_(self.config.momentum).add_(shard.gradient)
             shard.weights.mul_(1 - rate * shard.decay)
         pieces = [piece for turn in self.turns for piece, _ in turn.pieces]
-        kind = {"dtype": self.shards.dtype, "device": self.shards.device}
-        whole = torch.empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0), **kind)
-        mine = torch.empty(max((p.stop for p in pieces), default=0), **kind)
+        empty = partial(torch.empty, dtype=self.shards.dtype, device=self.shards.device)
+        whole = empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0))
+        mine = empty(max((p.stop for p in pieces), default=0))
         for turn in self.turns:
             for piece, moves in turn.pieces:
                 buffer = whole[: holders.ranks * (piece.stop - piece.start)].zero_()
@@ -91,15 +93,22 @@ def orthogonal(matrix: Tensor) -> Tensor:
         for _ in range(_STEPS):
             x = torch.addmm(x, _polynomial(_symmetric(x, x.T), *others), x, beta=first)
     else:
-        gram, product = _symmetric(x, x.T), None
-        for step in range(_STEPS):
-            factor = _polynomial(gram, *others)
-            factor.diagonal().add_(first)
-            product = _symmetric(product, factor) if step else factor
-            if step < _STEPS - 1:
-                gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
+        gram = _symmetric(x, x.T)
+        product = factor = _factor(gram)
+        for _ in range(_STEPS - 1):
+            gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
+            factor = _factor(gram)
+            product = _symmetric(product, factor)
         x = product @ x
     return (x if wide else x.T).to(matrix.dtype)
+
+
+def _factor(gram: Tensor) -> Tensor:
+    """[n, n], symmetric: what a step multiplies x by, with its constant."""
+    first, *others = _COEFFICIENTS
+    factor = _polynomial(gram, *others)
+    factor.diagonal().add_(first)
+    return factor
 
 
 def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:

@@ -107,7 +107,7 @@ def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) 
         wide: multiplied in float32 or float64 (`orthogonal_flops`).
     """
     matrices = [
-        Matrix(name, first, whole[-2:])
+        Matrix(name, first, (whole[-2], whole[-1]))
         for name, whole in parameters.items()
         for first in range(0, math.prod(whole), whole[-2] * whole[-1])
     ]

@@ -1,5 +1,9 @@
 """How much muon multiplies, and how much of it at a time, without torch. `shoal.engine.optim.muon` has the rule."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 AT_ONCE = 1 << 25
 """Elements of the buffer between the ranks; and of what one rank works on in a turn, if one matrix is not more."""
 
@@ -12,7 +16,7 @@ APART = 16
 """Elements between the rows of what is symmetric: those that lie a power of two apart share few lines of the caches."""
 
 
-def nearly_square(shape: tuple[int, int]) -> bool:
+def nearly_square(shape: Sequence[int]) -> bool:
     """Whether multiplying the polynomials of a matrix with each other first takes no fewer FLOPs than step by step, and
     more memory."""
     n, m = min(shape), max(shape)

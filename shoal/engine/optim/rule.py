@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -62,7 +62,8 @@ class Compilable(ABC):
 class Elementwise(Rule, Compilable):
     """A rule in which every element is updated by itself, so that any shard will do.
 
-    Subclasses name their `STATES` and give `numbers` and `block`.
+    Subclasses name their `STATES` and give `numbers` and `block`. The numbers are floats to a block of elements, and
+    0-dimensional tensors to the compiled rule.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -80,19 +81,21 @@ class Elementwise(Rule, Compilable):
             weights, states = shard.weights, [self.tensors[name][i] for name in self.STATES]
             numbers = self.numbers(learning_rate * shard.rate, shard.decay)
             if self._compiled is not None:  # as tensors, since it would be compiled anew for other numbers
-                numbers = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
-                self._compiled(weights, shard.gradient.to(weights.dtype), *states, *numbers)
+                as_tensors = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
+                self._compiled(weights, shard.gradient.to(weights.dtype), states, as_tensors.unbind())
                 continue
             for some, gradient, *rest in blocks(weights, shard.gradient, *states):
-                self.block(some, gradient.to(some.dtype), *rest, *numbers)
+                self.block(some, gradient.to(some.dtype), rest, numbers)
 
     @abstractmethod
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
         """What `block` takes besides tensors: all that depends on the learning rate or on the number of the update."""
 
     @abstractmethod
-    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
-        """Update some elements, and their states, in place. ``rest``: the states, then the numbers."""
+    def block(
+        self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Sequence[float | Tensor]
+    ) -> None:
+        """Update some elements, and their states, in place."""
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {name: named(self.shards.shards, tensors) for name, tensors in self.tensors.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shoal.engine.optim.rule import Elementwise
@@ -22,8 +24,11 @@ class Sage(Elementwise):
         bias = (1 - beta2**self.count) ** 0.5  # of the root
         return 1 - rate * decay, self.config.eps * bias, rate * bias / (1 - beta1**self.count)
 
-    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
-        mean, square, sensitivity, kept, eps, step = rest
+    def block(
+        self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Sequence[float | Tensor]
+    ) -> None:
+        mean, square, sensitivity = states
+        kept, eps, step = numbers
         beta1, beta2 = self.config.betas
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

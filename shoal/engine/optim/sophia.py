@@ -48,8 +48,11 @@ class Sophia(Elementwise):
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
         return 1 - rate * decay, rate / self.config.hessian_scale
 
-    def block(self, weights: Tensor, gradient: Tensor, *rest: Tensor | float) -> None:
-        mean, hessian, kept, step = rest
+    def block(
+        self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Sequence[float | Tensor]
+    ) -> None:
+        mean, hessian = states
+        kept, step = numbers
         mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
         # Lines 12 and 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
         gamma = self.config.hessian_scale
