@@ -85,13 +85,13 @@ class Estimate(StagePrices):
     def _step(self) -> Played:
         if self._short:
             return play(self.program, self.passes, self.finishes, *self.hops)
-        return self._replayed[0] if self._may_replay else self._on(self.timeline)
+        return self._on(self.timeline) if self._replayed is None else self._replayed[0]
 
     @cached_property
     def _without_messages(self) -> Played:
         if self._short:
             return play(self.program, self.passes, self.finishes)
-        if self._may_replay:
+        if self._replayed is not None:
             return self._replayed[1]
         from shoal.pipeline.simulator import simulate
 
@@ -101,20 +101,17 @@ class Estimate(StagePrices):
     def _short(self) -> bool:
         return self.played is self.program and self.run.cluster.at_once is None and is_short(self.program)
 
-    @property
-    def _may_replay(self) -> bool:
-        return self.replay is not None and self.run.cluster.at_once is None
-
     @cached_property
-    def _replayed(self) -> tuple[Played, Played]:
-        """With messages, and without."""
+    def _replayed(self) -> tuple[Played, Played] | None:
+        """With messages, and without; None where there is no replay, or where ranks share cores."""
+        if self.replay is None or self.run.cluster.at_once is not None:
+            return None
         import numpy as np
 
         from shoal.pipeline.simulator import MessageTimes
 
-        times = self.durations
-        step = np.full(len(self.parts), times.step)
-        table = np.stack([times.forward, times.backward_input, times.backward_weight, times.reduce, step, times.gather])
+        reduce, _, gather = self.finishing.T
+        table = np.stack([*self.times, reduce, np.full(len(self.parts), self._update), gather])
         with_them, without = self.replay.step_times(np.stack([table, table], axis=2), [self.link, MessageTimes()])
         busy = self.replay.busy(table[:, :, None])[:, 0].tolist()
         return Played(float(with_them), busy), Played(float(without), busy)
@@ -144,15 +141,20 @@ class Estimate(StagePrices):
         return np.array(self.finishes)
 
     @cached_property
+    def _update(self) -> float:
+        """Seconds of the optimizer on the rank where it takes longest."""
+        every = range(self.program.ranks)
+        return max(sum(self.finishes[s][1] for s in self.program.stages_of(rank)) for rank in every)
+
+    @cached_property
     def durations(self) -> ActionTimes:
         """Seconds of all that the program does, but for messages (`link`)."""
         from shoal.pipeline.simulator import ActionTimes
 
         forward, inputs, weights = self.times
-        reduce, updates, gather = zip(*self.finishes, strict=True)
-        step_of_rank = [sum(updates[s] for s in self.program.stages_of(r)) for r in range(self.program.ranks)]
+        reduce, _, gather = self.finishing.T
         return ActionTimes(
-            forward=forward, backward_input=inputs, backward_weight=weights, reduce=reduce, step=max(step_of_rank),
+            forward=forward, backward_input=inputs, backward_weight=weights, reduce=reduce, step=self._update,
             gather=gather,
         )
 
@@ -226,10 +228,10 @@ class Estimate(StagePrices):
             from shoal.pipeline.simulator.columns import before_backwards as of_columns  # which needs numpy
 
             before = of_columns(self.timeline.columns, whole, half, self.message).T.tolist()
-            versions = self.timeline.weight_versions
+            versions = self.timeline.weight_versions.tolist()
         held = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
         return [
-            self.memory_of([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], int(copies))
+            self.memory_of([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], copies)
             for stages, copies in zip(held, versions, strict=True)
         ]
 

@@ -166,7 +166,9 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
             sent_after[row] = base + passed
 
 
-def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[float], passing: float) -> np.ndarray:
+def before_backwards(
+    columns: Columns, whole: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
+) -> np.ndarray:
     """[216, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
     half, and of its second, where a schedule splits it, and at the end of a forward: each where that stage has
     made the gradients of its weights for no micro-batch before, for one, and for more; each of these where the
@@ -185,8 +187,8 @@ def before_backwards(columns: Columns, whole: Sequence[float], half: Sequence[fl
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
     here = follows & np.append(False, holder[1:] == holder[:-1])
-    whole, half = np.array(whole) - passing * here, np.array(half)
-    kinds = ((BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half), (FORWARD, whole))
+    kept, left = np.array(whole) - passing * here, np.array(half)
+    kinds = ((BACKWARD, -kept), (INPUT, left - kept), (WEIGHT, -left), (FORWARD, kept))
     change = np.zeros(columns.rows)
     for code, bytes_of in kinds:
         rows = columns.op == code

@@ -7,21 +7,33 @@ that a hundred thousand layouts are priced in one pass of numpy. Letters as ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, overload
+
+from shoal.planning.cost.either import V
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from shoal.planning.cost.either import Value
 
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward computes again: attention's core; a layer; or all of it but every second product and attention."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Of kernels, in the order in which they came."""
+DEFAULTS: Mapping[str, float] = {
+    "gated": 1, "tied": 0, "experts": 1, "active": 1, "tp": 1, "tp_x": 1, "pp": 1, "virtual": 1, "dp": 1, "cp": 1,
+    "ep": 1, "zero": 0, "shard": 1, "sequence_parallel": 0, "recompute": 0, "warmup": 1, "alive": 1, "software": 0,
+    "generation": 2, "attention": 3, "fp8": 0, "peak8": 0, "attainable": 1, "inside": float("inf"), "nic": float("inf"),
+    "network": 0, "per_node": 8, "through_memory": 0, "gradient_bytes": 4, "reduce_bytes": 4, "overlap_data": 1,
+    "overlap_tensor": 0, "overlap_pipeline": 0, "balanced": 0, "dropout": 0, "unit_messages": 1, "crowded": 0,
+    "bucket_copies": 0, "shard_copies": 0, "reduced_apart": 0, "gathers_kept": 0, "logits_whole": 0, "fused_norm": 1,
+    "ties_first": 0, "ahead": 0, "kept_ffn": 4,
+}  # fmt: skip
+"""Of the fields of `Runs` that may be left out."""
 
 
-class Runs(NamedTuple):
-    """One entry of each array is one run, or each field is a number; those with a default may be left out.
+@dataclass(frozen=True, eq=False)
+class Runs(Generic[V]):
+    """One entry of each array is one run, or each field is a number; those of `DEFAULTS` may be left out.
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: L, h, a and so on.
@@ -52,105 +64,114 @@ class Runs(NamedTuple):
         fused_norm: 1 where a norm is one kernel.
     """
 
-    layers: Value
-    hidden: Value
-    heads: Value
-    kv_heads: Value
-    head_dim: Value
-    ffn: Value
-    vocab: Value
-    s: Value
-    b: Value
-    microbatches: Value
-    peak: Value
-    hbm: Value
-    memory: Value
-    gated: Value = 1
-    tied: Value = 0
-    experts: Value = 1
-    active: Value = 1
-    tp: Value = 1
-    tp_x: Value = 1
-    pp: Value = 1
-    virtual: Value = 1
-    dp: Value = 1
-    cp: Value = 1
-    ep: Value = 1
-    zero: Value = 0
-    shard: Value = 1
-    sequence_parallel: Value = 0
-    recompute: Value = 0
-    warmup: Value = 1
-    alive: Value = 1
-    software: Value = 0
-    generation: Value = 2
-    attention: Value = 3
-    fp8: Value = 0
-    peak8: Value = 0
-    attainable: Value = 1
-    inside: Value = float("inf")
-    nic: Value = float("inf")
-    network: Value = 0
-    per_node: Value = 8
-    through_memory: Value = 0
-    gradient_bytes: Value = 4
-    reduce_bytes: Value = 4
-    overlap_data: Value = 1
-    overlap_tensor: Value = 0
-    overlap_pipeline: Value = 0
-    balanced: Value = 0
-    dropout: Value = 0
-    unit_messages: Value = 1
-    crowded: Value = 0
-    bucket_copies: Value = 0
-    shard_copies: Value = 0
-    reduced_apart: Value = 0
-    gathers_kept: Value = 0
-    logits_whole: Value = 0
-    fused_norm: Value = 1
-    ties_first: Value = 0
-    ahead: Value = 0
-    kept_ffn: Value = 4
+    layers: V
+    hidden: V
+    heads: V
+    kv_heads: V
+    head_dim: V
+    ffn: V
+    vocab: V
+    s: V
+    b: V
+    microbatches: V
+    peak: V
+    hbm: V
+    memory: V
+    gated: V
+    tied: V
+    experts: V
+    active: V
+    tp: V
+    tp_x: V
+    pp: V
+    virtual: V
+    dp: V
+    cp: V
+    ep: V
+    zero: V
+    shard: V
+    sequence_parallel: V
+    recompute: V
+    warmup: V
+    alive: V
+    software: V
+    generation: V
+    attention: V
+    fp8: V
+    peak8: V
+    attainable: V
+    inside: V
+    nic: V
+    network: V
+    per_node: V
+    through_memory: V
+    gradient_bytes: V
+    reduce_bytes: V
+    overlap_data: V
+    overlap_tensor: V
+    overlap_pipeline: V
+    balanced: V
+    dropout: V
+    unit_messages: V
+    crowded: V
+    bucket_copies: V
+    shard_copies: V
+    reduced_apart: V
+    gathers_kept: V
+    logits_whole: V
+    fused_norm: V
+    ties_first: V
+    ahead: V
+    kept_ffn: V
 
-    @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Runs:
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, Any]]) -> Runs[np.ndarray]:
         """From one mapping for each run; names that are no field are left out."""
         import numpy as np
 
-        rows = [cls._field_defaults | row for row in rows]
-        return cls(*(np.array([float(row[name]) for row in rows]) for name in cls._fields))
+        rows = [{**DEFAULTS, **row} for row in rows]
+        return Runs(*(np.array([float(row[name]) for row in rows]) for name in FIELDS))
 
-    @classmethod
-    def one(cls, values: Mapping[str, Any]) -> Runs:
+    @staticmethod
+    def one(values: Mapping[str, Any]) -> Runs[float]:
         """A single run, in numbers."""
-        values = cls._field_defaults | values
-        return cls(*(float(values[name]) for name in cls._fields))
+        values = {**DEFAULTS, **values}
+        return Runs(*(float(values[name]) for name in FIELDS))
 
     @property
-    def size(self) -> int:
+    def size(self: Runs[np.ndarray]) -> int:
         """How many."""
         return len(self.layers)
 
     @property
-    def tp_y(self) -> Value:
+    def tp_y(self) -> V:
         """See above."""
         return self.tp / self.tp_x
 
     @property
-    def ranks(self) -> Value:
+    def ranks(self) -> V:
         """World sizes."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def tokens(self) -> Value:
+    def tokens(self) -> V:
         """Of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
 
-    def take(self, chosen: np.ndarray) -> Runs:
+    def take(self: Runs[np.ndarray], chosen: np.ndarray) -> Runs[np.ndarray]:
         """Some of them, by index or mask."""
-        return Runs(*(values[chosen] for values in self))
+        return Runs(*(getattr(self, name)[chosen] for name in FIELDS))
 
-    def code(self, name: str) -> Value:
+    @overload
+    def code(self: Runs[float], name: str) -> int: ...
+
+    @overload
+    def code(self: Runs[np.ndarray], name: str) -> np.ndarray: ...
+
+    def code(self, name: str) -> int | np.ndarray:
         """A field as integers."""
-        value = getattr(self, name)
+        value: float | np.ndarray = getattr(self, name)
         return int(value) if isinstance(value, float) else value.astype(int)
+
+
+FIELDS = tuple(field.name for field in fields(Runs))

@@ -108,17 +108,17 @@ class RankCounts:
         sent = Sent()
         for action in self.actions:
             if action.op in FORWARDS or action.op in BACKWARDS:
-                sent.update(self._pass(action))
+                sent.add(self._pass(action))
             elif action.op in SENDS:
                 tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.token_multiple
                 sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_here
         for stage in self.held:
-            sent.update(self._data_parallel(stage))
+            sent.add(self._data_parallel(stage))
             buckets = len(self._filled(stage).buckets)
             if first and buckets > 1:
                 axis = "stage" if any(size.expert for size in self._filled(stage).sizes) else "replicas"
                 sent[axis, "all-reduce"] += all_reduced(NUMBER * buckets, self.mesh.size(axis))
-        sent.update(self._once())
+        sent.add(self._once())
         return Sent({key: size for key, size in sent.items() if size})
 
     def _share(self, spread: Spread, number: int) -> Share:
@@ -140,25 +140,25 @@ class RankCounts:
         every = [layer for layer in part.layers if not shape.skips(layer)]
         kinds = [(self.run, part._replace(layers=every), self._share(self.spread, action.part))]
         sent = Sent()
-        if some:
+        if some and self.chosen is not None:
             fewer = replace(self.run, s=self.chosen.tokens)
             kinds.append((fewer, StagePart(some, False, False), self._share(self.chosen, action.part)))
-            sent.update(self._moved(len(some))[which])
+            sent.add(self._moved(len(some), self.chosen)[which])
         for run, layers, share in kinds:
-            sent.update(tensor_parallel(run, layers, share.tokens, by_parts=self.by_parts)[which])
-            sent.update(context_parallel(run, len(layers.layers), share)[which])
-            sent.update(expert_parallel(run, layers, share.tokens)[which])
+            sent.add(tensor_parallel(run, layers, share.tokens, by_parts=self.by_parts)[which])
+            sent.add(context_parallel(run, len(layers.layers), share)[which])
+            sent.add(expert_parallel(run, layers, share.tokens)[which])
         return sent
 
-    def _moved(self, layers: int) -> tuple[Sent, Sent]:
+    def _moved(self, layers: int, chosen: Spread) -> tuple[Sent, Sent]:
         """What it takes that as many of each rank's own tokens pass through some layers as a dry run has, and as many
         of the shorter sequences' as any rank computes."""
         parts = self.run.layout.token_multiple
         here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
         if ranks == 1:
             return Sent(), Sent()
-        of_token, of_chosen = self._holders(self.spread), self._holders(self.chosen)
-        taken = evenly_taken(self.chosen.tokens, self.spread.tokens)
+        of_token, of_chosen = self._holders(self.spread), self._holders(chosen)
+        taken = evenly_taken(chosen.tokens, self.spread.tokens)
         moved = sum((of_token[place] == here) != (rank == here) for place, rank in zip(taken, of_chosen, strict=True))
         return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.planning.cost.context import tokens_here
+from shoal.planning.cost.optional_parts import experts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -31,7 +32,7 @@ def routed_rows(shape: ModelShape, layout: Layout, sequence_length: int) -> Rout
     """Where nothing is dropped and every expert gets the same."""
     tokens = layout.micro_batch * tokens_here(layout, sequence_length)
     own = -(-tokens // layout.tp)
-    sent = own * shape.experts.per_token
+    sent = own * experts_of(shape).per_token
     here = sent * layout.expert_tensor
     return RoutedRows(own, sent, here, sent * (layout.ep - 1) / layout.ep, here - sent)
 

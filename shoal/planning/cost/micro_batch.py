@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from shoal.planning.cost.context import tokens_here
 from shoal.planning.cost.memory.float8 import EightBits
@@ -13,7 +13,8 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
 Kernel = Literal["sdpa", "explicit"]
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class MicroBatch:
     eight: EightBits | None = None
 
     @cached_property
-    def counted(self) -> dict[tuple, object]:
+    def counted(self) -> dict[tuple, Any]:
         """What was counted of it (`once`)."""
         return {}
 
@@ -85,6 +86,6 @@ def once(count: Callable[Concatenate[MicroBatch, P], T]) -> Callable[Concatenate
         key = (count, *args, *named.items())
         if key not in run.counted:
             run.counted[key] = count(run, *args, **named)
-        return run.counted[key]  # type: ignore[return-value]
+        return run.counted[key]
 
     return of

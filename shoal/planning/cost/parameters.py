@@ -6,10 +6,11 @@ What `shoal.engine.parallel` builds is written down here without building it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.base.boxes import Box
+from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -23,7 +24,7 @@ class StagePart(NamedTuple):
         shared: whether a tied embedding is shared with another stage.
     """
 
-    layers: range
+    layers: Sequence[int]
     first: bool = True
     last: bool = True
     shared: bool = False
@@ -110,7 +111,7 @@ def units_of(
 
     def layer(i: int) -> Iterator[LocalParameter]:
         if shape.skips(i):
-            width = shape.depths.predictor
+            width = depths_of(shape).predictor
             yield whole(f"layers.{i}.depth.router", h)
             yield whole(f"layers.{i}.depth.predictor_up", width, h)
             yield whole(f"layers.{i}.depth.predictor_down", width)
@@ -123,11 +124,11 @@ def units_of(
         if not shape.sparse(i):
             yield from block(f"layers.{i}.mlp", shape.ffn)
             return
-        experts, name = shape.experts, f"layers.{i}.mlp"
+        experts, name = experts_of(shape), f"layers.{i}.mlp"
         for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
-            size = (experts.count, h)
+            scored = (experts.count, h)
             partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
-            yield LocalParameter(f"{name}.router.{part}", size, Box.whole(size), math.prod(size), partial, tp)
+            yield LocalParameter(f"{name}.router.{part}", scored, Box.whole(scored), math.prod(scored), partial, tp)
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         for part in ("up", "down") if bias else ("gate", "up", "down"):
             down = part == "down"

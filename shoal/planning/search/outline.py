@@ -112,8 +112,10 @@ class Outline:
     def ends(self, times: np.ndarray, hop: float, microbatches: int, order: Order) -> tuple[np.ndarray, np.ndarray]:
         """`StageChain.ends` of layouts that send and split the batch alike, of [3, layouts, stages] seconds of
         stages."""
-        layouts = times.shape[1]
-        return self.chain.ends(*times, np.full(layouts, hop), np.full(layouts, microbatches), order)
+        layouts, (forward, inputs, weights) = times.shape[1], times
+        return self.chain.ends(
+            forward, inputs, weights, np.full(layouts, hop), np.full(layouts, microbatches), order
+        )
 
     def added(self, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[layouts, ranks] seconds for each micro-batch, and behind the last.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from shoal.planning.search.space import LayoutSpace
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.links import Link
 
+HOUR = 3600.0
 MOST_NODES = 4096  # that `fewest` tries
 
 
@@ -111,6 +112,59 @@ def affordable(
     return found
 
 
+class BudgetAnswer(NamedTuple):
+    """What some money pays for.
+
+    Attributes:
+        budget: dollars.
+        price: dollars for a device and hour.
+        tokens, steps: of the whole training.
+        found: the fastest that the budget pays for; None if it pays for nothing.
+        answers: the best on 1, 2, 4, ... nodes, and the one found; fewest devices first.
+    """
+
+    budget: float
+    price: float
+    tokens: float
+    steps: float
+    found: Answer | None
+    answers: list[Answer]
+
+    def seconds(self, answer: Answer) -> float:
+        """Of the whole training."""
+        return answer.found.seconds * self.steps
+
+    def dollars(self, answer: Answer) -> float:
+        """That the whole training costs."""
+        return self.seconds(answer) / HOUR * answer.run.cluster.size * self.price
+
+
+def within_budget(
+    run: EstimatedRun, space: LayoutSpace, budget: float, *, tokens: float | None = None, price: float | None = None,
+    progress: Progressing | None = None,
+) -> BudgetAnswer:  # fmt: skip
+    """The fastest training for some money, beside what 1, 2, 4, ... nodes take.
+
+    Args:
+        budget: dollars.
+        tokens: of the whole training (default: 20 for each parameter).
+        price: dollars for a device and hour (default: the catalog's).
+
+    Raises:
+        UsageError: there is no price.
+    """
+    hourly = price or run.cluster.accelerator.dollars_per_hour
+    if not hourly:
+        raise UsageError(f"--budget: {run.cluster.accelerator.name} has no price in the catalog.\n  Give --price.")
+    tokens = tokens or 20 * run.shape.parameters()
+    steps = tokens / run.tokens
+    of_size = {answer.run.cluster.size: answer for answer in machines(run, space, progress)}
+    found = affordable(run, space, budget / hourly * HOUR / steps, progress)
+    if found:
+        of_size[found.run.cluster.size] = found
+    return BudgetAnswer(budget, hourly, tokens, steps, found, [of_size[size] for size in sorted(of_size)])
+
+
 def what_if(
     run: EstimatedRun, space: LayoutSpace, progress: Progressing | None = None
 ) -> Iterator[tuple[str, Answer | None]]:
@@ -122,15 +176,17 @@ def what_if(
         changed = {name: getattr(chip, name) * factor for name, factor in factors.items()}
         return replace(machine, accelerator=chip.model_copy(update=changed))
 
-    def linked(name: str, factor: float) -> Cluster:
-        link: Link = getattr(machine, name)
-        return replace(machine, **{name: link.model_copy(update={"bandwidth": link.bandwidth * factor})})
+    def wider(link: Link, factor: float) -> Link:
+        return link.model_copy(update={"bandwidth": link.bandwidth * factor})
 
     faster = chip.model_copy(update={"peak_flops": {kind: 2 * peak for kind, peak in chip.peak_flops.items()}})
     cases = {"as it is": machine}
-    for link, words in (("nic", "the network between nodes"), ("inside", "the links inside a node")):
-        if getattr(machine, link):
-            cases |= {f"twice {words}": linked(link, 2), f"half {words}": linked(link, 0.5)}
+    if machine.nic:
+        for words, factor in (("twice", 2), ("half", 0.5)):
+            cases[f"{words} the network between nodes"] = replace(machine, nic=wider(machine.nic, factor))
+    if machine.inside:
+        for words, factor in (("twice", 2), ("half", 0.5)):
+            cases[f"{words} the links inside a node"] = replace(machine, inside=wider(machine.inside, factor))
     cases |= {
         "twice the memory": accelerated(memory_bytes=2), "half the memory": accelerated(memory_bytes=0.5),
         "twice the memory's bandwidth": accelerated(memory_bandwidth=2),
@@ -140,13 +196,13 @@ def what_if(
         yield words, best(replace(run, cluster=changed), space, progress)
 
 
-def grid(
-    runs: Mapping[str, EstimatedRun], nodes: Sequence[int], space: LayoutSpace, progress: Progressing | None = None
-) -> dict[tuple[str, int], Answer | None]:
-    """The best layout of every model on every number of nodes.
+def on_nodes(
+    run: EstimatedRun, nodes: Sequence[int], space: LayoutSpace, progress: Progressing | None = None
+) -> list[Answer | None]:
+    """The best layout on each of some numbers of nodes.
 
     Raises:
         UsageError: the cluster cannot have so many.
     """
-    asked = {(name, n): replace(run, cluster=sized(run.cluster, n)) for name, run in runs.items() for n in nodes}
-    return {key: best(run, space, progress) for key, run in asked.items()}
+    sizes = [replace(run, cluster=sized(run.cluster, n)) for n in nodes]
+    return [best(size, space, progress) for size in sizes]

@@ -164,7 +164,8 @@ class ReplicaChoices:
             reductions += (over.ranks > 1) * over.reduce(elements * reduce / cut.ranks, messages)
             gathers += ((self.zero > 0) & (self.zero < 3)) * gather
         passes = self._passes(plain, gathered, reduced, seconds[0])
-        reductions = self._left(plain, reductions, sum(of.elements for of in counted), seconds[1] + seconds[2])
+        every = np.sum([of.elements for of in counted], axis=0)
+        reductions = self._left(plain, reductions, every, seconds[1] + seconds[2])
         return np.stack([passes, reductions, self._updating(plain, updated), gathers])
 
     def _passes(self, plain: StagePrices, gather: np.ndarray, reduction: np.ndarray, hides: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
         if ranks % (tp * pp * cp) or pp > run.shape.layers or run.global_batch % (ranks // (tp * pp * cp)):
             continue
         for ulysses, (ep, etp) in product(divisors(cp), _experts(run.shape, tp, space)):
-            degrees = {
+            degrees: Fields = {
                 "dp": ranks // (tp * pp * cp), "tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "etp": etp, "pp": pp
             }
             allowed = all(space.allows(name, value, tp if name == "etp" else None) for name, value in degrees.items())
@@ -122,8 +122,10 @@ def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, 
 
 def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fields]:
     """What one micro-batch is, and what of it is computed again."""
-    split = (False, True) if degrees["tp"] > 1 else (False,)
-    split = [value for value in split if fits(run, Layout(**degrees, sequence_parallel=value))]
+    split = [
+        value for value in ((False, True) if degrees["tp"] > 1 else (False,))
+        if fits(run, Layout(**degrees, sequence_parallel=value))
+    ]  # fmt: skip
     for micro_batch in divisors(run.global_batch // degrees["dp"]):
         for sequence_parallel, recompute in product(split, ("none", "selective", "full")):
             work = {
@@ -143,12 +145,16 @@ def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> It
     names = [name for name in space.schedules if space.allows("schedule", name)]
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]
-        free = schedule.virtual is None
-        for virtual in space.among("virtual_stages", range(2, space.most_virtual + 1)) if free else (None,):
+        choices: list[tuple[int | None, int]]  # of the layout's field, and what it means
+        if schedule.virtual is None:
+            choices = [(each, each) for each in space.among("virtual_stages", range(2, space.most_virtual + 1))]
+        else:
+            choices = [(None, schedule.virtual)]
+        for virtual, each in choices:
             pipe = {"schedule": name, "virtual_stages": virtual}
             if depth_of(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
-            if not schedule.refuses(pp, microbatches, virtual or schedule.virtual):
+            if not schedule.refuses(pp, microbatches, each):
                 yield pipe
 
 

@@ -160,7 +160,7 @@ class Calibration:
 
     def _with(self, values: Mapping[str, float | tuple[float, ...]]) -> Calibration:
         changed = Calibration.__new__(Calibration)
-        changed.constants, changed.values = self.constants, self.values | values
+        changed.constants, changed.values = self.constants, {**self.values, **values}
         return changed
 
 

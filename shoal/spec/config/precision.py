@@ -52,7 +52,7 @@ class Float8Config(Section):
     history: PositiveInt = 16
     """delayed: the earlier steps."""
 
-    margin: int = Field(0, ge=0, le=32)
+    margin: int = Field(default=0, ge=0, le=32)
     """delayed: octaves that are left free above the largest, for numbers that grow."""
 
     gradient: Literal["e5m2", "e4m3"] = "e5m2"

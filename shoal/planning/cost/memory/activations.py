@@ -18,6 +18,7 @@ from typing import NamedTuple
 from shoal.planning.cost.context import kv_heads
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.micro_batch import MicroBatch, once
+from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.layout import Recompute
 
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.engine.models.attention`)
@@ -58,9 +59,9 @@ def layer(
     if mode == "full":
         return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
     if skips:
-        taken = replace(run, s=run.shape.depths.taken(run.s))
-        inside = [Saved(f"{what} of chosen tokens", *of) for what, *of in layer(taken, mode, sparse=sparse)]
-        return [*_router(run, taken), *inside]
+        taken = replace(run, s=depths_of(run.shape).taken(run.s))
+        inside = layer(taken, mode, sparse=sparse)
+        return [*_router(run, taken), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
     return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
 
 
@@ -76,7 +77,7 @@ def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
         taken: of these, as many here as anywhere.
     """
     shape, e, x = run.shape, run.itemsize, run.exact
-    n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, shape.depths.predictor
+    n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, depths_of(shape).predictor
     cast = "" if x == e else ", fp32"
     saved = [
         Saved(f"router input{cast}", "[b, s, h]", x * n * h),
@@ -89,7 +90,7 @@ def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
     ]
     if cast:
         saved.append(Saved("router and predictor, fp32", "[h], [p]", x * (h + width)))
-    if shape.depths.weight == "sigmoid":
+    if depths_of(shape).weight == "sigmoid":
         saved.append(Saved("sigmoid of scores", "[b, s]", x * n))
     if shape.family == "llama":
         saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.head_dim // 2)))
@@ -157,13 +158,13 @@ def multiplied(
         products: the linear layers.
         needed: by something else as well.
     """
-    n, saved = run.tokens, []
-    coded = [run.eight is not None and run.eight.takes(name) for name in products]
+    n, eight, saved = run.tokens, run.eight, []
+    coded = [eight is not None and eight.takes(name) for name in products]
     if needed or not all(coded):
         saved.append(Saved(what, letters, run.itemsize * n * width))
-    if any(coded):
+    if eight is not None and any(coded):
         saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
-        saved.append(Saved(f"{what}, scales", "", run.exact * run.eight.scales(n, width)))
+        saved.append(Saved(f"{what}, scales", "", run.exact * eight.scales(n, width)))
     return saved
 
 
@@ -216,7 +217,7 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
 
 def shared(run: MicroBatch) -> list[Saved]:
     """What the experts that all tokens pass keep; their input may be the router's."""
-    of = run.shape.experts
+    of = experts_of(run.shape)
     saved = _mlp(run, of.shared * of.ffn) if of.shared else []
     return saved[1:] if _router_keeps_all(run) else saved
 
@@ -232,7 +233,7 @@ def _router_keeps_all(run: MicroBatch) -> bool:
 def experts(run: MicroBatch) -> list[Saved]:
     """A block with experts, with even routing and nothing dropped. Of the scores those of the gate top-k with softmax,
     the others keep a few numbers of [b, s, E] more or less."""
-    of, layout, e, x = run.shape.experts, run.layout, run.itemsize, run.exact
+    of, layout, e, x = experts_of(run.shape), run.layout, run.itemsize, run.exact
     rows = routed_rows(run.shape, layout, run.s)
     scores = layout.micro_batch * run.s * of.count  # of whole sequences, on every rank
     h, f = run.shape.hidden, of.ffn // layout.expert_tensor

@@ -14,6 +14,7 @@ from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved
 from shoal.planning.cost.micro_batch import MicroBatch, once
+from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 
 
@@ -21,7 +22,7 @@ def between(run: MicroBatch, part: StagePart) -> int:
     """Of one micro-batch on a stage."""
     shape, total = run.shape, 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
-        through = replace(run, s=shape.depths.taken(run.s)) if skips else run
+        through = replace(run, s=depths_of(shape).taken(run.s)) if skips else run
         total += count * activations.total(_layer(through, sparse, number))
     return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
 
@@ -81,7 +82,7 @@ def _product(
 
 def _experts(run: MicroBatch) -> list[Saved]:
     shape, layout, e = run.shape, run.layout, run.itemsize
-    experts, rows = shape.experts, routed_rows(shape, layout, run.s)
+    experts, rows = experts_of(shape), routed_rows(shape, layout, run.s)
     h, f, into = shape.hidden, experts.ffn // layout.expert_tensor, 1 if shape.family == "gpt" else 2
     found = [
         Saved("rows of experts", "[m, h]", e * rows.here * h),

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from shoal.planning.cost.either import minimum
-
-if TYPE_CHECKING:
-    from shoal.planning.cost.either import Value
-    from shoal.spec.catalog.calibration import Constants
+from shoal.planning.cost.either import V, minimum
+from shoal.spec.catalog.calibration import Calibration
 
 GB = 1e9
 SEEN = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
 
-def outside(memory: Value, constants: Constants) -> Value:
+def outside(memory: V, calibration: Calibration) -> V:
     """Bytes that a process needs beside what torch's allocator reserves, on accelerators of so many bytes.
 
     On smaller ones than those that it was fitted to no larger a part of them: most of it is what estimates miss of a
     peak, which is the smaller the less there is to fill (docs/validate.md).
     """
-    return constants["context"] * GB * minimum(1.0, memory / SEEN)
+    return calibration.numbers["context"] * GB * minimum(1.0, memory / SEEN)

@@ -46,10 +46,10 @@ class Footprint:
         return self.needed <= self.capacity
 
 
-def footprint(runs: Runs, constants: Calibration) -> Footprint:
+def footprint(runs: Runs[np.ndarray], constants: Calibration) -> Footprint:
     """The memory of every run."""
-    r, c = runs, constants
-    k, stages, alone = Kernels(r, c), stages_of(r), r.pp == 1
+    r, c = runs, constants.numbers
+    k, stages, alone = Kernels(r, constants), stages_of(r), r.pp == 1
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
@@ -61,17 +61,17 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     second = _rank(k, stages.most, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
     last = _rank(k, stages.last, 1, waiting, kept, held + logits)
     allocated, reserved, needed = np.maximum.reduce([first, second, last])
-    beside = outside(r.memory, c)
+    beside = outside(r.memory, constants)
     return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
 
 
-def _gathered(k: Kernels) -> np.ndarray:
+def _gathered(k: Kernels[np.ndarray]) -> np.ndarray:
     """Bytes of one whole tensor of [b, s, h] where sequence parallelism splits those between its collectives."""
     r = k.runs
     return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
 
 
-def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
+def _unread(k: Kernels[np.ndarray], layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """Bytes of freed tensors in the layers of a stage that collectives are still to read.
 
     Tensors that go to another stream can be used again only when the device has come to them
@@ -86,7 +86,7 @@ def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
     return np.minimum(layers * ahead, k.constants["queue"]) * r.reduced_apart * _gathered(k)
 
 
-def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
+def _layer(k: Kernels[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
@@ -107,7 +107,8 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rank(
-    k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray, beside: np.ndarray
+    k: Kernels[np.ndarray], layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray,
+    beside: np.ndarray,
 ) -> np.ndarray:
     """[3, runs] bytes allocated and reserved on a rank of a stage, and needed (`Footprint`).
 
@@ -132,6 +133,6 @@ def _rank(
     working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
     holes = np.where(r.microbatches > r.pp, k.of("fragmentation", "software"), 0.0) * (working + unread)
     needed = states + working + holes + update + c["base"] * GB
-    room = r.memory * c["usable"] - outside(r.memory, c)
+    room = r.memory * c["usable"] - outside(r.memory, k.calibration)
     reserved = np.minimum(needed + unread, np.maximum(needed, room))
     return np.stack([states + np.maximum(working, update), reserved, needed])

@@ -21,7 +21,7 @@ from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, 
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
 from shoal.planning.run import EstimatedRun
-from shoal.spec.catalog.calibration import calibration_of
+from shoal.spec.catalog.calibration import Calibration, calibration_of
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 
@@ -97,8 +97,9 @@ class StageMemory:
         self.run = run
         self.known = {} if known is None else known
         if "constants" not in self.known:
-            self.known["constants"] = calibration_of(run.cluster).values
-        self.constants = self.known["constants"]
+            self.known["constants"] = calibration_of(run.cluster)
+        self.calibration: Calibration = self.known["constants"]
+        self.constants = self.calibration.numbers
         if (key := ("pass", self.passing)) not in self.known:  # which counts for all of the same passes
             self.known[key] = MicroBatch(
                 run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
@@ -117,7 +118,7 @@ class StageMemory:
             return (((False, False), len(part.layers)),)
         return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
 
-    def _layers(self, part: StagePart) -> tuple[Kinds, int] | range:
+    def _layers(self, part: StagePart) -> tuple[Kinds, int] | Sequence[int]:
         """All of a stage's layers that changes what passes through it."""
         return part.layers if self.forward.told_apart else (self.kinds(part), self._begins(part))
 
@@ -228,16 +229,17 @@ class StageMemory:
                 holes = self.fragmentation * (most + self.most(part, when.kind))
                 found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
-        passing = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
+        buffers = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
         held = (
-            state.parameters, state.gradients, state.optimizer, most, gathered, passing,
+            state.parameters, state.gradients, state.optimizer, most, gathered, buffers,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
         return PeakMemory(*held, self.unused + holes)
 
     def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
         """The most that is alive at those of its times at which gradients or gathered parameters differ."""
-        of_stage, of_others, others_kept, found = self.run.layout.zero >= 2, any(going), any(kept), {}
+        of_stage, of_others, others_kept = self.run.layout.zero >= 2, any(going), any(kept)
+        found: dict[When, float] = {}
         for (kind, nth, others, after, gathered), most in alive.items():
             when = When(kind, nth * of_stage, others * of_others, after and stays > 0, gathered * others_kept)
             found[when] = max(most, found.get(when, most))
@@ -264,7 +266,7 @@ class StageMemory:
         Args:
             stays: of its parameters from a forward until its backward.
         """
-        found = []
+        found: list[tuple[Sequence[int], int, Sequence[int]]] = []
         for moment in self._moments(part, kind):
             if moment.where != "layer":
                 places = [(0, there.end[moment.time] if moment.where == "end" else there.head[moment.time])]
@@ -314,12 +316,12 @@ class StageMemory:
     @cached_property
     def unused(self) -> float:
         """Bytes that libraries and the process keep of a device."""
-        return unused_of(self.run.cluster, self.constants)
+        return unused_of(self.run.cluster, self.calibration)
 
     @cached_property
     def capacity(self) -> float:
         """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
-        return capacity_of(self.run.cluster, self.constants)
+        return capacity_of(self.run.cluster, self.calibration)
 
     def with_holes(self, alive: float) -> float:
         """Bytes that the allocator reserves for so many in activations."""
@@ -328,21 +330,21 @@ class StageMemory:
     @cached_property
     def fragmentation(self) -> float:
         """Of the bytes that come and go, how many the allocator has besides."""
-        return fragmentation_of(self.constants)
+        return fragmentation_of(self.calibration)
 
 
-def capacity_of(cluster: Cluster, constants: Mapping) -> float:
+def capacity_of(cluster: Cluster, calibration: Calibration) -> float:
     """Bytes of a cluster's device that a process can have."""
-    return cluster.memory_bytes * (constants["usable"] if cluster.accelerator.devices else 1.0)
+    return cluster.memory_bytes * (calibration.numbers["usable"] if cluster.accelerator.devices else 1.0)
 
 
-def unused_of(cluster: Cluster, constants: Mapping) -> float:
+def unused_of(cluster: Cluster, calibration: Calibration) -> float:
     """Bytes that libraries and the process keep of a cluster's device."""
     if not cluster.accelerator.devices:
         return 0.0
-    return constants["base"] * GB + outside(cluster.memory_bytes, constants)
+    return calibration.numbers["base"] * GB + outside(cluster.memory_bytes, calibration)
 
 
-def fragmentation_of(constants: Mapping) -> float:
+def fragmentation_of(calibration: Calibration) -> float:
     """Of the bytes that come and go, how many the allocator has besides."""
-    return constants["fragmentation"][list(software_table()).index("shoal")]
+    return calibration.tables["fragmentation"][list(software_table()).index("shoal")]

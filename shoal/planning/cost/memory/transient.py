@@ -172,8 +172,7 @@ class _Backward:
             return [*found, *self._step(self._gathered(unit, routed), others, unit), shared]
         found = [self._now(needed)]
         # The output matrix before the norm; the embedding after positions.
-        first, *others = [[b] for b in (used if unit else used[::-1])]
-        steps = [self._step(needed, step, unit) for step in (first, *others)]
+        steps = [self._step(needed, [b], unit) for b in (used if unit else used[::-1])]
         making = steps[0 if unit else -1][0]
         return [*found, making, max((time for step in steps for time in step), key=self._elements)]
 

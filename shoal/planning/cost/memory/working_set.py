@@ -18,6 +18,7 @@ from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations, between_backward_halves
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.planning.cost.micro_batch import MicroBatch, once
+from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.layout import Layout
 
@@ -59,8 +60,8 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Mome
     if kind == "weight":  # all that is needed is there, and stays until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
-        matrices: list[Where] = ["head"] * part.last + ["end"] * part.first
-        return found + [moment for where in matrices for moment in _both(where, table, 0)]
+        head, end = _both("head", table, 0), _both("end", table, 0)
+        return found + head * part.last + end * part.first
     kept = activations.total(activations.head(run)) if part.last else 0
     if kind == "forward":  # as it ends, and before, less what it makes behind a layer
         inside = {sparse: _forward(run, sparse) - (kept if part.last else passing) for sparse in ends}
@@ -247,7 +248,7 @@ class _Rows(NamedTuple):
     def of(run: MicroBatch) -> _Rows:
         """Of a pass."""
         shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
-        row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.experts.ffn // layout.expert_tensor)
+        row, wide = run.itemsize * shape.hidden, run.itemsize * (experts_of(shape).ffn // layout.expert_tensor)
         return _Rows(
             rows.own * row, rows.sent * row, rows.here * row, rows.here * wide, int(rows.away * row),
             rows.gathered * row,
@@ -263,7 +264,7 @@ class _Rows(NamedTuple):
 
 def _forward(run: MicroBatch, sparse: bool) -> int:
     """In the forward of a layer, besides what it keeps; where that is its input alone, names hold the rest."""
-    of, here = run.shape.experts, _here(run)
+    here = _here(run)
     if run.layout.recompute != "full":
         return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # what it adds, and the sum
     if not sparse:
@@ -271,6 +272,7 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
     rows, gated = _Rows.of(run), run.shape.family == "llama"
     inside = 2 * rows.here + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
+    of = experts_of(run.shape)
     return 2 * here + max(routed, here + _through(run, of.shared * of.ffn) if of.shared else 0)
 
 
@@ -316,16 +318,16 @@ def _of_shared(run: MicroBatch) -> int:
 
 def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """With experts, which are gone through one after the other; shared ones come before in backward."""
-    shape, layout, e = run.shape, run.layout, run.itemsize
+    shape, layout, e, experts = run.shape, run.layout, run.itemsize, experts_of(run.shape)
     own, sent, here, wide, *_ = rows = _Rows.of(run)
-    gated, shared = shape.family == "llama", shape.experts.shared * shape.experts.ffn
-    matrix = e * shape.hidden * (shape.experts.ffn // layout.expert_tensor) if e < 4 else 0
+    gated, shared = shape.family == "llama", experts.shared * experts.ffn
+    matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
     keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
     joined = e * shape.hidden * (heads + 2 * keys) if e < 4 else 0  # of attention's projections
     if kind == "weight":
-        first = max(matrix, _in_dense(run, kind, shared)[1] if shared else 0)
-        return [(first, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
+        most = max(matrix, _in_dense(run, kind, shared)[1] if shared else 0)
+        return [(most, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
     again, halved = activations.recomputed(run, True), kind == "input"
     full = again if layout.recompute == "full" else 0
     # A shared block's backward comes first, and over tp has gathered the gradient of what comes out of it.
@@ -333,8 +335,8 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     found: Block = [(full + summed + _routed(run) - _of_shared(run), WAITING)] if full else []
     before = 0
     if shared:
-        waiting, making = _in_dense(run, kind, shared)
-        found += [(again + waiting, WAITING), (again + making, WAITING if halved else SHARED)]
+        first, then = _in_dense(run, kind, shared)
+        found += [(again + first, WAITING), (again + then, WAITING if halved else SHARED)]
         left = activations.total(between_backward_halves.block(run, shared)) if halved else 0
         before = e * run.tokens_here * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)

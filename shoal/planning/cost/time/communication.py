@@ -13,14 +13,16 @@ there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A messag
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.catalog.links import Link
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
 
 
-class CommunicationGroup(NamedTuple):
+@dataclass(frozen=True)
+class CommunicationGroup:
     """A group of ranks that communicate.
 
     Attributes:
@@ -98,13 +100,14 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup
     if ranks == 1 or cluster.inside is None:
         return CommunicationGroup(ranks)
     if cluster.torus:
-        return _in_torus(cluster, ranks, stride)
+        return _in_torus(cluster, cluster.inside, ranks, stride)
     here = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
     nodes = ranks // here
     inside = cluster.inside
     if nodes == 1 or cluster.nic is None:
         shared = cluster.at_once is not None
-        return CommunicationGroup(ranks, *[inside.bandwidth] * 3, ranks - 1, 0, inside.latency, through_memory=shared)
+        wide = inside.bandwidth
+        return CommunicationGroup(ranks, wide, wide, wide, ranks - 1, 0, inside.latency, through_memory=shared)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
     near = inside.bandwidth if here > 1 else float("inf")
     exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
@@ -112,10 +115,9 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup
     return CommunicationGroup(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
 
 
-def _in_torus(cluster: Cluster, ranks: int, stride: int) -> CommunicationGroup:
+def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup:
     """A group that fills a dimension goes round it both ways at once, where its ends are connected; else there and
     back."""
-    link = cluster.inside
     done, links, steps, fullest = 1, 0, 0, 0.0
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)

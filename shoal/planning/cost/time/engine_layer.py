@@ -47,7 +47,7 @@ def network_of(cluster: Cluster) -> str:
 
 def attained(cluster: Cluster) -> Cluster:
     """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
-    c = calibration_of(cluster).values
+    c = calibration_of(cluster).tables
     generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
     inside, nic = cluster.inside, cluster.nic
     if inside:
@@ -63,7 +63,7 @@ def attained(cluster: Cluster) -> Cluster:
 
 def memory_rate(cluster: Cluster) -> float:
     """Bytes/s that kernels attain."""
-    attains = calibration_of(cluster).values["hbm"]
+    attains = calibration_of(cluster).tables["hbm"]
     return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
 
 
@@ -74,7 +74,7 @@ def product_rate(cluster: Cluster, kind: str) -> float:
         kind: of the products, as accelerators name their peaks.
     """
     machine = cluster.accelerator
-    part = calibration_of(cluster).values["product"][GENERATIONS.index(machine.generation)]
+    part = calibration_of(cluster).tables["product"][GENERATIONS.index(machine.generation)]
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
@@ -109,8 +109,8 @@ def layer_of(
         "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
         "software": list(software_table()).index("shoal"),
     })  # fmt: skip
-    c = calibration_of(cluster).values
-    k = Kernels(runs, c)
+    calibration = calibration_of(cluster)
+    c, k = calibration.numbers, Kernels(runs, calibration)
     if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
         later = 2 * later
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
@@ -128,7 +128,7 @@ def layer_of(
 
 def spread(cluster: Cluster, kind: str = "time") -> float:
     """Half of the 80 % interval of an estimate, of its logarithm."""
-    c = calibration_of(cluster).values
+    c = calibration_of(cluster).tables
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
     width = c[f"spread_{kind}"][list(software_table()).index("shoal")]
     return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width

@@ -6,27 +6,26 @@ them (`shoal.planning.cost.either`). Nothing here knows of pipelines or of data 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic
 
 from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.either import ceil, choose, clip, log2, maximum, minimum, where
-
-if TYPE_CHECKING:
-    from shoal.planning.cost.either import Value
-    from shoal.spec.catalog.calibration import Constants
+from shoal.planning.cost.either import V, ceil, choose, clip, log2, maximum, minimum, where
+from shoal.spec.catalog.calibration import Calibration
 
 E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
 FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
 
 
-def soft_max(a: Value, b: Value, sharp: float) -> Value:
+def soft_max(a: V, b: V, sharp: float) -> V:
     """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
     larger = maximum(maximum(a, b), 1e-12)
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
-class RankGroup(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RankGroup(Generic[V]):
     """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
 
     Attributes:
@@ -38,52 +37,57 @@ class RankGroup(NamedTuple):
         passes: round, whose latency an all-gather or a reduce-scatter has; an all-reduce has two.
     """
 
-    ranks: Value
-    here: Value
-    nodes: Value
-    bandwidth: Value
-    latency: Value
-    passes: Value = 1.0
+    ranks: V
+    here: V
+    nodes: V
+    bandwidth: V
+    latency: V
+    passes: V
 
-    def gather(self, size: Value, count: Value = 1.0) -> Value:
+    def gather(self, size: V, count: V | float = 1.0) -> V:
         """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
-        time = count * self.passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return self._round(size, count * self.passes)
+
+    def reduce(self, size: V, count: V | float = 1.0) -> V:
+        """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
+        return 2 * self._round(size, count)
+
+    def _round(self, size: V, passes: V | float) -> V:
+        """Seconds in which so many bytes go round, in so many passes."""
+        time = passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
         return where(self.ranks > 1, time, 0.0)
 
-    def reduce(self, size: Value, count: Value = 1.0) -> Value:
-        """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
-        return 2 * self._replace(passes=1.0).gather(size, count)
 
-
-class Kernels:
+class Kernels(Generic[V]):
     """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
 
-    def __init__(self, runs: Runs, constants: Constants):
-        self.runs, self.constants = runs, constants
+    def __init__(self, runs: Runs[V], calibration: Calibration):
+        self.runs: Runs[V] = runs
+        self.calibration, self.constants = calibration, calibration.numbers
 
-    def of(self, name: str, by: str) -> Value:
+    def of(self, name: str, by: str) -> V:
         """A constant's value for each run."""
-        return self.constants[name][self.runs.code(by)]
+        return self.calibration.entry(name, self.runs.code(by))
 
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def hbm(self) -> Value:
+    def hbm(self) -> V:
         """Bytes/s that are attained from memory."""
         return self.runs.hbm * self.of("hbm", "generation")
 
     @cached_property
-    def rate(self) -> Value:
+    def rate(self) -> V:
         """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
         return self.runs.peak * minimum(self.of("product", "generation"), self.runs.attainable)
 
     @cached_property
-    def layer_rate(self) -> Value:
+    def layer_rate(self) -> V:
         """The same of a layer's products, in 8 bits where these are."""
         r = self.runs
         return where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
 
-    def group(self, ranks: Value, stride: Value) -> RankGroup:
+    def group(self, ranks: V, stride: V | float) -> RankGroup[V]:
         """See `RankGroup`."""
         r, c = self.runs, self.constants
         here = clip(r.per_node // maximum(stride, 1), 1, ranks)
@@ -100,18 +104,18 @@ class Kernels:
     # ---- one layer -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def widths(self) -> tuple[Value, Value]:
+    def widths(self) -> tuple[V, V]:
         """Of the queries and of the keys (values alike) on one rank."""
         r = self.runs
         return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / minimum(r.tp, r.kv_heads)
 
-    def product(self, m: Value, k: Value, n: Value, rate: Value) -> Value:
+    def product(self, m: V, k: V, n: V, rate: V) -> V:
         """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
         shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
     @cached_property
-    def products(self) -> Value:
+    def products(self) -> V:
         """Of a layer's forward; backward has two for each."""
         r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
         up = (1 + r.gated) * r.ffn / r.tp_y
@@ -124,40 +128,40 @@ class Kernels:
         return attention + r.active * block
 
     @cached_property
-    def scores_in_memory(self) -> Value:
+    def scores_in_memory(self) -> V:
         """Whether the kernel writes scores: none of the flash ones."""
         return self.runs.attention < FLASH
 
     @cached_property
-    def plain_softmax(self) -> Value:
+    def plain_softmax(self) -> V:
         """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
         r = self.runs
         return (r.attention == 0) | ((r.attention == 1) & (r.b * r.heads / r.tp % 4 != 0))
 
     @cached_property
-    def attention(self) -> tuple[Value, Value]:
+    def attention(self) -> tuple[V, V]:
         """The core of a layer's attention, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
         flops = 4 * r.tokens * r.s * q * where(self.scores_in_memory, 1.0, 0.5)
         part = where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
         core = flops / (r.peak * where(self.scores_in_memory, self.of("batched_product", "generation"), part))
-        matrices = r.b * r.heads / r.tp
-        core = core * where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
-        core = core * where(self.scores_in_memory & (matrices == 16), c["batch_of_16"], 1.0)
+        matrices, written = r.b * r.heads / r.tp, r.attention < FLASH
+        core = core * where(written & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
+        core = core * where(written & (matrices == 16), c["batch_of_16"], 1.0)
         scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
         passes = where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
         moved = where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
         return core + moved, where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
 
     @cached_property
-    def tokens_between(self) -> Value:
+    def tokens_between(self) -> V:
         """Between the tensor-parallel regions of a layer."""
         r = self.runs
         return where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
 
     @cached_property
-    def elements(self) -> Value:
+    def elements(self) -> V:
         """Operations element by element of a layer's forward: bytes over what memory attains."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
@@ -166,7 +170,7 @@ class Kernels:
         return E * inner / self.hbm
 
     @cached_property
-    def exchange(self) -> Value:
+    def exchange(self) -> V:
         """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
         with half of what a layer's forward scatters and gathers along x."""
         r, (q, kv) = self.runs, self.widths
@@ -176,7 +180,7 @@ class Kernels:
         return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
-    def routed(self) -> Value:
+    def routed(self) -> V:
         """A token's rows on their way to the ranks of its experts, or back; each rank has as many for each other.
 
         What leaves a node does so over each accelerator's own share of the adapters.
@@ -188,7 +192,7 @@ class Kernels:
         return where(group.ranks > 1, group.latency + maximum(near, far), 0.0)
 
     @cached_property
-    def launches(self) -> Value:
+    def launches(self) -> V:
         """What the host needs to launch a layer's forward: a floor under all of it."""
         r, c = self.runs, self.constants
         apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
@@ -197,12 +201,12 @@ class Kernels:
         return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
 
     @cached_property
-    def forward(self) -> Value:
+    def forward(self) -> V:
         """The accelerator's time of a layer's forward."""
         return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
 
     @cached_property
-    def again(self) -> Value:
+    def again(self) -> V:
         """Of what a layer's backward computes again, by `RECOMPUTE`.
 
         "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and what
@@ -212,7 +216,7 @@ class Kernels:
         return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
 
     @cached_property
-    def backward(self) -> Value:
+    def backward(self) -> V:
         """Of a layer's backward, with what it computes again."""
         r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
         sums = self.exchange * where(again, 3, 2)  # the inputs of both blocks are gathered once more
@@ -222,13 +226,13 @@ class Kernels:
         return computing + exposed + 2 * self.routed + self.again
 
     @cached_property
-    def launches_of_both(self) -> Value:
+    def launches_of_both(self) -> V:
         """The same of a forward and a backward, with what is computed again."""
         again = self.runs.code("recompute") >= 2
         return self.launches * (1 + self.constants["launch_backward"] + again)
 
     @cached_property
-    def layer(self) -> tuple[Value, Value]:
+    def layer(self) -> tuple[V, V]:
         """Seconds of a layer's forward and backward, the host's launches counted."""
         sharp = self.constants["sharp"]
         forward = soft_max(self.forward, self.launches, sharp)
@@ -237,7 +241,7 @@ class Kernels:
     # ---- the ends ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def head(self) -> Value:
+    def head(self) -> V:
         """Forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm

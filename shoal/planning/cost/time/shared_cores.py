@@ -30,5 +30,5 @@ def on_cores(timeline: Timeline, layout: Layout, cluster: Cluster) -> float:
     computing = np.cumsum(np.repeat([1, -1], [len(begins), len(ends)])[order])[:-1]
     crowded = np.maximum(1.0, computing * cluster.turns / timeline.ranks)
     meeting = layout.world_size // layout.pp
-    late = 1 + calibration_of(cluster).values["stragglers"] * log2(meeting)
+    late = 1 + calibration_of(cluster).numbers["stragglers"] * log2(meeting)
     return late * (float(times.min()) + float(np.diff(times[order]) @ crowded))

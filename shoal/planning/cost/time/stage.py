@@ -21,6 +21,7 @@ from shoal.planning.cost.context import layer_bytes
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.stage import Kinds, StageMemory
 from shoal.planning.cost.memory.state import StateBytes
+from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup, extent_of, ring_of
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
@@ -130,15 +131,15 @@ class StagePrices(StageMemory):
 
     def stage_of(self, part: StagePart) -> StageTimes:
         """Of one stage, priced once for those that are alike."""
-        key = (self.kinds(part), part.first, part.last)
+        alike = (self.kinds(part), part.first, part.last)
         if self.run.layout.zero < 2:  # others of the same passes take as long
-            key = ("stage", self.passing, self.run.layout.cp_order, *key)
+            key = ("stage", self.passing, self.run.layout.cp_order, *alike)
             if key not in self.known:
-                self.known[key] = self._stage(*key[3:], part)
+                self.known[key] = self._stage(*alike, part)
             return self.known[key]
-        if key not in self.priced:
-            self.priced[key] = self._stage(*key, part)
-        return self.priced[key]
+        if alike not in self.priced:
+            self.priced[alike] = self._stage(*alike, part)
+        return self.priced[alike]
 
     @property
     def linear(self) -> np.ndarray:
@@ -168,9 +169,9 @@ class StagePrices(StageMemory):
         """
         run, layout = self.run, self.run.layout
         shape = run.shape
-        s = shape.depths.taken(run.sequence_length) if skips else run.sequence_length
+        s = depths_of(shape).taken(run.sequence_length) if skips else run.sequence_length
         if sparse:
-            experts = shape.experts
+            experts = experts_of(shape)
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
         later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
         split = (
@@ -206,7 +207,7 @@ class StagePrices(StageMemory):
         group = self.group(axis)
         if group.ranks == 1:
             return 0.0
-        taken = replace(self.forward, s=run.shape.depths.taken(run.sequence_length))
+        taken = replace(self.forward, s=depths_of(run.shape).taken(run.sequence_length))
         rows = taken.tokens_here * (group.ranks - 1) / group.ranks
         return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
 
@@ -243,11 +244,11 @@ class StagePrices(StageMemory):
         layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
         head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
         ends = (first + last) * layer.exchange / 2
-        one = layer.products + layer.attention + layer.elements
+        forward = layer.products + layer.attention + layer.elements
         again = {
-            "none": 0.0, "selective": layer.attention + context, "full": one + 2 * layer.exchange + context + rows,
+            "none": 0.0, "selective": layer.attention + context, "full": forward + 2 * layer.exchange + context + rows,
         }[layout.recompute]
-        compute = layers * one + head + loss / 3
+        compute = layers * forward + head + loss / 3
         gather, reduce = self.sharding(part) if part else (0.0, 0.0)
         gather_again = gather if layout.reshard_after_forward else 0.0
         overlapped = reduce if layout.overlap else 0.0
@@ -299,7 +300,7 @@ class StagePrices(StageMemory):
         run, layout = self.run, self.run.layout
         if layout.cp == 1:
             return 0.0, 0.0
-        s = run.shape.depths.taken(run.sequence_length) if skips else run.sequence_length
+        s = depths_of(run.shape).taken(run.sequence_length) if skips else run.sequence_length
         sent = layer_bytes(run.shape, layout, s, run.policy.compute.itemsize)
         heads = self._ring(layout.ulysses, layout.tp)
         exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
@@ -351,7 +352,7 @@ class StagePrices(StageMemory):
             return 0.0
         holders = self.group("stage" if run.shape.experts else "holders")
         wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
-        part = self.constants["product"][GENERATIONS.index(machine.generation)]
+        part = self.calibration.tables["product"][GENERATIONS.index(machine.generation)]
         rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
         pieces = -(-found.elements // AT_ONCE)
         size = found.elements * run.policy.storage.itemsize / pieces

@@ -7,18 +7,28 @@ or takes whole, twice that for an all-reduce. What a whole step sends follows fr
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shoal.planning.cost.context import kv_heads, tokens_here
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.parameters import StagePart
 
-Sent = Counter[tuple[str, str]]
-"""Bytes by (axis, kind)."""
-
 COUNT = 8  # bytes of a number of rows
+
+
+class Sent(dict[tuple[str, str], float]):
+    """Bytes by (axis, kind): none of what is not there."""
+
+    def __missing__(self, key: tuple[str, str]) -> float:
+        return 0
+
+    def add(self, more: Mapping[tuple[str, str], float]) -> None:
+        """Send these bytes, too."""
+        for key, size in more.items():
+            self[key] += size
 
 
 class Share(NamedTuple):
@@ -65,11 +75,11 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
         return forward, backward
     axis, whole = "tp" if run.layout.tp_x == 1 else "tp_y", run.itemsize * n * run.hidden_here
     sparse = sum(map(run.shape.sparse, part.layers)) if run.shape.experts else 0
-    last = len(part.layers) - (0 if sparse and run.shape.experts.shared else sparse)  # layers that end with a region
-    regions, full = len(part.layers) + last, run.layout.recompute == "full"
+    without = 0 if sparse and experts_of(run.shape).shared else sparse  # layers that do not end with a region
+    regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
     # What is computed again ends with a layer's last product, unless the sum over the ranks is part of that, or what
     # comes of it is weighted.
-    again = (regions, regions if by_parts or _skip(run, part) else regions - last) if full else (0, 0)
+    again = (regions, regions if by_parts or _skip(run, part) else len(part.layers)) if full else (0, 0)
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
         size = gathered(whole, y)
@@ -164,7 +174,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
     layers = sum(map(shape.sparse, part.layers)) if shape.experts else 0
     if not layers:
         return forward, backward
-    experts, rows, t, etp = shape.experts, routed_rows(shape, layout, run.s), layout.tp, layout.expert_tensor
+    experts, rows, t, etp = experts_of(shape), routed_rows(shape, layout, run.s), layout.tp, layout.expert_tensor
     row = run.itemsize * shape.hidden
     own = layout.micro_batch * -(-tokens // t)
     score = experts.count * (2 if experts.gate == "noisy-top-k" else 1) * run.exact  # of a token
@@ -213,5 +223,5 @@ def depths(run: MicroBatch, layers: int, moved: int, ranks: int, fullest: int) -
     })  # fmt: skip
     backward = Sent({(axis, "all-to-all"): once[axis, "all-to-all"]})
     if run.layout.recompute == "full":
-        backward.update(once)
+        backward.add(once)
     return once, backward

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.activations import blocks
 from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 
 
@@ -67,9 +68,10 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
         if not shape.skips(layer):
             total += _layer(run, seen, shape.sparse(layer))
             continue
-        fewer = replace(run, s=shape.depths.taken(run.s))
+        depths = depths_of(shape)
+        fewer = replace(run, s=depths.taken(run.s))
         # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
-        up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.depths.predictor
+        up = 2 * (n // run.layout.token_multiple) * shape.hidden * depths.predictor
         total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up
     return total
 
@@ -99,7 +101,7 @@ def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
 
 def _experts(run: MicroBatch) -> int:
     """Router, experts, and those that all tokens pass; where every expert gets as many rows and nothing is dropped."""
-    shape, experts, rows = run.shape, run.shape.experts, routed_rows(run.shape, run.layout, run.s)
+    shape, experts, rows = run.shape, experts_of(run.shape), routed_rows(run.shape, run.layout, run.s)
     matrices = 3 if shape.family == "llama" else 2
     scored = 2 if experts.gate == "noisy-top-k" else 1
     router = 2 * rows.own * shape.hidden * experts.count * scored
