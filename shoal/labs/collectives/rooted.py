@@ -6,7 +6,7 @@ Each function takes the ranks with the root first. ``parts[i]`` are the blocks o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from shoal.labs.collectives.description import Message
 
@@ -27,14 +27,12 @@ def dual(rounds: Rounds, *, reduce: bool = False) -> Rounds:
 
 def together(*several: Rounds) -> Rounds:
     """Algorithms that run side by side on different ranks."""
-    return [join(messages) for messages in zip_longest(*several, fillvalue=())]
+    return [list(chain.from_iterable(messages)) for messages in zip_longest(*several, fillvalue=())]
 
 
-def join(parts: Iterable[Sequence]) -> list | Blocks:
-    """Concatenate lists of messages, or tuples of blocks."""
-    parts = list(parts)
-    joined = [item for part in parts for item in part]
-    return tuple(joined) if parts and isinstance(parts[0], tuple) else joined
+def join(parts: Iterable[Blocks]) -> Blocks:
+    """Concatenate the blocks of several ranks."""
+    return tuple(chain.from_iterable(parts))
 
 
 def halves(n: int) -> list[int]:

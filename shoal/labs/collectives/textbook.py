@@ -121,6 +121,24 @@ def _cut(blocks: int, rounds: Callable[[Blocks], Rounds]) -> tuple[int, Rounds]:
     return blocks, rounds(tuple(range(blocks)))
 
 
+def _dual_of(gather: Build) -> Build:
+    """The reduce-scatter that is the dual of an all-gather."""
+    def build(s: Setting) -> tuple[int, Rounds]:
+        blocks, rounds = gather(s)
+        return blocks, dual(rounds, reduce=True)
+
+    return build
+
+
+def _with_dual(gather: Build) -> Build:
+    """The all-reduce that is the dual of an all-gather, and then the all-gather."""
+    def build(s: Setting) -> tuple[int, Rounds]:
+        blocks, rounds = gather(s)
+        return blocks, [*dual(rounds, reduce=True), *rounds]
+
+    return build
+
+
 def _power(s: Setting) -> int:
     return 1 << s.ranks.bit_length() - 1
 
@@ -231,7 +249,7 @@ REDUCE_SCATTER = {
     ),
     **{
         name: Algorithm(
-            lambda s, gather=ALL_GATHER[gather].build: (s.ranks, dual(gather(s)[1], reduce=True)),
+            _dual_of(ALL_GATHER[gather].build),
             ALL_GATHER[gather].rounds,
             ALL_GATHER[gather].volume,
             ALL_GATHER[gather].volume,
@@ -276,7 +294,7 @@ ALL_REDUCE = {
     ),
     **{
         name: Algorithm(
-            lambda s, gather=ALL_GATHER[name].build: (s.ranks, [*dual(gather(s)[1], reduce=True), *gather(s)[1]]),
+            _with_dual(ALL_GATHER[name].build),
             f"2 * {rounds}",
             "2 * (N - 1) / N",
             "(N - 1) / N",

@@ -30,8 +30,8 @@ def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, i
     wide = max(wide, 250.0)
     canvas = Canvas()
     canvas.text(MARGIN, 40, title, size=19, font_weight=650)
-    right, down, planes = directions(mesh)
-    ways = ((right, "to the right"), (down, "down"), (planes, "by the plane"))
+    rightward, downward, planes = directions(mesh)
+    ways = ((rightward, "to the right"), (downward, "down"), (planes, "by the plane"))
     axes = ", ".join(f"{axis} {way}" for axis, way in ways if axis)
     words = f"Devices: {axes}. In each the whole array, and coloured the block that it holds; hatched: a term of a sum"
     canvas.text(MARGIN, 60, words, size=12, fill=FAINT)

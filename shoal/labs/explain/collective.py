@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -214,7 +215,7 @@ def _facts(description: Description, topology: Topology, size: float) -> Table:
     table.add_row("total volume", f"{_share(description.total, size)} over {len(list(description.messages))} messages")
     table.add_row("peak volume", f"{_share(description.busiest, size)} sent or received by the busiest rank")
     links = sorted(traffic(description, topology).items(), key=lambda item: -item[1] * topology.wires[item[0]].beta)
-    loads = {}
+    loads: dict[tuple[Fraction, str], list[str]] = {}
     for (source, target), load in links:
         loads.setdefault((load, topology.wires[source, target].kind), []).append(f"{source} → {target}")
     for (load, kind), names in list(loads.items())[:MOST_LINKS]:
@@ -225,7 +226,7 @@ def _facts(description: Description, topology: Topology, size: float) -> Table:
     return table
 
 
-def _share(part, size: float) -> str:
+def _share(part: Fraction, size: float) -> str:
     return f"{part} S = {show_bytes(float(part) * size)}"
 
 

@@ -186,8 +186,8 @@ def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, co
         from shoal.labs.autoshard.notation.check import compare_moves
 
         console.print(_run("array", plan, compare_moves, moves, before, after.sharding), highlight=False)
-    stages = [([(Array(before.name, before.sharding), ""), *_states(before.name, moves, plan)], [], [], "")]
-    return _drawn(expression.text, options, stages, plan, console)
+    stage: Stage = ([(Array(before.name, before.sharding), ""), *_states(before.name, moves, plan)], [], [], "")
+    return _drawn(expression.text, options, [stage], plan, console)
 
 
 # ---- products ------------------------------------------------------------------------------------------------------

@@ -48,12 +48,14 @@ class Prior(NamedTuple):
     most: np.ndarray
 
 
-def estimated(runs: Runs, points: Sequence[Point], constants: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def estimated(
+    runs: Runs[np.ndarray], points: Sequence[Point], constants: Calibration
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
     return step(runs, constants).seconds, *_memory(runs, np.array([p.memory_kind for p in points]), constants)
 
 
-def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+def _memory(runs: Runs[np.ndarray], kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
     memory = footprint(runs, constants)
     size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
     size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
@@ -72,7 +74,7 @@ class FitProblem:
         self.bytes = np.array([p.bytes or np.nan for p in keep])
         self.oom = np.array([p.oom for p in keep])
         self.kinds = np.array([p.memory_kind for p in keep])
-        self._taken: dict[bytes, Runs] = {}
+        self._taken: dict[bytes, Runs[np.ndarray]] = {}
         self.parameters = [
             Parameter(name, index)
             for name, of in constants.constants.items()
@@ -106,7 +108,7 @@ class FitProblem:
         values: dict[str, np.ndarray] = {}
         for parameter, value in zip(self.parameters, np.exp(logs), strict=True):
             if parameter.index is None:
-                values[parameter.name] = np.float64(value)
+                values[parameter.name] = np.array(value)
             else:
                 array = values.setdefault(parameter.name, self.constants[parameter.name].copy())
                 array[parameter.index] = value
@@ -127,7 +129,7 @@ class FitProblem:
         short = np.clip(np.where(self.oom[rows], -np.log(part), np.log(part)) + 0.01, 0, 0.6)
         return np.concatenate([weight * known, 0.7 * weight * short])
 
-    def _runs(self, rows: np.ndarray) -> Runs:
+    def _runs(self, rows: np.ndarray) -> Runs[np.ndarray]:
         key = rows.tobytes()
         if key not in self._taken:
             self._taken[key] = self.runs.take(rows)
@@ -212,8 +214,9 @@ def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
         logs, prior = problem.start(), problem.prior
         for parameter, at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
             if min(abs(at - least), abs(at - most)) < 1e-3:
-                by = constants.constants[parameter.name].by
-                name = f"{parameter.name}, {names_of(by)[parameter.index]}" if by else parameter.name
+                name = parameter.name
+                if parameter.index is not None:
+                    name += f", {names_of(constants.constants[name].by)[parameter.index]}"
                 bound = "the least" if abs(at - least) < 1e-3 else "the most"
                 lines.append(f"{name} is at {np.exp(at):.4g}, {bound} that it can be")
     return lines

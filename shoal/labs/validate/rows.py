@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.labs.validate import words
-from shoal.labs.validate.words import Row, number
+from shoal.labs.validate.words import Row, number, stated
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.links import link
@@ -81,7 +81,7 @@ def read_row(row: Row, file: str) -> Point:
     software = software_named(row.get("framework") or "", number(row, "year") or 2025)
     batch, run = _parallel(row, known)
     run |= _model(row, known, software) | _hardware(row, software)
-    gpus = int(number(row, "n_gpus"))
+    gpus = int(stated(row, "n_gpus"))
     size, kind = words.memory(row)
     seconds, oom = words.seconds(row, batch * run["s"], gpus), row.get("status") == "oom"
     if seconds is None and size is None and not oom:
@@ -116,7 +116,7 @@ class _Known:
 
 def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
     """The global batch, and what the layout decides."""
-    gpus = number(row, "n_gpus")
+    gpus = stated(row, "n_gpus")
     if gpus > 8 and number(row, "tp") is None:
         raise Inexpressible("tp not stated")
     tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
@@ -149,12 +149,12 @@ def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
     if not mode:
         known.assumed.append("recompute")
-    hidden = number(row, "hidden")
+    hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
     gated = words.gated(row)
     experts, active, width = words.experts(row)
     return {
-        "layers": number(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": number(row, "seq"),
+        "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": stated(row, "seq"),
         "kv_heads": number(row, "kv_heads") or heads, "head_dim": number(row, "head_dim") or hidden / heads,
         "ffn": width or known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
         "tied": words.tied(row), "experts": experts, "active": active,

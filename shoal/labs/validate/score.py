@@ -129,7 +129,10 @@ def score(points: Sequence[Point], constants: Calibration) -> Scored:
 
 def by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:
     """Apart by what a function says of each point."""
-    return {name: scored.where(lambda p, n=name: key(p) == n) for name in sorted({key(p) for p in scored.points})}
+    def only(name: str) -> Scored:
+        return scored.where(lambda p: key(p) == name)
+
+    return {name: only(name) for name in sorted({key(p) for p in scored.points})}
 
 
 def totals(scored: Scored) -> dict[str, Scored]:

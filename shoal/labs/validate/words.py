@@ -39,6 +39,13 @@ def number(row: Row, name: str, *, zero: bool = False) -> float | None:
     return value if 0 < value < math.inf or (zero and value == 0) else None
 
 
+def stated(row: Row, name: str) -> float:
+    """A number of a column that is known to have one."""
+    value = number(row, name)
+    assert value is not None, f"{name} is not stated"
+    return value
+
+
 def machine(row: Row) -> tuple[Accelerator, Node] | None:
     """The accelerator and the node that it is commonly in; None if the catalog has none."""
     text, size = (row.get("gpu") or "").lower(), row.get("gpu_mem_gb") or ""

@@ -131,15 +131,28 @@ def _unseen(node: fx.Node, changed: fx.Node, how: str) -> UsageError:
 
 def writes(node: fx.Node) -> bool:
     """Whether an operator writes to tensors that it is given."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    schema = schema_of(node)
+    return schema is not None and schema.is_mutable
+
+
+def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
+    """What an ATen operator says of its arguments; None of a node that is no such operator."""
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def operand(node: fx.Node, place: int) -> Tensor:
+    """The example of an argument that is a tensor, as the export made it."""
+    argument = node.args[place]
+    assert isinstance(argument, fx.Node), f"argument {place} of {node} is no tensor"
+    return argument.meta["val"]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    if not writes(node):
+    schema = schema_of(node)
+    if schema is None or not schema.is_mutable:
         return []
-    arguments = node.target._schema.arguments
-    given = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
-    changed = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**{a.name: value for a, value in zip(schema.arguments, node.args, strict=False)}, **node.kwargs}
+    changed = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [value for value in torch.utils._pytree.tree_leaves(changed) if isinstance(value, fx.Node)]
 
 
@@ -191,7 +204,8 @@ def forward_of(module: nn.Module, inputs: tuple) -> Forward:
         UsageError: it has no graph, or nothing in it is trained.
     """
     program = export(module, inputs)
-    signature, first = program.graph_signature, {}
+    signature = program.graph_signature
+    first: dict[int, str] = {}
     names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
     sources: dict[str, tuple[str, str]] = {}
     values: dict[str, Tensor] = dict(module.named_parameters())

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from shoal.labs.autoshard.capture.forward import Forward
+from shoal.labs.autoshard.capture.forward import Forward, operand, schema_of
 from shoal.labs.autoshard.capture.graph import OperatorGraph
 from shoal.labs.autoshard.capture.trace import differentiated
 
@@ -216,12 +216,10 @@ def _bytes(node: fx.Node) -> int:
 
 def _flops(node: fx.Node) -> float:
     """Of the products in an operator, forward."""
-    name = getattr(node.target, "_schema", None)
-    name = name.name.split("::")[1] if name else ""
-    value = node.meta.get("val")
+    schema = schema_of(node)
+    name = schema.name.split("::")[1] if schema else ""
     if name in ("linear", "matmul", "mm", "bmm", "addmm"):
-        operand = node.args[1 if name == "addmm" else 0].meta["val"]
-        return 2.0 * value.numel() * operand.shape[-1]
+        return 2.0 * node.meta["val"].numel() * operand(node, 1 if name == "addmm" else 0).shape[-1]
     if name == "scaled_dot_product_attention":
-        return 4.0 * value.numel() * node.args[1].meta["val"].shape[-2]
+        return 4.0 * node.meta["val"].numel() * operand(node, 1).shape[-2]
     return 0.0

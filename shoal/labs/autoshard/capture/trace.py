@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import Forward, forward_of, writes
+from shoal.labs.autoshard.capture.forward import Forward, forward_of, operand, writes
 from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, phased
 from shoal.labs.autoshard.capture.unfold import unfolded
 
@@ -54,19 +55,20 @@ def differentiated(forward: Forward, *, input_gradients: bool = False) -> Operat
     Raises:
         UsageError: it draws random numbers, or a tensor is empty or has too many dims.
     """
-    graph, places, learned = forward.module.graph, [], []
-    for node in graph.nodes:
+    places: list[tuple[fx.Node, str, str, Tensor | None]] = []
+    learned: list[tuple[fx.Node, str, str, Tensor]] = []
+    for node in forward.module.graph.nodes:
         if node.op == "placeholder":
             kind, name = forward.sources[node.name]
             value = node.meta.get("val")
             tensor = value if isinstance(value, Tensor) else None
             trained = kind == "parameter" and forward.values[name].requires_grad
             asked = trained or kind == "boundary" or (kind == "input" and input_gradients)
-            learns = asked and tensor is not None and tensor.is_floating_point()
+            seen = (kind, name) in [(k, n) for _, k, n, _ in learned]
             places.append((node, kind, name, tensor))
-            if learns and (kind, name) not in [(k, n) for _, k, n, _ in learned]:
+            if asked and not seen and tensor is not None and tensor.is_floating_point():
                 learned.append((node, kind, name, tensor))
-    fakes = next(tensor for *_, tensor in places if tensor is not None).fake_mode
+    fakes = next(tensor for *_, tensor in places if isinstance(tensor, FakeTensor)).fake_mode
     once: dict[tuple[str, str], Tensor] = {}
     with fakes:
         for _, kind, name, tensor in places:
@@ -215,16 +217,16 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
                 raise UsageError(
                     f"{node.target}: every device would draw random numbers of its own.\n  Plan without dropout: p = 0."
                 )
-            operand = of(node.args[0]) if node.args else None
             if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
-                new[node] = operand
+                new[node] = of(node.args[0])
                 continue
             target = f"{'' if room == 'aten' else room + '::'}{name}.{node.target._overloadname}"
             ops[node.name] = Operator(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
             new[node] = Ref(node.name)
         elif node.target is getitem:  # of an operator with several outputs
             many, index = ops[new[node.args[0]].name], node.args[1]
-            target, args = "getitem.int", (Ref(many.name), index)
+            target = "getitem.int"
+            args: tuple[Any, ...] = (Ref(many.name), index)
             if many.op == "split_with_sizes":
                 x, sizes, dim = (*many.args, 0)[:3]
                 target, args = "slice.Tensor", (x, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
@@ -242,5 +244,5 @@ def _made(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _unchanged(node: fx.Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]
+    before, after = operand(node, 0), node.meta["val"]
     return before.shape == after.shape and before.dtype == after.dtype

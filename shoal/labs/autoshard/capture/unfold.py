@@ -157,11 +157,12 @@ class _Unfolding:
     def _product(self, op: Operator) -> bool:
         left, right = op.operands
         a, b = self.form[left], self.form[right]
-        batch = [refinement(p, q) for p, q in zip(a[:-2], b[:-2], strict=True)]
+        found = [refinement(p, q) for p, q in zip(a[:-2], b[:-2], strict=True)]
+        batch = [sizes for sizes in found if sizes is not None]
         between = refinement(a[-1], b[-2])
-        if between is None or None in batch:
+        if between is None or len(batch) < len(found):
             return False
-        rows, columns = refinement(a[-2]), refinement(b[-1])
+        rows, columns = refinement(a[-2]) or (), refinement(b[-1]) or ()
         letters = iter(ascii_letters)
         e, i, j, k = ("".join(next(letters) for _ in group)
                       for group in (sum(batch, ()), rows, between, columns))  # fmt: skip
@@ -192,7 +193,7 @@ class _Unfolding:
         """How the output can be kept: every dim as fine as that of any operand, those in ``whole`` as they are."""
         form = []
         for d, n in enumerate(op.shape):
-            found = [(n,)] if n > 1 else []
+            found: list[tuple[int, ...]] = [(n,)] if n > 1 else []
             for name in op.operands:
                 shape = self.old.ops[name].shape
                 own = d - len(op.shape) + len(shape)
@@ -239,7 +240,8 @@ class _Unfolding:
     def _expand(self, op: Operator) -> bool:
         (name,) = op.operands
         shape, skipped = self.old.ops[name].shape, len(op.shape) - len(self.old.ops[name].shape)
-        form, sizes = [(n,) for n in op.shape[:skipped]], []
+        form: list[tuple[int, ...]] = [(n,) for n in op.shape[:skipped]]
+        sizes: list[int] = []
         for n, m, group in zip(shape, op.shape[skipped:], self.form[name], strict=True):
             sizes += group if n == m else [1]
             form.append(group if n == m else (m,))

@@ -332,7 +332,8 @@ def blocks(sharding: Sharding, mesh: NamedMesh) -> dict[tuple[int, ...], list[li
     {(0,): [[0], [1]], (1,): [[2], [3]]}
     """
     counts = [range(mesh.size(axes)) for _, axes in sharding.dims]
-    held = {place: [[] for _ in range(mesh.size(sharding.unreduced))] for place in product(*counts)}
+    terms = range(mesh.size(sharding.unreduced))
+    held: dict[tuple[int, ...], list[list[int]]] = {place: [[] for _ in terms] for place in product(*counts)}
     for rank in range(mesh.ranks):
         place = tuple(mesh.position(rank, axes) for _, axes in sharding.dims)
         held[place][mesh.position(rank, sharding.unreduced)].append(rank)

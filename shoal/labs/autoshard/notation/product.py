@@ -131,7 +131,8 @@ def products(expression: Expression) -> list[ShardedProduct]:
     Raises:
         UsageError: a dim of the result is in no factor, or one that is not contracted is not in the result.
     """
-    *arrays, result = [array.sharding.letters for array in (*expression.arrays, expression.result)]
+    assert expression.result is not None, "products have a result"
+    arrays, result = [array.sharding.letters for array in expression.arrays], expression.result.sharding.letters
     batch = _leading([*arrays, result])
     found, left = [], arrays[0]
     for number, right in enumerate(arrays[1:], 1):
