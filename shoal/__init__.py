@@ -11,14 +11,29 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shoal.base.errors import UsageError
+    from shoal.engine.checkpoint.whole import describe_checkpoint, load_checkpoint, verify_checkpoint
+    from shoal.engine.data.prepare import describe_data, train_tokenizer
+    from shoal.labs.calibration.calibrate import calibrate
+    from shoal.labs.explain.subjects import explain
+    from shoal.labs.validate.by_dry_run import dry_run
+    from shoal.labs.validate.validation import validate_estimates
+    from shoal.launch.train import train
     from shoal.pipeline.checker import check_program
     from shoal.pipeline.program import Program, build_program
     from shoal.pipeline.schedules import SCHEDULES
     from shoal.pipeline.simulator import simulate
+    from shoal.planning.describe import estimate
+    from shoal.planning.goodput.forecast import goodput
+    from shoal.planning.search.planner import Planner, plan
+    from shoal.report.run.report import write_report
     from shoal.spec.catalog import model_shape
     from shoal.spec.catalog.clusters import cluster
+    from shoal.spec.catalog.tables import add_catalog
     from shoal.spec.config import RunConfig, load_config, save_config
     from shoal.spec.layout import Layout
+    from shoal.testing.chaos.run import chaos
+    from shoal.testing.verify.verify import verify
+    from shoal.training.sample import sample
 
 _HOMES = {
     # what a run is
@@ -28,6 +43,7 @@ _HOMES = {
     "save_config": "shoal.spec.config",
     "model_shape": "shoal.spec.catalog",
     "cluster": "shoal.spec.catalog.clusters",
+    "add_catalog": "shoal.spec.catalog.tables",
     "UsageError": "shoal.base.errors",
     # pipelines
     "SCHEDULES": "shoal.pipeline.schedules",
@@ -35,23 +51,62 @@ _HOMES = {
     "build_program": "shoal.pipeline.program",
     "check_program": "shoal.pipeline.checker",
     "simulate": "shoal.pipeline.simulator",
+    # before a run
+    "estimate": "shoal.planning.describe",
+    "plan": "shoal.planning.search.planner",
+    "Planner": "shoal.planning.search.planner",
+    "goodput": "shoal.planning.goodput.forecast",
+    "dry_run": "shoal.labs.validate.by_dry_run",
+    "calibrate": "shoal.labs.calibration.calibrate",
+    "validate_estimates": "shoal.labs.validate.validation",
+    "explain": "shoal.labs.explain.subjects",
+    # a run, its data and its checkpoints
+    "train": "shoal.launch.train",
+    "verify": "shoal.testing.verify.verify",
+    "chaos": "shoal.testing.chaos.run",
+    "sample": "shoal.training.sample",
+    "write_report": "shoal.report.run.report",
+    "train_tokenizer": "shoal.engine.data.prepare",
+    "describe_data": "shoal.engine.data.prepare",
+    "load_checkpoint": "shoal.engine.checkpoint.whole",
+    "verify_checkpoint": "shoal.engine.checkpoint.whole",
+    "describe_checkpoint": "shoal.engine.checkpoint.whole",
 }
 """The module of each public name."""
 
 __all__ = [
     "SCHEDULES",
     "Layout",
+    "Planner",
     "Program",
     "RunConfig",
     "UsageError",
     "__version__",
+    "add_catalog",
     "build_program",
+    "calibrate",
+    "chaos",
     "check_program",
     "cluster",
+    "describe_checkpoint",
+    "describe_data",
+    "dry_run",
+    "estimate",
+    "explain",
+    "goodput",
+    "load_checkpoint",
     "load_config",
     "model_shape",
+    "plan",
+    "sample",
     "save_config",
     "simulate",
+    "train",
+    "train_tokenizer",
+    "validate_estimates",
+    "verify",
+    "verify_checkpoint",
+    "write_report",
 ]
 
 

@@ -35,6 +35,29 @@ def parse(text: str, units: dict[str, float], *, where: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
+def parse_counts(text: str, *, where: str, form: str, too_small: str) -> list[int]:
+    """Read whole numbers from 1 on, with commas between them.
+
+    Args:
+        where: what the error message names, such as an option.
+        form: what the message says where something else is given.
+        too_small: what it says of a number below 1.
+
+    Raises:
+        UsageError: something is no number, or below 1.
+
+    >>> parse_counts("1,8,64", where="--nodes", form="give numbers", too_small="there is at least one")
+    [1, 8, 64]
+    """
+    try:
+        counts = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{where} {text}: {form}") from None
+    if min(counts) < 1:
+        raise UsageError(f"{where} {text}: {too_small}")
+    return counts
+
+
 def show_bytes(size: float) -> str:
     """With a decimal prefix and three digits.
 

@@ -113,8 +113,13 @@ def _axes(
 
 
 def _ticks(top: float) -> list[float]:
+    """Round numbers from 0 to the top, at most 7.
+
+    >>> _ticks(50.0), _ticks(99.0)
+    ([0.0, 10.0, 20.0, 30.0, 40.0, 50.0], [0.0, 20.0, 40.0, 60.0, 80.0])
+    """
     step = 10.0 ** floor(log10(top))
-    step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1.0) if top / (step * part) <= 6)
+    step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if top / (step * part) <= 6)
     return [k * step for k in range(int(top / step) + 1)]
 
 

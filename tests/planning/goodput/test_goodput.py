@@ -123,6 +123,14 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert out.read_text().startswith("<svg")
 
 
+def test_one_job_is_drawn_too(tmp_path: Path) -> None:
+    """Its curves end below 100 %, where the axis needs steps of 20."""
+    out = tmp_path / "goodput.svg"
+    words = "--devices 16384 --flush 1min --interval 20min --spares 3 --failures 500"
+    assert main(["goodput", *words.split(), "--out", str(out)]) == 0
+    assert "80 %" in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

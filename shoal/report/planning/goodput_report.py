@@ -1,0 +1,86 @@
+"""Goodput on the screen and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.planning.goodput.forecast import GoodputForecast
+from shoal.planning.goodput.model import DAY, HOUR, TrainingJob, best_interval, effective, goodput, play
+from shoal.report.lines import lines
+from shoal.report.svg import Canvas
+
+TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", "simulated", "spares", "nodes there",
+          "goodput")  # fmt: skip
+
+
+def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
+    """What `shoal goodput` prints: a row for each number of devices."""
+    rows = [TITLES]
+    for found in forecasts:
+        job = found.job
+        rows.append((
+            f"{job.devices:,}", show_time(job.between), show_time(found.interval),
+            show_time(found.young), show_time(found.daly), f"{100 * found.effective:.1f} %",
+            f"{100 * found.simulated:.1f} %", f"{job.spares} nodes, +{100 * job.spare_share:.1f} %",
+            f"{100 * found.available:.1f} %", f"{100 * found.goodput:.1f} %",
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(TITLES))]
+    first = forecasts[0].job
+    return [
+        f"a device fails every {first.mtbf / HOUR:,.0f} hours; a save stops training for "
+        f"{show_time(first.checkpoint)}"
+        + (f" and is written {show_time(first.flush)} later" if first.flush else "")
+        + f", a restart takes {show_time(first.restart)}, a repair {show_time(first.repair)}",
+        "", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
+    ]
+
+
+def show_time(seconds: float) -> str:
+    """Seconds in the unit that people would take.
+
+    >>> show_time(90), show_time(5400), show_time(200000)
+    ('90 s', '90 min', '2.31 d')
+    """
+    for unit, size, least in (("d", DAY, DAY), ("h", HOUR, 3 * HOUR), ("min", 60.0, 120.0)):
+        if seconds >= least:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
+    """Draw the time that counts: over the interval, with the simulation's points and the best, and over the devices."""
+    span = np.geomspace(30, 6 * HOUR, 60)
+    curves = {f"{job.devices:,} devices": [(float(t), 100 * effective(job, t)) for t in span] for job in jobs}
+    marks = [(best_interval(job), 100 * effective(job, best_interval(job)), "best") for job in jobs]
+    curves = {name: [(x, max(y, 0.1)) for x, y in points] for name, points in curves.items()}
+    for job in jobs:  # the simulation, over the curves
+        chosen = span[::3]
+        alone = replace(job, spares=None)
+        points = [(float(t), 100 * play(alone, t, failures=2000, seed=seed)) for t in chosen]
+        curves[f"{job.devices:,} simulated"] = [(x, max(y, 0.1)) for x, y in points]
+    names = frozenset(name for name in curves if name.endswith("simulated"))
+    left = lines(
+        "Time that counts, by the work between saves", curves, width=640, height=330, marks=marks, from_zero=True,
+        dashed=names, x=("work between saves, seconds (log scale)", lambda x: f"{x:,.0f}"),
+        y=("", lambda y: f"{y:.0f} %"),
+    )  # fmt: skip
+    counts = np.geomspace(1000, 100_000, 25)
+    kinds = {
+        "save 5 s, restart 2 min": (5.0, 120.0), "save 30 s, restart 5 min": (30.0, 300.0),
+        "save 2 min, restart 15 min": (120.0, 900.0),
+    }  # fmt: skip
+    sizes = {
+        name: [(float(n), 100 * goodput(TrainingJob(int(n), jobs[0].mtbf, save, restart))) for n in counts]
+        for name, (save, restart) in kinds.items()
+    }
+    right = lines(
+        "Time that counts at the best interval, by devices", sizes, width=640, height=330, from_zero=True,
+        x=("devices (log scale)", lambda n: f"{n:,.0f}"), y=("", lambda y: f"{y:.0f} %"),
+    )  # fmt: skip
+    canvas = Canvas()
+    canvas.place(10, 10, left)
+    canvas.place(10, 370, right)
+    return canvas.document(700, 720, "Goodput")
