@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.pipeline.simulator import simulate
     from shoal.planning.describe import estimate
     from shoal.planning.goodput.forecast import goodput
-    from shoal.planning.search.planner import Planner, plan
+    from shoal.planning.search.planner import LayoutPlanner, plan
     from shoal.report.run.report import write_report
     from shoal.spec.catalog import model_shape
     from shoal.spec.catalog.clusters import cluster
@@ -54,7 +54,7 @@ _HOMES = {
     # before a run
     "estimate": "shoal.planning.describe",
     "plan": "shoal.planning.search.planner",
-    "Planner": "shoal.planning.search.planner",
+    "LayoutPlanner": "shoal.planning.search.planner",
     "goodput": "shoal.planning.goodput.forecast",
     "dry_run": "shoal.labs.validate.by_dry_run",
     "calibrate": "shoal.labs.calibration.calibrate",
@@ -77,7 +77,7 @@ _HOMES = {
 __all__ = [
     "SCHEDULES",
     "Layout",
-    "Planner",
+    "LayoutPlanner",
     "Program",
     "RunConfig",
     "UsageError",

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import tomli_w
 from pydantic import Field, PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_place, write_whole
+from shoal.base.files import check_place
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
-from shoal.base.units import show_seconds
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import host_memory, usable_cores
-from shoal.labs.calibration.check import Compared, compare, drawn_layouts, spearman, workload, write_scatter
-from shoal.labs.calibration.measure import measure
-from shoal.labs.calibration.pick import pick
-from shoal.labs.calibration.profile import profile
-from shoal.launch.worker_pool import Pool
-from shoal.spec.catalog import tables
-from shoal.spec.catalog.clusters import nodes
+from shoal.labs.calibration.calibrate import CHECK_ROUNDS, NAME, ROUNDS, check_profile
+from shoal.labs.calibration.check import is_right, lines, lost, write_scatter
 
-NAME = "here"  # of the machine in its profile
-MEASURED = 8  # cores at most, all at once
-ROUNDS, CHECKED = 9, 5  # by themselves, of the machine and of a check
-ORDERED = 0.9  # Spearman's correlation, from which on an order is right
+MOST_LOST = 0.05  # of the fastest layout's time, that the picked one may take longer
 
 
 class CalibrateOptions(Section):
@@ -63,13 +53,14 @@ class CalibrateOptions(Section):
 
 
 def run(options: CalibrateOptions) -> int:
-    """Measure or check; the exit code, 1 where a check finds estimates that are more than 10 % off in the median or in
-    another order (`ORDERED`), or a pick that takes 5 % longer than the fastest layout.
+    """Measure, or check a profile; returns the exit code.
+
+    It is 1 where a check finds estimates that are far off or in another order (`is_right`), or a pick that takes 5 %
+    longer than the fastest layout.
 
     Raises:
         UsageError: a file that is there already, or is none; or options that nothing would read.
     """
-    console = Console(highlight=False)
     for unread, names, why in (
         (options.check, ("out", "ranks"), "of a measurement, which --check does not make"),
         (not options.check, ("scatter", "pick", "layouts"), "of --check, which is not given"),
@@ -77,102 +68,52 @@ def run(options: CalibrateOptions) -> int:
     ):
         if unread:
             reject_unused(options, names, why)
-    if options.check:
-        return _check(options, console)
+    return _measure(options) if options.check is None else _check(options, options.check)
+
+
+def _measure(options: CalibrateOptions) -> int:
     check_place(options.out, "--out", new=True)
     if options.out.suffix != ".toml":
         raise UsageError(f"--out {options.out}: a catalog file ends in .toml")
-    if min(options.ranks) < 2:
-        raise UsageError(f"--ranks {min(options.ranks)}: a collective has at least 2.")
     begin = time.monotonic()
-    usable = usable_cores()
-    cores = min(usable, MEASURED)
-    with _progress() as bar, Pool(max(cores, *options.ranks), tune_process) as pool:
-        task = bar.add_task("starting", total=1.0)
-        found = measure(
-            pool, cores, usable, list(options.ranks), options.rounds or ROUNDS,
-            lambda done, what: bar.update(task, completed=done, description=what),
-        )  # fmt: skip
-    source = f"shoal calibrate, {time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} of {usable} cores at once"
-    made = profile(found, NAME, host_memory(), source)
-    write_whole(options.out, tomli_w.dumps(made))
-    of = made["accelerators"][NAME]
-    peaks = ", ".join(f"{kind} {peak / 1e9:.0f} GFLOP/s" for kind, peak in of["peak_flops"].items())
-    say = [
-        f"{cores} of {usable} cores at once, each: {peaks}, memory {of['memory_bandwidth'] / 1e9:.1f} GB/s; "
-        f"ring {made['links'][NAME]['bandwidth'] / 1e9:.1f} GB/s and {made['links'][NAME]['latency'] * 1e6:.0f} us",
+    with _progress() as say:
+        found = shoal.calibrate(ranks=options.ranks, rounds=options.rounds or ROUNDS, say=say)
+    found.write(options.out)
+    _print([
+        found.describe(),
         f"written: {options.out} ({time.monotonic() - begin:.0f} s)",
         f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32",
-    ]
-    for line in say:
-        console.print(Text(line), soft_wrap=True)
+    ])
     return 0
 
 
-def _progress() -> Progress:
-    return Progress(
-        BarColumn(), TextColumn("{task.description}"), console=Console(file=sys.stderr), transient=True,
-        disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-
-
-def _check(options: CalibrateOptions, console: Console) -> int:
+def _check(options: CalibrateOptions, profile: Path) -> int:
     if options.scatter and options.scatter.suffix != ".svg":
         raise UsageError(f"--scatter {options.scatter}: a figure ends in .svg")
     check_place(options.scatter, "--scatter", new=True)
-    tables.add(options.check)
-    if (machine := nodes().get(NAME)) is None or machine.reference is None or machine.at_once is None:
-        raise UsageError(
-            f"--check {options.check}: it is no profile of this version: [nodes.{NAME}] with `reference` and `at_once` "
-            "is wanted.\n  Make one with shoal calibrate --out FILE."
+    with _progress() as say:
+        found = check_profile(
+            profile, layouts=options.layouts, pick_of=options.pick, rounds=options.rounds or CHECK_ROUNDS, say=say
         )
-    with _progress() as bar, Pool(4, tune_process) as pool:
-        task = bar.add_task("starting", total=1.0)
-
-        def say(done: float, what: str) -> None:
-            bar.update(task, completed=done, description=what)
-
-        if options.pick:
-            found = pick(pool, options.pick, options.rounds or CHECKED, NAME, say)
-        else:
-            found = compare(pool, drawn_layouts(options.layouts), options.rounds or CHECKED, NAME, say)
-    for line in lines(found):
-        console.print(Text(line), soft_wrap=True)
+    _print(lines(found))
     if options.scatter:
         write_scatter(options.scatter, found)
-        console.print(Text(f"written: {options.scatter}"), soft_wrap=True)
-    return int(_lost(found) > 0.05 if options.pick else not _right(found))
+        _print([f"written: {options.scatter}"])
+    return int(lost(found) > MOST_LOST if options.pick else not is_right(found))
 
 
-def lines(found: list[Compared]) -> list[str]:
-    """The table of a check."""
-    work = workload()
-    rows = [
-        f"{one.slower:>7.2f}{show_seconds(one.measured):>10}{show_seconds(one.estimated):>11}"
-        f"{100 * one.error:>+8.1f} %  {one.words}"
-        for one in sorted(found, key=lambda one: one.measured)
-    ]
-    return [
-        f"{work.model}, {work.sequences} sequences of {work.sequence_length} tokens a step, {work.precision}; "
-        "medians of turns, over how much slower the machine was just then than when it was calibrated",
-        f"{'slower':>7}{'measured':>10}{'estimated':>11}{'off':>10}  layout", *rows,
-        f"median error {100 * _median(found):.1f} %; order (Spearman) {spearman(found):.3f}; the layout that is "
-        f"estimated fastest takes {1 + _lost(found):.3f} of the fastest's time",
-    ]  # fmt: skip
+def _print(texts: list[str]) -> None:
+    console = Console(highlight=False)
+    for text in texts:
+        console.print(Text(text), soft_wrap=True)
 
 
-def _lost(found: list[Compared]) -> float:
-    """By what part the layout that is estimated fastest takes longer than the fastest."""
-    picked = min(found, key=lambda one: one.estimated)
-    return picked.measured / min(one.measured for one in found) - 1
-
-
-def _right(found: list[Compared]) -> bool:
-    """Whether estimates are near what was measured, and in its order."""
-    return _median(found) <= 0.10 and spearman(found) >= ORDERED
-
-
-def _median(found: list[Compared]) -> float:
-    errors = sorted(abs(one.error) for one in found)
-    middle = len(errors) // 2
-    return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
+@contextmanager
+def _progress() -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on the standard error; yields what to call with the share that is done and what comes next."""
+    with Progress(
+        BarColumn(), TextColumn("{task.description}"), console=Console(file=sys.stderr), transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("starting", total=1.0)
+        yield lambda done, what: bar.update(task, completed=done, description=what)

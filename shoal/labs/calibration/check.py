@@ -13,6 +13,7 @@ from statistics import median
 import torch.distributed as dist
 
 from shoal.base.files import write_whole
+from shoal.base.units import show_seconds
 from shoal.labs.bench.step.shoal_engine import engine
 from shoal.labs.bench.step.workload import Workload
 from shoal.labs.calibration.measure import reference
@@ -29,6 +30,8 @@ REFERENCES = 3  # measurements of how fast the machine is, between layouts
 STEPS = 2  # of a turn, behind one that does not count
 TIMEOUT = 300.0
 RANKS = (1, 2, 3, 4)
+NEAR = 0.10  # median error, up to which estimates are right
+ORDERED = 0.9  # Spearman's correlation, from which on an order is right
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,38 @@ def spearman(found: list[Compared]) -> float:
     ]
     squares = sum((places[0][id(one)] - places[1][id(one)]) ** 2 for one in found)
     return 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0
+
+
+def lost(found: list[Compared]) -> float:
+    """By what part the layout that is estimated fastest takes longer than the fastest."""
+    picked = min(found, key=lambda one: one.estimated)
+    return picked.measured / min(one.measured for one in found) - 1
+
+
+def is_right(found: list[Compared]) -> bool:
+    """Whether estimates are near what was measured (`NEAR`), and in its order (`ORDERED`)."""
+    return _median_error(found) <= NEAR and spearman(found) >= ORDERED
+
+
+def _median_error(found: list[Compared]) -> float:
+    return median(abs(one.error) for one in found)
+
+
+def lines(found: list[Compared]) -> list[str]:
+    """The table of a check."""
+    work = workload()
+    rows = [
+        f"{one.slower:>7.2f}{show_seconds(one.measured):>10}{show_seconds(one.estimated):>11}"
+        f"{100 * one.error:>+8.1f} %  {one.words}"
+        for one in sorted(found, key=lambda one: one.measured)
+    ]
+    return [
+        f"{work.model}, {work.sequences} sequences of {work.sequence_length} tokens a step, {work.precision}; "
+        "medians of turns, over how much slower the machine was just then than when it was calibrated",
+        f"{'slower':>7}{'measured':>10}{'estimated':>11}{'off':>10}  layout", *rows,
+        f"median error {100 * _median_error(found):.1f} %; order (Spearman) {spearman(found):.3f}; the layout that is "
+        f"estimated fastest takes {1 + lost(found):.3f} of the fastest's time",
+    ]  # fmt: skip
 
 
 def write_scatter(path: Path, found: list[Compared]) -> None:

@@ -19,7 +19,7 @@ from shoal.labs.collectives.description import ROOTED, Collective, Description
 from shoal.labs.collectives.price import Bound, Price, bus_bandwidth, fastest, lower_bound, price, traffic
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology, Wire
-from shoal.labs.explain import rounds_svg
+from shoal.labs.explain.figures import rounds as rounds_figure
 from shoal.labs.explain.rounds import picture
 from shoal.report.lines import lines
 from shoal.report.svg import FAINT, Canvas
@@ -279,11 +279,11 @@ def figure(
     canvas.text(30, 40, title, size=21, font_weight=650)
     words = f"S = {show_bytes(size)} on {where}: {show_seconds(prices[shown.algorithm].seconds(size))}"
     canvas.text(30, 62, words, size=13, fill=FAINT)
-    canvas.place(30, 84, rounds_svg.rounds(shown, topology, size, width=width - 60))
-    below = 84 + rounds_svg.height(shown) + 34
+    canvas.place(30, 84, rounds_figure.rounds(shown, topology, size, width=width - 60))
+    below = 84 + rounds_figure.height(shown) + 34
     panel = 370.0
     side = 330.0
-    canvas.place(30, below, rounds_svg.matrix(shown, size, side=side))
+    canvas.place(30, below, rounds_figure.matrix(shown, size, side=side))
     if shown.ranks > 1:
         canvas.place(side + 70, below, _chart(prices, bound, topology, width=width - side - 100, height=panel + 20))
     return canvas.document(width, below + panel + 40, title)

@@ -15,7 +15,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import pieces
 from shoal.engine.parallel.context.token_order import ORDERS, Spread, count, spread
 from shoal.labs.explain.blocks import hue
-from shoal.labs.explain.context_svg import Walk, figure
+from shoal.labs.explain.figures.context import Walk, figure
 from shoal.planning.cost.context import layer_bytes
 from shoal.report.timeline.palette import ink
 from shoal.spec.catalog import model_shape

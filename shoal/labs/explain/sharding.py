@@ -22,8 +22,8 @@ from shoal.labs.autoshard.notation.product import REMEDIES, cases, products
 from shoal.labs.autoshard.notation.route import Route, RoutedMove, elements_of
 from shoal.labs.collectives import topology as networks
 from shoal.labs.explain.blocks import memory, pictures
-from shoal.labs.explain.blocks_svg import Stage, State, figure
 from shoal.labs.explain.collective import CollectiveOptions, network, wire_of, wire_words
+from shoal.labs.explain.figures.blocks import Stage, State, figure
 from shoal.spec.catalog.accelerators import accelerator
 
 TOPOLOGIES = ("full", "ring", "torus", "fat-tree", "islands", "rings")

@@ -8,9 +8,18 @@ import pytest
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.cli.calibrate import CalibrateOptions, _right, lines, run
+from shoal.cli.calibrate import CalibrateOptions, run
 from shoal.cli.main import main
-from shoal.labs.calibration.check import RANKS, Compared, drawn_layouts, run_of, spearman, write_scatter
+from shoal.labs.calibration.check import (
+    RANKS,
+    Compared,
+    drawn_layouts,
+    is_right,
+    lines,
+    run_of,
+    spearman,
+    write_scatter,
+)  # fmt: skip
 from shoal.labs.calibration.measure import (
     AGAIN,
     ATTENTION,
@@ -101,7 +110,7 @@ def here(found: CoreMeasurements, tmp_path: Path):
     """A catalog with that machine."""
     file = tmp_path / "here.toml"
     file.write_text(tomli_w.dumps(profile(found, "here", 4e9, "a test")))
-    tables.add(file)
+    tables.add_catalog(file)
     yield file
     tables.forget()
 
@@ -148,7 +157,7 @@ def test_ranks_share_a_machines_memory_and_all_of_its_cores(found: CoreMeasureme
     assert one.memory_bytes == 4e9 == 4 * four.memory_bytes
     assert Estimate(run_of(Layout(dp=4, micro_batch=3), "here")).capacity == 1e9
     here.write_text(tomli_w.dumps(profile(replace(found, cores=8, usable=96), "here", 4e9, "eight were measured")))
-    tables.add(here)
+    tables.add_catalog(here)
     assert cluster("96xhere").turns == 1 == cluster("16xhere").turns
 
 
@@ -180,7 +189,7 @@ def test_layouts_of_every_number_of_ranks_are_drawn() -> None:
     assert {layout.world_size for layout in drawn} == set(RANKS)
 
 
-def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Path) -> None:
+def test_the_table_says_how_far_off_and_whether_the_order_isis_right(tmp_path: Path) -> None:
     times = ((1, 4.0, 4.4), (2, 2.0, 2.0), (4, 1.0, 0.8))
     found = [Compared(Layout(dp=n), measured, estimated) for n, measured, estimated in times]
     assert spearman(found) == 1.0
@@ -188,9 +197,9 @@ def test_the_table_says_how_far_off_and_whether_the_order_is_right(tmp_path: Pat
     assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
     kept = Compared(Layout(dp=2, zero=3, recompute="full", reshard_after_forward=False), 1.0, 1.0)
     assert kept.words == "dp 2 (ZeRO-3), micro-batch 1, recompute full, kept after forward"
-    assert _right(found[:2]) and not _right(found[::2]), "4.4 for 4, and 0.8 for 1"
+    assert is_right(found[:2]) and not is_right(found[::2]), "4.4 for 4, and 0.8 for 1"
     others = [Compared(Layout(), one, one * off) for one, off in ((1.0, 1.09), (1.05, 1.0), (1.1, 0.93))]
-    assert not _right(others), "near, but the other way round"
+    assert not is_right(others), "near, but the other way round"
     write_scatter(tmp_path / "scatter.svg", found)
     assert (tmp_path / "scatter.svg").read_text().count("<circle") == 3 + 3  # and a legend of the ranks that there are
 
@@ -264,6 +273,6 @@ def test_a_profile_without_its_reference_is_refused(here: Path) -> None:
 
 def test_a_constant_that_is_not_known_is_refused(here: Path) -> None:
     here.write_text(here.read_text().replace("short_m =", "shortm ="))
-    tables.add(here)
+    tables.add_catalog(here)
     with pytest.raises(UsageError, match="no constant 'shortm'"):
         Estimate(run_of(Layout(), "here"))

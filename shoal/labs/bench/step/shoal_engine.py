@@ -13,7 +13,8 @@ from shoal.labs.bench.step.sleeping_device import compute_elsewhere
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from shoal.spec.layout import Layout
-from shoal.training.async_dp.choose import COMPRESSED
+from shoal.spec.layout.sizes import check_layout
+from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.async_dp.engines import CompressedEngine
 from shoal.training.step.engine import Engine
 
@@ -74,8 +75,8 @@ def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
     """
     layout.setdefault("micro_batch", max(1, workload.sequences // layout.get("dp", 1)))
     made = Layout(**layout)
-    made.check(
-        shape=workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
+    check_layout(
+        made, workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
     )
     return made
 

@@ -1,0 +1,1 @@
+"""The figures (SVG) of what is explained."""

@@ -1,0 +1,76 @@
+"""The subjects that can be explained, and `explain`, which prints how one of them works and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.section import Section, validate
+from shoal.labs.collectives.description import Collective
+from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
+from shoal.labs.explain.collective import CollectiveOptions
+from shoal.labs.explain.compatibility import CompatibilityOptions
+from shoal.labs.explain.context import ContextOptions
+from shoal.labs.explain.experts import PlacementOptions
+from shoal.labs.explain.optimizers import OptimizersOptions
+from shoal.labs.explain.precision import PrecisionOptions
+from shoal.labs.explain.scaling import ScalingOptions
+from shoal.labs.explain.sharding import ShardingOptions
+
+SUBJECTS: dict[str, tuple[type[Section], Callable[[Any, Console], int]]] = {
+    **{each.value: (CollectiveOptions, partial(collective.explain, each)) for each in Collective},
+    "compatibility": (CompatibilityOptions, compatibility.explain),
+    "context": (ContextOptions, context.explain),
+    "experts": (PlacementOptions, experts.explain),
+    "optimizers": (OptimizersOptions, optimizers.explain),
+    "precision": (PrecisionOptions, precision.explain),
+    "scaling": (ScalingOptions, scaling.explain),
+}
+"""By name: the options, and what explains them on a console."""
+
+PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
+"""What else is explained: whatever has a bracket in it is an expression of sharded arrays."""
+
+
+def options_of(subject: str) -> type[Section]:
+    """The options that a subject takes.
+
+    Raises:
+        UsageError: there is no such subject.
+    """
+    return _find(subject)[0]
+
+
+def explain(subject: str, console: Console | None = None, **options: Any) -> None:
+    """Print how one thing works and what it costs, computed from the description that also runs.
+
+    Args:
+        subject: a key of `SUBJECTS`, such as ``"all-reduce"``, or an expression of sharded arrays.
+        console: where to print (default: the standard output).
+        **options: fields of the subject's options class (`options_of`).
+
+    Raises:
+        UsageError: there is no such subject, or bad options.
+
+    >>> import shoal
+    >>> shoal.explain("precision", billions=[7])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+    number formats
+    ...
+    as others count, with Adam
+    ...
+    >>> shoal.explain("A[Ix, J] * B[J, K] -> C[Ix, K]", mesh="x=4")  # doctest: +SKIP
+    """
+    kind, show = _find(subject)
+    show(validate(kind, options, where=f"explain {subject}"), console or Console())
+
+
+def _find(subject: str) -> tuple[type[Section], Callable[[Any, Console], int]]:
+    if "[" in subject:
+        return ShardingOptions, partial(sharding.explain, subject)
+    if subject not in SUBJECTS:
+        raise UsageError(f"explain: there is no '{subject}'; {did_you_mean(subject, [*SUBJECTS, PRODUCT])}")
+    return SUBJECTS[subject]
