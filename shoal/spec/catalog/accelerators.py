@@ -38,7 +38,7 @@ class Accelerator(BaseModel):
     devices: tuple[str, ...] = ()
     """The names that its driver reports."""
 
-    matmul_efficiency: float = Field(0.8, gt=0, le=1)
+    matmul_efficiency: float = Field(default=0.8, gt=0, le=1)
     """Part of the dense peak that the best-shaped matrix product attains."""
 
     generation: str = "other"

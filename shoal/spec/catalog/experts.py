@@ -29,7 +29,7 @@ class Experts(BaseModel):
     ffn: int = Field(gt=0, le=2**24)
     """Width inside one expert."""
 
-    shared: int = Field(0, ge=0, le=2**10)
+    shared: int = Field(default=0, ge=0, le=2**10)
     """Experts besides these that every token passes through (Dai et al. 2024, "DeepSeekMoE"), as one block of their
     width together."""
 
@@ -62,7 +62,7 @@ class Experts(BaseModel):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-sum-exp of the router's logits (Zoph et al. 2022, equation 5)."""
 
-    bias_update: NonNegativeFloat = Field(0.0, lt=1)
+    bias_update: NonNegativeFloat = Field(default=0.0, lt=1)
     """What is added in every step to the bias of experts that got less than their share, and taken from that of the
     others; the bias counts in choosing alone (Wang et al. 2024, "Loss-free balancing"). 0 has no bias."""
 

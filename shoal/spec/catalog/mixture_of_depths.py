@@ -28,7 +28,7 @@ class Depths(BaseModel):
     weight: Literal["score", "sigmoid"] = "score"
     """What multiplies that which the layer adds to a token: the router's score, as in the paper, or its sigmoid."""
 
-    predictor: int = Field(32, gt=0, le=2**24)
+    predictor: int = Field(default=32, gt=0, le=2**24)
     """Width of the network that learns to foresee, from a token alone, whether it will be among the highest: by it a
     token is decided where those after it are not known."""
 

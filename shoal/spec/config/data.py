@@ -29,13 +29,13 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
 
-    sequence_length: int = Field(256, gt=0, le=2**30)
+    sequence_length: int = Field(default=256, gt=0, le=2**30)
     """s, tokens per sequence."""
 
     document_mask: bool = False
     """Keep attention and loss inside each document of a packed sequence."""
 
-    validation_fraction: float = Field(0.02, gt=0, lt=0.5)
+    validation_fraction: float = Field(default=0.02, gt=0, lt=0.5)
     """Part of the documents held out for validation."""
 
     sampler: Literal["even", "overlap", "pool"] = "even"

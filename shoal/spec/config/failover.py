@@ -52,7 +52,7 @@ class FailoverConfig(Section):
     """A loss or gradient norm that is so many (robust) standard deviations above its recent median is a spike, and
     told; 0 looks for none."""
 
-    spike_window: int = Field(64, ge=8)
+    spike_window: int = Field(default=64, ge=8)
     """Steps that the median is of."""
 
     spike_rollbacks: NonNegativeInt = 0

@@ -8,16 +8,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from shoal.base.section import Section
 
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "momentum", "adagrad", "radam", "adafactor", "adam8bit", "muon", "sage", "sophia-g",
+    "sophia-h",
+]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
     """The update rule and its learning-rate schedule."""
 
-    name: Literal[
-        "adamw", "adam", "sgd", "momentum", "adagrad", "radam", "adafactor", "adam8bit", "muon", "sage",
-        "sophia-g", "sophia-h",
-    ] = "adamw"
+    name: OptimizerName = "adamw"
     """The update rule; docs/numerics.md has a table of them."""
 
     learning_rate: PositiveFloat = 1e-3
@@ -47,7 +48,7 @@ class OptimizerConfig(Section):
     """sophia: factor on that diagonal (gamma; its authors have 0.05 for sophia-g and 0.01 for sophia-h): the smaller,
     the more elements take a step of the whole learning rate."""
 
-    rates: dict[str, PositiveFloat] = Field({})
+    rates: dict[str, PositiveFloat] = Field(default={})
     """Factors on the learning rate by pattern of parameter names, as in {"embed.*" = 0.5}; the first match counts."""
 
     weight_decay: NonNegativeFloat = 0.1
@@ -64,8 +65,8 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
 
-    decay_fraction: float = Field(0.2, ge=0, le=1)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1)
     """wsd: the last part of the steps after the warm-up, in which the rate falls."""
 
-    minimum: float = Field(0.1, ge=0, le=1)
+    minimum: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a part of the peak."""

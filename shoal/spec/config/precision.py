@@ -20,19 +20,19 @@ LARGEST_SCALE = 2.0**100  # of a loss: where nothing ever overflows
 class LossScaleConfig(Section):
     """The dynamic loss scale of fp16 (Micikevicius et al. 2018, section 3.2)."""
 
-    initial: float = Field(2.0**16, gt=0, le=LARGEST_SCALE)
+    initial: float = Field(default=2.0**16, gt=0, le=LARGEST_SCALE)
     """Its first value."""
 
-    growth: float = Field(2.0, ge=1)
+    growth: float = Field(default=2.0, ge=1)
     """What it is multiplied by after `interval` steps without an overflow."""
 
-    backoff: float = Field(0.5, gt=0, lt=1)
+    backoff: float = Field(default=0.5, gt=0, lt=1)
     """What it is multiplied by after a step with one, which is skipped."""
 
     interval: PositiveInt = 2000
     """Steps in a row."""
 
-    smallest: float = Field(1.0, gt=0, le=LARGEST_SCALE)
+    smallest: float = Field(default=1.0, gt=0, le=LARGEST_SCALE)
     """Below this it does not go: a gradient that overflows even so ends the run."""
 
 

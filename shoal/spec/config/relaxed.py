@@ -35,7 +35,7 @@ class RelaxedConfig(Section):
     rank: PositiveInt = 4
     """powersgd: columns of the two factors of a gradient matrix (r)."""
 
-    density: float = Field(0.01, gt=0, le=1)
+    density: float = Field(default=0.01, gt=0, le=1)
     """topk: part of each gradient tensor's elements that are exchanged."""
 
     group: PositiveInt = 2

@@ -40,14 +40,14 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is one."""
 
-    threads: int = Field(0, ge=0, le=4096)
+    threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads per rank; 0 shares the cores between the local ranks."""
 
     straggler: str = ""
     """Ranks made slow, as RANK=FACTOR with commas: 1=4 has rank 1 sleep for 3 times what its forwards and backwards
     took. Each rank's time spent computing and waiting is shown at the end."""
 
-    pace: float = Field(0.0, ge=0, le=3600)
+    pace: float = Field(default=0.0, ge=0, le=3600)
     """Seconds that the forwards and backwards of a step take at least, by sleeping: more ranks than cores then behave
     as if each had its own machine."""
 

@@ -8,7 +8,8 @@ from shoal.spec.layout.layout import (
     Layout,
     Recompute,
     Schedule,
+    ZeroStage,
     axes_of,
 )
 
-__all__ = ["AXES", "EXPERT_AXES", "FILE", "ContextOrder", "Layout", "Recompute", "Schedule", "axes_of"]
+__all__ = ["AXES", "EXPERT_AXES", "FILE", "ContextOrder", "Layout", "Recompute", "Schedule", "ZeroStage", "axes_of"]

@@ -33,6 +33,7 @@ Sync = Literal[
     "all-reduce", "powersgd", "topk", "onebit", "int8", "local-sgd", "diloco", "sgp", "wagma", "ps-bsp", "ps-ssp",
     "ps-async", "hogwild",
 ]
+ZeroStage = Literal[0, 1, 2, 3]
 Degree = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
@@ -55,7 +56,7 @@ class Layout(BaseModel):
     """What keeps the replicas together: all-reduce is exact; docs/relaxed.md has a table of the others, which compute
     something else in less time. Their numbers are in the section relaxed."""
 
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: ZeroStage = 0
     """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
     2 also gradients, 3 also parameters (FSDP)."""
 
