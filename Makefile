@@ -9,12 +9,13 @@ BIN    := $(VENV)/bin
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
 
-test: $(VENV)/.ready    ## the whole suite, two files of tests at a time
-	$(BIN)/ruff check shoal tests
+test: lint              ## the whole suite, two files of tests at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.ready    ## style, types, and the contract between the wings
 	$(BIN)/ruff check shoal tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # torch comes first and from the constraint: an open range may pick a build with several GB of CUDA packages.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""What the experiment makes of its runs; the runs themselves are tests/train/relaxed."""
+"""What the experiment makes of its runs; the runs themselves are tests/training/async_dp."""
 
 import csv
 import io
