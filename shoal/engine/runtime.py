@@ -106,7 +106,8 @@ class Runtime:
         number = torch.zeros(1, device=self.mesh.device)
         for channel, source, target in sorted(used):
             if channel not in self.groups:
-                self.groups[channel] = self.mesh.group("pp", purpose=f"{channel[0]}{'+' if channel[1] else '-'}")
+                purpose = f"{channel[0]}{'+' if channel[1] else '-'}"
+                self.groups[channel] = self.mesh.group_of_several("pp", purpose)
             if here == source:
                 start_send(number, ranks[target], self.groups[channel]).wait()
             elif here == target:
@@ -146,8 +147,8 @@ class Runtime:
         batches = [self._own(batch) for batch in batches]
         for stage in self.stages.values():
             stage.parameters.begin()
-        for stash in self.stashes.values():
-            stash.begin()
+        for versions in self.stashes.values():
+            versions.begin()
         for i, action in enumerate(self.actions):
             stash = self.stashes.get(action.stage)
             for recorder in self.recorders:
@@ -252,6 +253,7 @@ class Runtime:
         if number == 0:  # slices go back from last to first: nobody needs the keys and values of this micro-batch now
             self._parts.pop((stage, microbatch), None)
         if flight.hidden is not None:
+            assert flight.hidden.grad is not None  # every part of the model uses what it is given
             self._gradient[stage - 1, microbatch, number] = flight.hidden.grad
 
     # ---- transfers ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Stash:
         return sum(t.untyped_storage().nbytes() for copies in (*self.kept.values(), *self._free) for t in copies)
 
     def _use(self, version: int) -> None:
-        copies = self.kept.get(version) or [None] * len(self.buckets)
+        copies: Sequence[Tensor | None] = self.kept.get(version) or [None] * len(self.buckets)
         for bucket, copy in zip(self.buckets, copies, strict=True):
             bucket.use(copy)
 

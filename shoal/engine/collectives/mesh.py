@@ -153,6 +153,12 @@ class Mesh:
         group = self._groups[key]
         return self._named.setdefault((axis, *key), Group(group.backend, group.shared, self.link))
 
+    def group_of_several(self, axis: str, purpose: str = "") -> Group:
+        """The group along an axis that has more than one rank, as `group` gives it."""
+        group = self.group(axis, purpose)
+        assert group is not None, axis
+        return group
+
     def sent(self) -> Counter[tuple[str, str]]:
         """Bytes that this rank has sent so far, by axis and kind of collective, as `Group.count` has them."""
         total: Counter[tuple[str, str]] = Counter()

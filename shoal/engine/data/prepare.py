@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
-from shoal.engine.data.shards import SPLITS, CacheManifest, SplitInfo, open_shards, split_of
+from shoal.engine.data.shards import SPLITS, CacheManifest, Split, SplitInfo, open_shards, split_of
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -85,8 +85,8 @@ class CorpusContents:
     name: str
     vocab_size: int
     folder: Path
-    splits: dict[str, SplitInfo]
-    samples: dict[str, int]
+    splits: dict[Split, SplitInfo]
+    samples: dict[Split, int]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class Slice:
     """
 
     def __init__(self, before: Slice | None = None):
-        self.start = self.stop = before.stop if before else 0
+        self.start: int = before.stop if before else 0
+        self.stop: int = self.start
         self.found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._left: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._next: Slice | None = None
@@ -61,8 +62,8 @@ class Slice:
         """What later slices found of this one, where backward starts besides the output; none for the last slice."""
         return [x for pair in self._left.values() for x in pair] if self._next else []
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients of `left`, once the next slice's backward is done."""
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of `left`, once the next slice's backward is done; None for what it has none of."""
         return [x.grad for pair in self._next.found.values() for x in pair] if self._next else []
 
 

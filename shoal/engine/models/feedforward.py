@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine.models.projections import JointProjections
 from shoal.spec.catalog import ModelShape
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(JointProjections):
     """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
 
     projections = ("gate", "up")  # of one input, by `project`
@@ -28,7 +29,7 @@ class SwiGLU(nn.Module):
         return self.gate(x), self.up(x)
 
 
-class MLP(nn.Module):
+class MLP(JointProjections):
     """The feed-forward block of GPT-2: down(gelu(up x))."""
 
     projections = ("up",)

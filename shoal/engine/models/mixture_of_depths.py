@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine.models.attention import Mask, causal_mask, rotary_table
+from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.gates import ALIKE
 from shoal.engine.models.experts.router import WithLoss
@@ -36,7 +37,9 @@ were chosen, and those that it expected to be."""
 class ResidualLayer(Protocol):
     """A layer that adds something to the residual stream."""
 
-    attention: nn.Module
+    @property
+    def attention(self) -> nn.Module:
+        """By which slices keep what they have seen."""
 
     def change(self, x: Tensor, context: Context) -> Tensor:
         """What the layer adds: [b, s, h] -> [b, s, h]."""
@@ -56,12 +59,12 @@ class TokenRoute(NamedTuple):
     """The way of the chosen tokens of some sequences to where they are computed, and back.
 
     Attributes:
-        index: [m], which of the b s tokens that are here are chosen.
+        chosen: [m], which of the b s tokens that are here are.
         there: from these, [m, h], to those that are computed here, [b, k, h].
         back: the other way.
     """
 
-    index: Tensor
+    chosen: Tensor
     there: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
 
@@ -89,8 +92,8 @@ class Places:
             s: tokens of each sequence that are here.
         """
         b, k = taken.shape
-        index = (taken + s * torch.arange(b, device=taken.device).unsqueeze(1)).flatten()
-        return TokenRoute(index, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
+        chosen = (taken + s * torch.arange(b, device=taken.device).unsqueeze(1)).flatten()
+        return TokenRoute(chosen, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
 
 
 class MixtureOfDepths(nn.Module):
@@ -108,6 +111,7 @@ class MixtureOfDepths(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
+        assert shape.depths is not None
         self.depths, self.layer = shape.depths, layer
         self.rotary = (shape.head_dim, shape.rope_theta) if shape.family == "llama" else None
         self.router = nn.Parameter(torch.empty(shape.hidden))
@@ -129,24 +133,26 @@ class MixtureOfDepths(nn.Module):
         scores = rows @ self.router.to(rows)  # [b, s]
         foreseen = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)
         if context.part is not None:
-            return self._foreseen(x, scores, foreseen, context, block)
+            return self._foreseen(x, scores, foreseen, context, context.part, block)
         whole = self.places.whole(scores.detach())
         taken = self.highest(whole, self.depths.taken(whole.shape[1]))  # [b, k]
         weights = self._learning(self._weights(scores), foreseen, taken, whole, context)
         route = self.places.route(taken, x.shape[1])
-        y = block.change(route.there(x.flatten(0, 1).index_select(0, route.index)), self._among(taken, x, context))
-        return _added(x, route.back(y), weights, route.index)
+        y = block.change(route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._among(taken, x, context))
+        return _added(x, route.back(y), weights, route.chosen)
 
-    def _foreseen(self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, block: ResidualLayer) -> Tensor:
+    def _foreseen(
+        self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, part: Slice, block: ResidualLayer
+    ) -> Tensor:
         """A slice of one sequence, each token decided by itself."""
         if len(x) != 1 or context.documents is not None:
             raise ValueError("in slices not as many tokens of each sequence pass: one sequence and document only")
         index = (foreseen[0] > 0).nonzero().squeeze(1)  # [n]
         if not len(index):
             return x
-        n, before = len(index), context.part.kept(block.attention)
+        n, before = len(index), part.kept(block.attention)
         mask = causal_mask(n, before + n, x.device)[None, None] if before else None
-        rotary = self._rotary((context.part.start + index).unsqueeze(0), x.dtype)
+        rotary = self._rotary((part.start + index).unsqueeze(0), x.dtype)
         y = block.change(x[:, index], context._replace(rotary=rotary, mask=mask))
         return _added(x, y.flatten(0, 1), self._weights(scores), index)
 
@@ -177,8 +183,8 @@ class MixtureOfDepths(nn.Module):
         """cos and sin of [b, n] positions, each [b, 1, n, d/2]."""
         if self.rotary is None:
             return None
-        tables = rotary_table(positions.flatten(), *self.rotary, dtype)
-        return tuple(table.view(*positions.shape, -1).unsqueeze(1) for table in tables)
+        cos, sin = rotary_table(positions.flatten(), *self.rotary, dtype)
+        return cos.view(*positions.shape, -1).unsqueeze(1), sin.view(*positions.shape, -1).unsqueeze(1)
 
 
 def _added(x: Tensor, y: Tensor, weights: Tensor, index: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ can be taken out of it: what remains runs as one pipeline stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, ValuesView
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,11 @@ from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.models.norm import RMSNorm
+from shoal.engine.models.projections import JointProjections
 from shoal.spec.catalog import ModelShape
 
 
-class Attention(nn.Module):
+class Attention(JointProjections):
     """Causal self-attention with grouped key/value heads.
 
     The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
@@ -115,6 +117,16 @@ class Embedding(nn.Module):
         return x if self.position is None else x + self.position(positions)
 
 
+class Blocks(nn.ModuleDict):
+    """The layers that are here, by their numbers in the whole model."""
+
+    if TYPE_CHECKING:  # what they are; torch's own methods give them
+
+        def __getitem__(self, key: str) -> Block: ...
+        def values(self) -> ValuesView[Block]: ...
+        def items(self) -> ItemsView[str, Block]: ...
+
+
 class Transformer(nn.Module):
     """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
 
@@ -127,7 +139,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.positions, self.mask = Positions(), Mask()
         self.embed: Embedding | None = Embedding(shape)
-        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.layers)})
+        self.layers = Blocks({str(i): Block(shape, i) for i in range(shape.layers)})
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
@@ -163,12 +175,13 @@ class Transformer(nn.Module):
         """
         positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
+        assert x is not None, "hidden states, where the embedding is absent"
         context = self._context(positions, documents, x.dtype, part, samples)
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
             x = layer(x, context)
-        if self.head is None:
+        if self.norm is None or self.head is None:
             return x
         logits = self.head(self.norm(x))
         if targets is None:

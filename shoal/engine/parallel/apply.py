@@ -18,6 +18,7 @@ from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, cho
 from shoal.engine.parallel.pipeline_stage import keep_stage, share_copies, share_tied
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.recompute import apply_recompute
+from shoal.engine.parallel.replace import replace_forward
 from shoal.engine.parallel.tensor import apply_tensor_parallel
 from shoal.engine.parallel.tensor_2d import apply_grid
 from shoal.engine.parallel.weight_grad import Postponed, apply_weight_gradients
@@ -110,9 +111,9 @@ def _build_stage(
     apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute
     if compile:
         for layer in model.layers.values():
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            replace_forward(layer, torch.compile(layer.forward, dynamic=False))
         if mesh.size("tp") == 1:  # a loss split over ranks is a collective, which cannot be fused
-            model.loss.forward = torch.compile(model.loss.forward, dynamic=False)
+            replace_forward(model.loss, torch.compile(model.loss.forward, dynamic=False))
     # Last, and so outermost: parameters are gathered before a layer is entered, recomputed or not.
     members = _materialise(model, splits, policy.compute, mesh.device)
     units = _units(model)
@@ -158,9 +159,12 @@ def initialise(parameters: HeldParameters, shape: ModelShape, seed: int) -> None
 
 def _units(model: Transformer) -> list[list[nn.Module]]:
     """What is used together, in forward order."""
-    first = [[model.embed]] if model.embed is not None else []
-    last = [[model.norm, model.head]] if model.head is not None else []
-    return [*first, *([layer] for layer in model.layers.values()), *last]
+    units: list[list[nn.Module]] = [[layer] for layer in model.layers.values()]
+    if model.embed is not None:
+        units.insert(0, [model.embed])
+    if model.norm is not None and model.head is not None:
+        units.append([model.norm, model.head])
+    return units
 
 
 def _materialise(
@@ -177,7 +181,7 @@ def _materialise(
         real[parameter] = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
         members[real[parameter]] = (real[parameter], splits[name], parameter.dim() > 1)
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = real[parameter]
+        for name, own in list(module._parameters.items()):
+            if own is not None:
+                module._parameters[name] = real[own]
     return members

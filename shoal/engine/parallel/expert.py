@@ -33,7 +33,7 @@ from shoal.engine.collectives.uneven import (
     whole_of,
 )
 from shoal.engine.models.experts.grouped import GroupedExperts
-from shoal.engine.models.experts.layer import MoE
+from shoal.engine.models.experts.layer import MoE, Routed
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import Spread
@@ -97,7 +97,9 @@ def apply_expert_parallel(
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
-        at = replace(everywhere, spread=chosen) if shape.skips(module.router.layer) else everywhere
+        at = everywhere
+        if chosen is not None and shape.skips(module.router.layer):
+            at = replace(everywhere, spread=chosen)
         splits |= {split.name: split for split in _split_experts(module.experts, f"{name}.experts", at)}
         for part, parameter in module.router.named_parameters(recurse=False):
             # Every rank of tp scores its own part of the sequences.
@@ -109,7 +111,7 @@ def apply_expert_parallel(
             )
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
-        module.compute = partial(dispatch, module.experts, at)
+        module.compute = partial(dispatch, at)
         if at.parts is not None or at.context is not None:
             _score_parts(module, at, mesh)
     return splits
@@ -132,7 +134,7 @@ def _split_experts(experts: GroupedExperts, name: str, at: ExpertParallel) -> li
 
 def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
     """Have the ranks that share sequences each route their own tokens, by the scores of all."""
-    router, routed = module.router, module.routed
+    router = module.router
     parts = at.parts.size() if at.parts else 1
     ranks = at.context.size() if at.context else 1
     router.share = 1 / (parts * ranks)
@@ -142,7 +144,7 @@ def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
             order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the sequence
         sizes = [len(place) for place in places]
 
-    def on_parts(x: Tensor, context: RoutingContext) -> Tensor:
+    def by_parts(routed: Routed, x: Tensor, context: RoutingContext) -> Tensor:
         length = x.shape[SEQUENCE] * (parts if at.split_already else 1)  # of this rank of cp
         lengths = part_lengths(length, parts)
         before = sum(lengths[: at.parts.rank()]) if at.parts else 0
@@ -163,10 +165,10 @@ def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
             return routed(x, context)
         return whole_of(routed(part_of(x, at.parts, SEQUENCE, lengths), context), at.parts, SEQUENCE, lengths)
 
-    module.routed = on_parts
+    module.by_parts = by_parts
 
 
-def dispatch(experts: GroupedExperts, at: ExpertParallel, rows: Tensor, counts: Tensor) -> Tensor:
+def dispatch(at: ExpertParallel, experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Every row through its expert, wherever that is.
 
     Args:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,13 +98,19 @@ def apply_float8(
             )
 
 
+class _Encoded(NamedTuple):
+    """A matrix that was encoded: its codes and those of its transpose, and the largest numbers of its blocks."""
+
+    of: weakref.ref[Tensor]
+    codes: tuple[Codes, Codes]
+    most: Tensor
+
+
+@dataclass
 class _Last:
     """What was encoded last: q, k and v read the same input, and so do gate and up."""
 
-    def __init__(self):
-        self.of: weakref.ref[Tensor] | None = None
-        self.most: Tensor | None = None
-        self.codes: tuple[Codes, Codes] | None = None
+    input: _Encoded | None = None
 
 
 class Float8Product:
@@ -130,11 +137,11 @@ class Float8Product:
         return y if bias is None else _AddBias.apply(self.parameters, y, bias)
 
     def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
-        last = self.last
-        if last.of is None or last.of() is not x:
+        last = self.last.input
+        if last is None or last.of() is not x:
             # Detached, and so encoded without autograd: the product gives the gradient of x as a whole.
             both, most = self.encode(x.detach().flatten(0, -2), INPUT)
-            last.of, last.codes, last.most = weakref.ref(x), both, most
+            self.last.input = last = _Encoded(weakref.ref(x), both, most)
         self._note(INPUT, last.most)
         return last.codes
 
@@ -194,11 +201,11 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
     fits = all(side % _ALIGN == 0 for side in (*a.codes.shape, *b.codes.shape))
     if not (native and taken and fits and not both_e5m2):
         return F.linear(a.values(dtype), b.values(dtype))
-    scales = (a.scale.reciprocal(), b.scale.reciprocal().t())
+    scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal().t()
     if a.grain == TENSOR:
-        scales = tuple(scale.view(()) for scale in scales)
+        scale_a, scale_b = scale_a.view(()), scale_b.view(())
     return torch._scaled_mm(
-        a.codes.contiguous(), b.codes.contiguous().t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype
+        a.codes.contiguous(), b.codes.contiguous().t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype
     )
 
 

@@ -45,7 +45,7 @@ def multiply(x: Tensor, factor: Tensor, out: Tensor) -> None:
         torch.bmm(x, factor.expand(len(x), *factor.shape), out=out)
 
 
-def parts_of(x: Tensor, n: int, tokenwise: bool) -> Sequence[Tensor]:
+def parts_of(x: Tensor, n: int, tokenwise: bool) -> Tensor | tuple[Tensor, ...]:
     """Each rank's part [b, s/n, k] of [b, s, k], as views.
 
     Args:

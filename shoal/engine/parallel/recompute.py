@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.replace import replace_forward
 from shoal.spec.layout import Recompute
 
 
 def apply_recompute(model: Transformer, mode: Recompute) -> None:
     """Wrap the forward of each layer, or of each attention core, in place."""
     for layer in model.layers.values():
-        target = {"none": None, "selective": layer.attention.core, "full": layer}[mode]
-        if target is not None:
+        targets: dict[Recompute, nn.Module | None] = {
+            "none": None, "selective": layer.attention.core, "full": layer
+        }
+        if (target := targets[mode]) is not None:
             # There is no dropout, so no generator state to restore.
-            target.forward = partial(checkpoint, target.forward, use_reentrant=False, preserve_rng_state=False)
+            again = partial(checkpoint, target.forward, use_reentrant=False, preserve_rng_state=False)
+            replace_forward(target, again)

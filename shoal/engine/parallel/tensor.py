@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,8 +26,11 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
+from shoal.engine.models.projections import JointProjections
+from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.replace import replace_forward
 from shoal.engine.parallel.weight_grad import Passage, Postponed, look_up, product, project
 from shoal.spec.catalog import ModelShape
 
@@ -41,7 +44,7 @@ class TensorParallel:
         overlap: whether the edges of regions are passages.
     """
 
-    group: Group | None
+    group: Group
     rank: int
     size: int
     sequence_parallel: bool
@@ -79,10 +82,14 @@ class TensorParallel:
 # ---- the kinds of split ----------------------------------------------------------------------------------------
 
 
-class ParallelStyle(Protocol):
+Rank = TypeVar("Rank", bound=TensorParallel)
+RankOfStyle = TypeVar("RankOfStyle", bound=TensorParallel, contravariant=True)
+
+
+class ParallelStyle(Protocol[RankOfStyle]):
     """What becomes of a module."""
 
-    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: RankOfStyle) -> list[ParamPlacement]:
         """Split it in place; returns how its parameters are split."""
 
 
@@ -97,7 +104,7 @@ class TensorParallelRegion:
     tokenwise: bool = False
 
     def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
-        if at.overlap and hasattr(module, "projections"):
+        if at.overlap and isinstance(module, JointProjections):
             module.project = lambda x: project(module, x, at.entry(self.tokenwise))
             return []
         module.register_forward_pre_hook(lambda _, args: (at.enter(args[0]), *args[1:]))
@@ -114,14 +121,14 @@ class FeedForward(TensorParallelRegion):
 class Column:
     """Split by output: rank r holds the r-th part of the rows of the weight and of the bias."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         return [keep_rows(module, name, part, at, at.size) for part, _ in list(module.named_parameters())]
 
 
 class KeyValue:
     """`Column` for keys and values. Where tp exceeds their heads, neighbours in tp hold the same head."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         parts = min(at.size, at.shape.kv_heads)
         return [keep_rows(module, name, part, at, parts) for part, _ in list(module.named_parameters())]
 
@@ -136,12 +143,13 @@ class Row:
 
     tokenwise: bool = False
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Linear)
         out_features, in_features = module.weight.shape
         part = in_features // at.size
         box = Box((0, at.rank * part), (out_features, part))
         module.weight = empty_like(module.weight, box.shape)
-        module.forward = lambda x: _row_forward(module, x, at, self.tokenwise)
+        replace_forward(module, lambda x: _row_forward(module, x, at, self.tokenwise))
         return [ParamPlacement(f"{name}.weight", (out_features, in_features), box, box.shape)]
 
 
@@ -153,10 +161,13 @@ def _row_forward(module: nn.Linear, x: Tensor, at: TensorParallel, tokenwise: bo
 class VocabularyEmbedding:
     """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
 
-    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Embedding)
         split = keep_rows(module, name, "weight", at, at.size)
         start = split.box.offset[0]
-        module.forward = lambda tokens: at.leave_whole(_look_up(module, tokens - start, split.box.shape[0]))
+        replace_forward(
+            module, lambda tokens: at.leave_whole(_look_up(module, tokens - start, split.box.shape[0]))
+        )
         return [split]
 
 
@@ -168,18 +179,20 @@ def _look_up(module: nn.Embedding, ids: Tensor, here: int) -> Tensor:
 class SequencePart:
     """A table of positions: with sequence parallelism a rank needs its own part of the sequence."""
 
-    def apply(self, module: nn.Embedding, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Embedding)
         if at.sequence_parallel:
-            module.forward = lambda positions: look_up(module, positions.chunk(at.size)[at.rank])
+            replace_forward(module, lambda positions: look_up(module, positions.chunk(at.size)[at.rank]))
         return []
 
 
 class VocabularyHead:
     """The output matrix split by token id: each rank has the logits of its own ids."""
 
-    def apply(self, module: nn.Linear, name: str, at: TensorParallel) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Linear)
         if at.overlap:
-            module.forward = lambda x: product(module, x, at.entry())
+            replace_forward(module, lambda x: product(module, x, at.entry()))
         else:
             module.register_forward_pre_hook(lambda _, args: (at.enter_whole(*args),))
         return [keep_rows(module, name, "weight", at, at.size)]
@@ -191,13 +204,13 @@ class VocabularyLoss:
     def apply(self, module: nn.Module, name: str, at: TensorParallel) -> list[ParamPlacement]:
         rows = -(-at.shape.vocab // at.size)
         here = min(rows, max(0, at.shape.vocab - at.rank * rows))
-        module.forward = lambda logits, targets: SummedCrossEntropy.apply(
+        replace_forward(module, lambda logits, targets: SummedCrossEntropy.apply(
             logits, targets - at.rank * rows, targets != IGNORE, here, lambda x: all_gather(x.unsqueeze(0), at.group)
-        )
+        ))
         return []
 
 
-TENSOR_PARALLEL = {
+TENSOR_PARALLEL: dict[str, ParallelStyle[TensorParallel]] = {
     "embed.token": VocabularyEmbedding(),
     "embed.position": SequencePart(),
     "layers.*.attention": TensorParallelRegion(),
@@ -216,7 +229,7 @@ TENSOR_PARALLEL = {
 
 
 def apply_tensor_parallel(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None, *, overlap: bool = False
+    model: Transformer, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None, *, overlap: bool = False
 ) -> dict[str, ParamPlacement]:
     """Split a model on the meta device in place over the mesh's tp axis.
 
@@ -230,22 +243,22 @@ def apply_tensor_parallel(
         sequence parallelism their gradients are partial sums, since each rank sees its own part of the sequence.
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
-    at = TensorParallel(
-        group, rank, size, mesh.layout.sequence_parallel, shape, postponed or Postponed(), overlap
-    )
-    splits = split_modules(model, TENSOR_PARALLEL, at) if at.size > 1 else {}
+    in_parts, splits = mesh.layout.sequence_parallel, {}
+    if group is not None:
+        at = TensorParallel(group, rank, size, in_parts, shape, postponed or Postponed(), overlap)
+        splits = split_modules(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in splits:
             whole = tuple(parameter.shape)
             splits[name] = ParamPlacement(
                 name, whole, Box.whole(whole), whole,
-                sum_over=("tp",) if at.sequence_parallel else (), copies=at.size, primary=at.rank == 0,
+                sum_over=("tp",) if in_parts else (), copies=size, primary=rank == 0,
             )
     return {name: splits[name] for name, _ in model.named_parameters()}
 
 
 def split_modules(
-    model: nn.Module, table: Mapping[str, ParallelStyle], at: TensorParallel
+    model: Transformer, table: Mapping[str, ParallelStyle[Rank]], at: Rank
 ) -> dict[str, ParamPlacement]:
     """Split the modules that a table names; returns how each of their parameters is, by its name."""
     splits: dict[str, ParamPlacement] = {}
@@ -285,6 +298,6 @@ def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts
     )
 
 
-def empty_like(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+def empty_like(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     """Another of this shape, with no values yet."""
     return nn.Parameter(parameter.new_empty(shape))

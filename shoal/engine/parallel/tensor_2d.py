@@ -29,9 +29,13 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.models.norm import RMSNorm
+from shoal.engine.models.projections import JointProjections
+from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.overlap import SEQUENCE
 from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.replace import replace_forward
 from shoal.engine.parallel.tensor import (
+    ParallelStyle,
     TensorParallel,
     VocabularyEmbedding,
     VocabularyHead,
@@ -108,13 +112,14 @@ class Region2D:
     heads: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
+        assert isinstance(module, JointProjections)
         share = min(at.x.size(), max(1, at.size // at.shape.kv_heads))
         users = [share if projection in self.heads else 1 for projection in module.projections]
         module.project = lambda x: _project(module, x, users, at)
         return []
 
 
-def _project(module: nn.Module, x: Tensor, users: Sequence[int], at: Grid) -> tuple[Tensor, ...]:
+def _project(module: JointProjections, x: Tensor, users: Sequence[int], at: Grid) -> tuple[Tensor, ...]:
     biases = [getattr(module, name).bias for name in module.projections]
     results = at.own_units(project(module, at.enter(x), biased=False), users)
     return tuple(y if bias is None else y + bias for y, bias in zip(results, biases, strict=True))
@@ -130,7 +135,8 @@ class Column2D:
 
     heads: bool = False
 
-    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Linear)
         y, whole = at.y.size(), tuple(module.weight.shape)
         parts = min(y, at.shape.kv_heads) if self.heads else y
         copies, rows, columns = y // parts, whole[0] // parts, whole[1] // at.x.size()
@@ -149,12 +155,13 @@ class Column2D:
 class Row2D:
     """Split by input over y and by output over x, as the bias is, which is added once, after the sum."""
 
-    def apply(self, module: nn.Linear, name: str, at: Grid) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Linear)
         whole = tuple(module.weight.shape)
         rows, columns = whole[0] // at.x.size(), whole[1] // at.y.size()
         box = Box((at.x.rank() * rows, at.y.rank() * columns), (rows, columns))
         module.weight = empty_like(module.weight, box.shape)
-        module.forward = lambda x: _row_forward(module, x, at)
+        replace_forward(module, lambda x: _row_forward(module, x, at))
         weight = ParamPlacement(f"{name}.weight", whole, box, box.shape)
         return [weight] if module.bias is None else [weight, _part_of_hidden(module, name, "bias", at)]
 
@@ -168,8 +175,11 @@ class Norm:
     """Of a hidden state of which each rank has a part: its sums are completed along x."""
 
     def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        forward = _rms_norm if isinstance(module, RMSNorm) else _layer_norm
-        module.forward = lambda x: forward(module, x, at)
+        if isinstance(module, RMSNorm):
+            replace_forward(module, lambda x: _rms_norm(module, x, at))
+        else:
+            assert isinstance(module, nn.LayerNorm)
+            replace_forward(module, lambda x: _layer_norm(module, x, at))
         return [_part_of_hidden(module, name, part, at) for part, _ in list(module.named_parameters())]
 
 
@@ -193,9 +203,10 @@ def _wide(x: Tensor) -> Tensor:
 class PositionTable:
     """The columns of this rank's part of the hidden state; with sequence parallelism it looks up its own tokens'."""
 
-    def apply(self, module: nn.Embedding, name: str, at: Grid) -> list[ParamPlacement]:
+    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
+        assert isinstance(module, nn.Embedding)
         if at.sequence_parallel:
-            module.forward = lambda positions: look_up(module, positions.chunk(at.y.size())[at.y.rank()])
+            replace_forward(module, lambda positions: look_up(module, positions.chunk(at.y.size())[at.y.rank()]))
         return [_part_of_hidden(module, name, "weight", at)]
 
 
@@ -212,7 +223,7 @@ def _part_of_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamP
     )
 
 
-GRID = {
+GRID: dict[str, ParallelStyle[Grid]] = {
     "embed.token": VocabularyEmbedding(),
     "embed.position": PositionTable(),
     "layers.*.{attention_norm,mlp_norm}": Norm(),
@@ -230,14 +241,14 @@ GRID = {
 
 
 def apply_grid(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None
+    model: Transformer, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None
 ) -> dict[str, ParamPlacement]:
     """Split a model on the meta device in place over the mesh's axes tp_x and tp_y.
 
     Args, returns: as of `shoal.engine.parallel.tensor.apply_tensor_parallel`; every parameter is split by a rule.
     """
     at = Grid(
-        mesh.group("tp"), mesh.index("tp"), mesh.size("tp"), mesh.layout.sequence_parallel, shape,
-        postponed or Postponed(), x=mesh.group("tp_x"), y=mesh.group("tp_y"),
+        mesh.group_of_several("tp"), mesh.index("tp"), mesh.size("tp"), mesh.layout.sequence_parallel, shape,
+        postponed or Postponed(), x=mesh.group_of_several("tp_x"), y=mesh.group_of_several("tp_y"),
     )
     return split_modules(model, GRID, at)

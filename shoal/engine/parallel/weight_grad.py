@@ -30,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine.models.experts.grouped import GroupedExperts, rows_product, weight_product
+from shoal.engine.models.projections import JointProjections
+from shoal.engine.parallel.replace import replace_forward
 from shoal.engine.parallel.zero.bucket import end_to_end
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -38,7 +40,7 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 class Postponed:
     """Gradients of weights that backward makes while a collective is on its way."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._waiting: list[tuple[ShardedParameters, nn.Parameter | Sequence[nn.Parameter], Term]] = []
 
     def add(
@@ -85,6 +87,9 @@ class Here:
 
 HERE = Here()
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""From x, W and a bias or None to x W^T + bias. A linear layer that has one of its own has it as ``product``."""
+
 
 def sum_of_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     """The sum over i of x_i F_i: [.., K_i], [K_i, n] -> [.., n]."""
@@ -108,8 +113,8 @@ class Hand:
 
     def runs(self, weights: Sequence[nn.Parameter]) -> list[slice]:
         """Cut weights into runs that are one matrix each."""
-        alike = self.parameters is not None and len({w.requires_grad for w in weights}) == 1
-        if alike and self.parameters.lie_end_to_end(weights):
+        alike = len({w.requires_grad for w in weights}) == 1
+        if self.parameters is not None and alike and self.parameters.lie_end_to_end(weights):
             return [slice(0, len(weights))]
         return [slice(i, i + 1) for i in range(len(weights))]
 
@@ -120,32 +125,30 @@ def apply_weight_gradients(model: nn.Module, parameters: ShardedParameters, post
     Args:
         postponed: takes those of matrices, if all linear layers lie in regions that make what it has.
     """
-    given: Counter[nn.Parameter] = Counter()
+    given: Counter[Tensor] = Counter()
     hand = Hand(parameters, postponed)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             if "forward" not in vars(module):
-                module.forward = partial(_linear, module)
+                replace_forward(module, partial(_linear, module))
+            vars(module)["hand"] = hand
         elif isinstance(module, nn.Embedding):
-            module.look_up = partial(_Embedding.apply, parameters)
             if "forward" not in vars(module):
-                module.forward = partial(_embedding, module)
+                replace_forward(module, partial(look_up, module))
+            vars(module)["look_up"] = partial(_Embedding.apply, parameters)
         elif isinstance(module, GroupedExperts):
             module.product = partial(_GroupedLinear.apply, parameters)
             given.update(module.parameters())
             continue
         else:
-            if hasattr(module, "projections"):
-                module.hand = hand
-                if "project" not in vars(module):
-                    module.project = partial(project, module)
+            if isinstance(module, JointProjections) and "project" not in vars(module):
+                module.project = partial(project, module)
             continue
-        module.hand = hand
         given[module.weight] += 1
     parameters.expect(given)
 
 
-def project(module: nn.Module, x: Tensor, passage: Passage = HERE, *, biased: bool = True) -> tuple[Tensor, ...]:
+def project(module: JointProjections, x: Tensor, passage: Passage = HERE, *, biased: bool = True) -> tuple[Tensor, ...]:
     """What `projections` of a module make of one input; without ``biased`` their products alone."""
     linears = [getattr(module, name) for name in module.projections]
     if any(hasattr(linear, "product") for linear in linears):  # each in its own way
@@ -163,8 +166,9 @@ def products(
 
 def product(module: nn.Linear, x: Tensor, passage: Passage = HERE) -> Tensor:
     """x W^T, without the bias: [.., in] -> [.., out]. A module's own ``product``, where it has one, makes it."""
-    if hasattr(module, "product"):
-        return module.product(x, module.weight, None)
+    own: Product | None = getattr(module, "product", None)
+    if own is not None:
+        return own(x, module.weight, None)
     if passage is HERE and not hasattr(module, "hand"):
         return F.linear(x, module.weight)
     return _Products.apply(getattr(module, "hand", Hand()), passage, 1, x, module.weight, None)[0]
@@ -172,17 +176,13 @@ def product(module: nn.Linear, x: Tensor, passage: Passage = HERE) -> Tensor:
 
 def look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Rows of the table: [..] -> [.., h]."""
-    return module.look_up(ids, module.weight) if hasattr(module, "look_up") else F.embedding(ids, module.weight)
+    own: Callable[[Tensor, Tensor], Tensor] | None = getattr(module, "look_up", None)
+    return F.embedding(ids, module.weight) if own is None else own(ids, module.weight)
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    if hasattr(module, "product"):
-        return module.product(x, module.weight, module.bias)
-    return products([module], x)[0]
-
-
-def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
-    return module.look_up(ids, module.weight)
+    own: Product | None = getattr(module, "product", None)
+    return products([module], x)[0] if own is None else own(x, module.weight, module.bias)
 
 
 class _Products(torch.autograd.Function):
@@ -190,7 +190,8 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hand: Hand, passage: Passage, n: int, x: Tensor, *parameters: nn.Parameter | None):
-        weights, biases = parameters[:n], parameters[n:]
+        weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # of which only biases are None
+        biases = parameters[n:]
         ctx.hand, ctx.passage, ctx.weights, ctx.biases, ctx.runs = hand, passage, weights, biases, hand.runs(weights)
         x, results = passage.forward(x, [weight.t() for weight in weights])
         ctx.save_for_backward(x, *weights)  # which recomputation replaces by a new x, and by other views of the weights

@@ -69,9 +69,9 @@ class AmaxHistory:
 
     def __init__(self, recipe: Recipe, layers: list[str], dtype: torch.dtype, device: torch.device):
         self.recipe, self.index = recipe, {name: i for i, name in enumerate(layers)}
-        kind = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
-        self.steps = torch.zeros(len(layers), recipe.history, 3, **kind)  # the newest first
-        self.now = torch.zeros(len(layers), 3, **kind)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.steps = torch.zeros(len(layers), recipe.history, 3, dtype=wide, device=device)  # the newest first
+        self.now = torch.zeros(len(layers), 3, dtype=wide, device=device)
         self._scales = torch.zeros_like(self.now)
         self.known = [False] * len(layers)
 

@@ -72,18 +72,18 @@ def rows_there_and_back(layout: Layout, taken: torch.Tensor, s: int, k: int) -> 
     tokens, slots = places.tokens[group.rank()], places.chosen[group.rank()]
     mine = x[:, tokens].clone().requires_grad_()
     route = places.route(taken, len(tokens))
-    there = route.there(mine.flatten(0, 1).index_select(0, route.index))
+    there = route.there(mine.flatten(0, 1).index_select(0, route.chosen))
     here = taken[:, slots]  # whose tokens are computed here
     found = [there - x.gather(1, here.unsqueeze(-1).expand(-1, -1, 3))]
     home = route.back(there)
-    found.append(home - mine.flatten(0, 1).index_select(0, route.index))
+    found.append(home - mine.flatten(0, 1).index_select(0, route.chosen))
     alone = Places().route(taken, s)
     weights = torch.arange(len(x) * s, dtype=torch.float64).view(-1, s)[:, tokens].flatten()
-    (gradient,) = torch.autograd.grad((home * weights[route.index].unsqueeze(1)).sum(), mine)
+    (gradient,) = torch.autograd.grad((home * weights[route.chosen].unsqueeze(1)).sum(), mine)
     expected = torch.zeros_like(mine).flatten(0, 1)
-    expected[route.index] = weights[route.index].unsqueeze(1).expand(-1, 3)
+    expected[route.chosen] = weights[route.chosen].unsqueeze(1).expand(-1, 3)
     found += [gradient.flatten(0, 1) - expected, places.whole(places.own(x[..., 0])) - x[..., 0]]
-    assert alone.index.numel() == taken.numel()
+    assert alone.chosen.numel() == taken.numel()
     away = int((~torch.isin(here, tokens)).sum())
     return [float(d.detach().abs().max()) for d in found], away, mesh.sent()["sequence", "all-to-all"]
 

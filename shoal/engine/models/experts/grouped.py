@@ -7,7 +7,7 @@ in place into one result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -26,14 +26,17 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate, up: [E, f, h] (gate: llama alone).
         down: [E, h, f].
+        product: `grouped`, or another function in its place that hands its weights' gradients over.
     """
 
     def __init__(self, shape: ModelShape):
         super().__init__()
+        assert shape.experts is not None
         count, f, h = shape.experts.count, shape.experts.ffn, shape.hidden
         self.gate = nn.Parameter(torch.empty(count, f, h)) if shape.family == "llama" else None
         self.up = nn.Parameter(torch.empty(count, f, h))
         self.down = nn.Parameter(torch.empty(count, h, f))
+        self.product: Callable[[Tensor, Tensor, Sequence[int]], Tensor] = grouped
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Each run of rows through its expert.
@@ -46,10 +49,6 @@ class GroupedExperts(nn.Module):
         if self.gate is None:
             return self.product(F.gelu(up, approximate="tanh"), self.down, counts)
         return self.product(F.silu(self.product(x, self.gate, counts)) * up, self.down, counts)
-
-    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        """`grouped`, which may be replaced by one that hands its weights' gradients over."""
-        return grouped(x, weight, counts)
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:

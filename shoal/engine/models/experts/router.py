@@ -58,8 +58,11 @@ class Router(nn.Module):
         share: of the losses' tally, where several ranks compute the same sequences.
     """
 
+    bias: Tensor | None
+
     def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
+        assert shape.experts is not None
         self.experts, self.layer = shape.experts, layer
         count = shape.experts.count
         self.weight = nn.Parameter(torch.empty(count, shape.hidden))
@@ -89,11 +92,11 @@ class Router(nn.Module):
         chosen, dropped = self.own(choice.chosen), self.own(choice.dropped)
         balance, z = choice.balance.sum(), z.sum()
         loss = (self.experts.balance_loss * balance + self.experts.z_loss * z) / context.sequences
-        learning, counted = torch.is_grad_enabled(), None
-        if learning or self.validated is not None:
+        counted = None
+        if torch.is_grad_enabled():
             counted = self._counted(chosen, dropped, balance, z)
-        if not learning and counted is not None:
-            self.validated += counted
+        elif self.validated is not None:
+            self.validated += self._counted(chosen, dropped, balance, z)
         return self.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
 
     def _choose(self, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:

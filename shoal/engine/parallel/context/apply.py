@@ -26,6 +26,7 @@ from shoal.engine.parallel.context.causal_blocks import Sight, places_of
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.context.ulysses import Ulysses
+from shoal.engine.parallel.replace import replace_forward
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chose
     if mesh.size("cp") == 1:
         return
     at = ContextParallel(mesh.index("cp"), spread, RingPosition.of(mesh), Ulysses.of(mesh))
-    model.positions.forward = at.positions
-    model.mask.forward = at.sight
+    replace_forward(model.positions, at.positions)
+    replace_forward(model.mask, at.sight)
     for layer in model.layers.values():
-        here = at if layer.depth is None else replace(at, spread=chosen)
-        layer.attention.core.forward = partial(here.attend, layer.attention.core)
+        here = at if layer.depth is None or chosen is None else replace(at, spread=chosen)
+        replace_forward(layer.attention.core, partial(here.attend, layer.attention.core))
         if layer.depth is not None:
-            layer.depth.mask.forward = here.sight
+            replace_forward(layer.depth.mask, here.sight)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from shoal.engine.parallel.context.token_order import Chunks, count
 
 ROWS = 512  # of queries in a piece where documents end in it: fewer leave out more keys, but small products are slow
+
+Side = Literal["rows", "columns"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
             yield ScoreBlock(slice(first + side, n), slice(before, before + side))
 
 
-def _merged(found: Sequence[ScoreBlock], same: str, along: str) -> list[ScoreBlock]:
+def _merged(found: Sequence[ScoreBlock], same: Side, along: Side) -> list[ScoreBlock]:
     """Join rectangles that follow each other along one side and are the same on the other."""
     merged: list[ScoreBlock] = []
     for piece in found:
@@ -106,7 +109,8 @@ def _merged(found: Sequence[ScoreBlock], same: str, along: str) -> list[ScoreBlo
             last and not (piece.causal or last.causal)
             and getattr(last, same) == getattr(piece, same) and getattr(last, along).stop == getattr(piece, along).start
         ):
-            merged[-1] = replace(last, **{along: slice(getattr(last, along).start, getattr(piece, along).stop)})
+            joined = slice(getattr(last, along).start, getattr(piece, along).stop)
+            merged[-1] = replace(last, rows=joined) if along == "rows" else replace(last, columns=joined)
         else:
             merged.append(piece)
     return merged
@@ -174,6 +178,7 @@ class Sight:
         return self._at(self.queries)
 
     def _at(self, chunks: Chunks) -> Tensor:
+        assert self.documents is not None
         return self.documents[:, places_of(chunks, self.documents.device)]
 
 

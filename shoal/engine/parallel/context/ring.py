@@ -50,8 +50,9 @@ class RingPosition:
             mesh.group("ring", purpose="blocks"), mesh.group("ring", purpose="block gradients"),
         )
 
-    def shift(self, x: Tensor, out: Tensor, group: Group) -> Pending:
-        """Send to the next place and receive from the one before."""
+    def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
+        """Send to the next place and receive from the one before, of several."""
+        assert group is not None
         return start_shift(x, self.ranks[(self.place + 1) % self.places], out, self.ranks[self.place - 1], group)
 
     def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -129,12 +130,12 @@ class RingAttention(torch.autograd.Function):
                 del found, part  # before the next piece has its own
             if place == ring.place:
                 continue
-            if coming is not None:
+            if coming is not None and before is not None:  # the one brings the other
                 coming.wait()
                 d_block += before
             before = _resized(d_block, lengths[place - 1])
             coming = ring.shift(d_block, before, ring.gradients)
-        if coming is not None:
+        if coming is not None and before is not None:
             coming.wait()
             home += before
         d_k, d_v = home.to(q.dtype).unbind(0)

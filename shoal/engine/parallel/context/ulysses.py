@@ -55,7 +55,8 @@ class Ulysses:
             exchange(x, self.group, HEADS, TOKENS, self._heads(x.shape[HEADS]), lengths)
             for x, lengths in ((q, queries), (both, keys))
         )
-        return q, *both.chunk(2, dim=HEADS)
+        k, v = both.chunk(2, dim=HEADS)
+        return q, k, v
 
     def tokens_for_heads(self, out: Tensor, queries: Sequence[int]) -> Tensor:
         """[b, a/n, sum of queries, d] back to [b, a, s, d]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.device import host_zeros
@@ -40,8 +40,9 @@ class Gradients:
         self.whole: Tensor | None = None
         self.views: list[Tensor] = []
         if keep_whole:
-            self._view(allocate(bucket.full.numel(), dtype, device, group))
-            self.shard = bucket.mine(self.whole)
+            whole = allocate(bucket.full.numel(), dtype, device, group)
+            self._view(whole)
+            self.shard = bucket.mine(whole)
         else:
             self.shard = torch.zeros(bucket.chunk, dtype=dtype, device=device)
         self.update = host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else self.shard
@@ -51,7 +52,7 @@ class Gradients:
         self._version = -1  # of ``update``, that they are of
         self.expect({})
 
-    def expect(self, given: Mapping[nn.Parameter, int]) -> None:
+    def expect(self, given: Mapping[Tensor, int]) -> None:
         """How many gradients each backward gives of these parameters; of others it gives one."""
         self.terms = sum(given.get(slot.parameter, 1) for slot in self.bucket.slots)
         self.unmade = self.unadded = self.terms
@@ -72,23 +73,24 @@ class Gradients:
         self.unadded -= together
         return views
 
-    def make_room(self) -> None:
-        """Give whole gradients memory, if they have none."""
-        if self.whole is None:
-            whole = torch.empty(self.bucket.full.numel(), dtype=self.shard.dtype, device=self.shard.device)
-            whole[self.bucket.numel :].zero_()
-            self._view(whole)
+    def make_room(self) -> Tensor:
+        """The memory of whole gradients, which they are given if they have none."""
+        if self.whole is not None:
+            return self.whole
+        whole = torch.empty(self.bucket.full.numel(), dtype=self.shard.dtype, device=self.shard.device)
+        whole[self.bucket.numel :].zero_()
+        self._view(whole)
+        return whole
 
     def take(self) -> tuple[Tensor, Tensor]:
         """What is to be reduced, with zeros where nothing came, and where the sum belongs: (whole, shard).
 
         The sum is `shard`, or where something was accumulated there before, is yet to be added to it.
         """
-        self.make_room()
+        whole, shard = self.make_room(), self.shard
         for i, view in enumerate(self.views):
             if i not in self.filled:  # memory of the step before, or anybody's
                 view.zero_()
-        whole, shard = self.whole, self.shard
         if not self.keep_whole:
             self.whole, self.views, self.filled = None, [], set()
             if not self.unreduced:

@@ -29,7 +29,7 @@ class MeshHolders:
     @property
     def group(self) -> Group:
         """Of the ranks that hold shards of the same parameters."""
-        return self.mesh.group(self.axis)
+        return self.mesh.group_of_several(self.axis)
 
     def sum(self, x: Tensor) -> None:
         """As `Holders`."""

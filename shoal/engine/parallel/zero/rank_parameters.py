@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import add
 
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class HeldParameters:
         ends: the ranks that hold the first or the last part of the model, where these share a tied embedding.
     """
 
-    def __init__(self, stages: Sequence[ShardedParameters], ends: Group = None):
+    def __init__(self, stages: Sequence[ShardedParameters], ends: Group | None = None):
         self.stages, self.ends = stages, ends
 
     @property
@@ -51,7 +53,7 @@ class HeldParameters:
 
     def square_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's."""
-        return sum(stage.square_norm() for stage in self.stages)
+        return reduce(add, (stage.square_norm() for stage in self.stages))
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""

@@ -143,15 +143,21 @@ class ShardedParameters:
         self._replicating: list[tuple[Gradients, Pending]] = []
         # A parameter owns its hook where Python's garbage collector does not look, and this engine owns the parameter:
         # the hook must not own the engine.
-        engine = weakref.ref(self)
+        alive = weakref.ref(self)
+
+        def made(parameter: nn.Parameter) -> None:
+            engine = alive()
+            assert engine is not None
+            engine._made(parameter)
+
         for parameter in self.places:
-            parameter.register_post_accumulate_grad_hook(lambda p: engine()._made(p))
+            parameter.register_post_accumulate_grad_hook(made)
 
     def shard_group(self, bucket: Bucket) -> Group | None:
         """The ranks that hold the shards of a bucket."""
         return self.replicas[bucket.replicas].shard_group
 
-    def expect(self, given: Mapping[nn.Parameter, int]) -> None:
+    def expect(self, given: Mapping[Tensor, int]) -> None:
         """How many gradients each backward will `add` of these parameters; of others, autograd makes one."""
         for gradients in self.gradients:
             gradients.expect(given)
@@ -258,6 +264,7 @@ class ShardedParameters:
     def _learn_order(self) -> None:
         """Take the order that the first backward has shown on the first of the replicas, or of the stage's ranks."""
         axis = "stage" if "edp" in self.replicas else "replicas"
+        assert self._shown is not None  # a backward was before
         self.order, self._learned = first_of(self._shown, self.mesh.group(axis), self.mesh.device), True
 
     def _reduce_complete(self) -> None:
