@@ -12,6 +12,11 @@ class UsageError(Exception):
     """Bad input, found before any work starts: what was given, what is allowed, how to mend it.
 
     The command line prints the message alone, without a traceback, and exits with code 2.
+
+    >>> raise UsageError("layout: tp = 3 does not divide 8 heads.\\n  Use tp = 2 or 4.")
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: layout: tp = 3 does not divide 8 heads.
+      Use tp = 2 or 4.
     """
 
 

@@ -65,6 +65,12 @@ def check_program(program: Program, times: StageDurations | None = None, *, tied
     Raises:
         ProgramError: an action is missing, repeated, on the wrong rank or before what it needs (`RULES`); a message has
             no counterpart or arrives in another order than it is expected in; or every rank waits for another.
+
+    >>> from shoal.pipeline.program import build_program
+    >>> from shoal.pipeline.schedules import SCHEDULES
+    >>> found = check_program(build_program(SCHEDULES["1f1b"], ranks=4, microbatches=8))
+    >>> found.peak_live, round(found.bubble, 3)
+    ((4, 3, 2, 1), 0.273)
     """
     for rank in range(program.ranks):
         _check_rank(program, rank)

@@ -81,6 +81,11 @@ class Program:
         parts: slices of the sequence that each micro-batch is cut into.
         updates: how often each stage's weights are updated in the course of the program.
         layers: of each part of the model, where the layout says; otherwise they are even.
+
+    >>> from shoal.pipeline.schedules import SCHEDULES
+    >>> program = build_program(SCHEDULES["interleaved-1f1b"], ranks=2, microbatches=4, virtual_stages=2)
+    >>> program.ranks, program.stages, list(program.stages_of(0))
+    (2, 4, [0, 2])
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -187,6 +192,11 @@ def build_program(
         parts: slices that each sequence is cut into.
         zero: ZeRO stage: 1 and 2 gather the parameters after the step; 3 gathers them layer by layer inside the passes.
         transfers: between ranks are written down; who only plays the program knows where they are.
+
+    >>> from shoal.pipeline.schedules import SCHEDULES
+    >>> program = build_program(SCHEDULES["1f1b"], ranks=2, microbatches=2)
+    >>> [str(action) for action in program.actions[1]][:3]
+    ['1RF0', '1F0', '1RF1']
     """
     virtual = schedule.virtual or virtual_stages
     stage_rank = schedule.placement(ranks, virtual)

@@ -45,6 +45,12 @@ def simulate(
     Raises:
         UsageError: the times do not fit the program, the disturbance not the world, or the program is wrong: a
             result that nobody makes, or ranks that wait for each other.
+
+    >>> from shoal.pipeline.program import build_program
+    >>> from shoal.pipeline.schedules import SCHEDULES
+    >>> timeline = simulate(build_program(SCHEDULES["zb-h1"], ranks=4, microbatches=8))
+    >>> float(timeline.step_time), timeline.peak_live.tolist()
+    (27.0, [4.0, 4.0, 4.0, 4.0])
     """
     columns = program if isinstance(program, Columns) else of_program(program)
     times, links, disturbance = times or ActionTimes(), links or MessageTimes(), disturbance or Disturbance()

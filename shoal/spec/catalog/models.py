@@ -228,6 +228,10 @@ def model_shape(name: str) -> ModelShape:
 
     Raises:
         UsageError: the name is not in the catalog, or a value of a user's own is missing, unknown or out of its range.
+
+    >>> shape = model_shape("llama-3-8b")
+    >>> shape.layers, shape.hidden, f"{shape.parameters():,}"
+    (32, 4096, '8,030,261,248')
     """
     shape = {key: value for key, value in _entry(name).items() if key not in _ABOUT}
     heads, hidden = shape.get("heads"), shape.get("hidden")

@@ -26,7 +26,12 @@ RUNS = Path("runs")
 
 
 class RunConfig(Section):
-    """Everything that decides a run."""
+    """Everything that decides a run.
+
+    >>> config = RunConfig.model_validate({"parallel": {"dp": 2}, "train": {"steps": 100}})
+    >>> config.parallel.dp, config.train.steps, config.optimizer.name
+    (2, 100, 'adamw')
+    """
 
     model: ModelConfig = ModelConfig()
     parallel: Layout = Layout()
@@ -46,6 +51,10 @@ def load_config(path: str | Path) -> RunConfig:
 
     Raises:
         UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
+
+    >>> load_config("no-such-run.toml")
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
     return build_config(read_toml(path), where=str(path))
 
@@ -60,6 +69,14 @@ def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
 
     Args:
         new: the file must not be there (FileExistsError).
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> config = RunConfig.model_validate({"train": {"steps": 7}})
+    >>> with TemporaryDirectory() as folder:
+    ...     save_config(config, Path(folder) / "run.toml")
+    ...     load_config(Path(folder) / "run.toml") == config
+    True
     """
     with open(path, "x" if new else "w") as file:
         file.write(tomli_w.dumps(plain(config)))

@@ -45,7 +45,12 @@ def _known_schedule(name: str) -> str:
 
 
 class Layout(BaseModel):
-    """How many ways each axis of a training step is split."""
+    """How many ways each axis of a training step is split.
+
+    >>> layout = Layout(dp=4, zero=1, tp=2, pp=2)
+    >>> layout.world_size, layout.describe()
+    (16, 'dp 4 (ZeRO-1) x tp 2 x pp 2 (1f1b)')
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
