@@ -94,8 +94,10 @@ def passing(
         def time(there: Alive) -> Time:
             whole = sum([wholes[b] for b in there.whole]) * reduce
             second = whole + sum([chunks[b] for b in there.sums]) * reduce
-            parameters = tuple(elements * compute for elements in there.parameters)
-            return Time(parameters, (whole, *(second + there.first * more for more in carried[1:])))  # type: ignore[arg-type]
+            near, below = there.parameters
+            _, on_its_way, with_sum = carried
+            gradients = (whole, second + there.first * on_its_way, second + there.first * with_sum)
+            return Time((near * compute, below * compute), gradients)
 
         times = [[time(there) for there in unit] for unit in alive]
         if layout.zero == 3:
