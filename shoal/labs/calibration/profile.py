@@ -161,7 +161,7 @@ def among_passes(
     """
     if not found.split:
         return 0.0, 1.0, 0.0
-    sizes = [tuple(size) for way, *size in found.split if way == "copies"]
+    sizes = [(layers, hidden, tokens) for way, layers, hidden, tokens in found.split if way == "copies"]
     late = {way: 1 + constants["stragglers"] * (way != "copies") for way in SPLIT}
     seconds = {way: np.array([found.split[way, *size] for size in sizes]) / late[way] for way in SPLIT}
     weights = {way: 1 / (NOISE * times) for way, times in seconds.items()}
@@ -234,7 +234,7 @@ def fit(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
     >>> fit(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.5, 2.0, 2.5])).round(9).tolist()
     [1.0, 0.5]
-    >>> fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0])).tolist()
+    >>> fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0])).round(9).tolist()
     [1.5, 0.0]
     """
     best = np.zeros(design.shape[1])

@@ -51,11 +51,11 @@ def pieces(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
 
     >>> early, late = range(0, 4), range(12, 16)  # the first of two places; the second has what is between
     >>> pieces((early, late), (early, late))
-    [Piece(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False)]
+    [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False)]
     >>> pieces((early, late), (range(4, 12),))
-    [Piece(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False)]
+    [ScoreBlock(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False)]
     >>> pieces((range(4, 12),), (early, late))
-    [Piece(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
+    [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
     """
     if queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
         return [ScoreBlock(slice(0, count(queries)), slice(0, count(keys)), causal=True)]

@@ -82,8 +82,8 @@ def run_backward(
 def gradient_products(product: ShardedProduct) -> tuple[ShardedProduct, ShardedProduct]:
     """The products that make the gradients of the right factor and of the left one.
 
-    >>> gradient_products(Product("BD", "DF", "BF"))
-    (Product(left='BD', right='BF', out='DF'), Product(left='BF', right='DF', out='BD'))
+    >>> gradient_products(ShardedProduct("BD", "DF", "BF"))
+    (ShardedProduct(left='BD', right='BF', out='DF'), ShardedProduct(left='BF', right='DF', out='BD'))
     """
     return ShardedProduct(product.left, product.out, product.right), ShardedProduct(
         product.out, product.right, product.left

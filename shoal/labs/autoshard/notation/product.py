@@ -14,7 +14,7 @@ class ShardedProduct:
 
     A dim of both that is not in the result is contracted; one of both that is in the result is a batch dim.
 
-    >>> Product("IJ", "JK", "IK").contracted
+    >>> ShardedProduct("IJ", "JK", "IK").contracted
     'J'
     """
 
@@ -89,7 +89,7 @@ def cases(product: ShardedProduct, a: Sharding, b: Sharding) -> list[ProductFact
     """Which of the four cases a product is; several at once where it is so along different axes.
 
     >>> both = Sharding((("I", ""), ("J", "x"))), Sharding((("J", ""), ("K", "")))
-    >>> cases(Product("IJ", "JK", "IK"), *both)
+    >>> cases(ShardedProduct("IJ", "JK", "IK"), *both)
     [Finding(case=2, words='J is sharded along x in the left factor and not in the right one')]
     """
     found = []

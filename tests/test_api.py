@@ -1,0 +1,65 @@
+"""The Python API: its names are there, documented, listed and lazy, and their examples run."""
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+NAMES = [name for name in shoal.__all__ if not name.startswith("__")]
+
+
+def test_importing_shoal_loads_neither_torch_nor_numpy_nor_pydantic() -> None:
+    code = "import sys, shoal; print({'torch', 'numpy', 'pydantic'} & set(sys.modules), shoal.__version__)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["set()", shoal.__version__]
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Layuot'"):
+        getattr(shoal, "Layuot")  # noqa: B009 -- as a user would meet it
+    assert set(shoal.__all__) <= set(dir(shoal))
+
+
+def run_examples(name: str) -> None:
+    value = getattr(shoal, name)
+    home = importlib.import_module(value.__module__)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder(recurse=False).find(value, name, module=home):
+        assert runner.run(test).failed == 0
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder in which the example of `train` has been run: the others read its run, ``runs/example``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("example"))
+        patch.setenv("PYTHONPATH", str(Path(shoal.__file__).parents[1]))
+        run_examples("train")
+        yield
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("SCHEDULES", "train")])
+def test_a_public_name_is_documented_with_an_example_that_runs(name: str, example: None) -> None:
+    said = inspect.getdoc(getattr(shoal, name)) or ""
+    assert len(said.split("\n\n")[0]) > 10 and ">>>" in said
+    run_examples(name)
+
+
+def test_the_page_lists_every_name_and_its_examples_run() -> None:
+    listed = set(re.findall(r"^\| `(?:shoal\.)?(\w+)", PAGE, re.MULTILINE))
+    assert listed == set(NAMES)
+    test = doctest.DocTestParser().get_doctest(PAGE, {}, "api.md", "docs/api.md", 0)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(test).failed == 0
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", shoal.__version__)

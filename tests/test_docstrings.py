@@ -1,0 +1,25 @@
+"""Every example in a docstring runs, but those of the API that need a run: tests/test_api.py has these."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+WITH_A_RUN = {shoal._HOMES[name] for name in (
+    "train", "sample", "load_checkpoint", "chaos", "verify", "train_tokenizer", "write_report", "dry_run",
+)}  # fmt: skip
+MODULES = [module.name for module in pkgutil.walk_packages(shoal.__path__, "shoal.")
+           if module.name not in WITH_A_RUN and not module.name.endswith("__main__")]
+WINGS = sorted(path.parent.name for path in Path(shoal.__file__).parent.glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_examples_of_a_wing_run(wing: str) -> None:
+    for name in MODULES:
+        if name.split(".")[1] == wing:
+            module = importlib.import_module(name)
+            assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0, name
