@@ -217,13 +217,14 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: OperatorGraph, seed
             "\n  Something in its forward pass is hidden from torch.export; it cannot be planned."
         )
     expected = {GIVEN + name: out.detach() for name, out in zip(graph.outputs, outs, strict=True)}
-    for name, gradient in graph.gradients.items():
+    for name, called in graph.gradients.items():
         if graph.ops[name].kind == "parameter":
             gradient = parameters[name].grad
             expected[UPDATE + name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
         else:
-            leaf = leaves[names.index(name.removeprefix("input "))]
-            expected[GIVEN + gradient] = leaf.grad
+            gradient = leaves[names.index(name.removeprefix("input "))].grad
+            assert gradient is not None, "an input with a gradient in the graph has one here"
+            expected[GIVEN + called] = gradient
     return {name: x.detach() for name, x in given.items()}, expected
 
 

@@ -106,19 +106,19 @@ def for_train(
         run: its layout is not looked at.
         sequences: of a micro-batch, of all devices together.
     """
-    taken: list[tuple[Other, Layout]] = []
+    taken: list[tuple[str, ShardingPlan, Layout]] = []
     for other in others:
         if other.plan and other.layout and sequences % other.layout.dp == 0:
             layout = other.layout.model_copy(update={"micro_batch": sequences // other.layout.dp})
             if fits(run, layout):
-                taken.append((other, layout))
+                taken.append((other.name, other.plan, layout))
     if not taken:
         yield "`shoal train` takes none of these that fit, with this micro-batch."
         return
-    best, layout = min(taken, key=lambda pair: pair[0].plan.seconds)
-    longer = max(0.0, 100 * (best.plan.seconds / plan.seconds - 1))
-    same = best.plan.weights() == plan.weights()
+    name, best, layout = min(taken, key=lambda each: each[1].seconds)
+    longer = max(0.0, 100 * (best.seconds / plan.seconds - 1))
+    same = best.weights() == plan.weights()
     beside = "all weights lie as was found" if same else f"takes {longer:.1f} % longer than what was found"
-    yield f"The best of these for `shoal train`, {best.name}: {beside}."
+    yield f"The best of these for `shoal train`, {name}: {beside}."
     yield ""
     yield from run_toml(model, run, layout).splitlines()

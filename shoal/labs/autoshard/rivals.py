@@ -22,7 +22,7 @@ from shoal.labs.autoshard.capture.graph import Operator
 from shoal.labs.autoshard.intra.choices import OperatorSplit, lies, sizes_of, states, whole
 from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
 from shoal.labs.autoshard.notation.notation import Sharding
-from shoal.spec.layout import Layout
+from shoal.spec.layout import Layout, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def rivals(builder: Builder, problem: ShardingProblem) -> dict[str, Rival]:
         "data parallel, ZeRO-1": {op.name: _zero1(op, builder) for op in weights},
         "FSDP (ZeRO-3)": {op.name: _sharded(op, builder) for op in weights},
     }
-    layouts = {name: Layout(dp=mesh.ranks, zero=zero) for name, zero in zip(found, (0, 1, 3), strict=True)}
+    stages: tuple[ZeroStage, ...] = (0, 1, 3)
+    layouts = {name: Layout(dp=mesh.ranks, zero=zero) for name, zero in zip(found, stages, strict=True)}
     columns = {op.name: _megatron(op.name) for op in weights}
     if any(at is not None for at in columns.values()):
         for axis in [*mesh.axes, *([mesh.axes] if len(mesh.axes) > 1 else [])]:

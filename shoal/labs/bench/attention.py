@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from rich.table import Table
 
-from shoal.engine.device import synchronize
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import pick_device, synchronize
 from shoal.engine.models.attention import AttentionCore
 from shoal.labs.bench.peak import DTYPES
 
@@ -20,10 +23,12 @@ class AttentionTiming:
     """Forward and backward of causal attention.
 
     Attributes:
+        device: on which it was measured.
         seconds: by kernel, median.
         difference: largest difference of the two outputs, relative to the largest output.
     """
 
+    device: torch.device
     precision: str
     sequence_length: int
     seconds: dict[str, float]
@@ -65,4 +70,39 @@ def measure(
                 seconds[kernel].append(time.perf_counter() - start)
             outputs[kernel] = out.detach().float()
     difference = (outputs["sdpa"] - outputs["explicit"]).abs().max() / outputs["sdpa"].abs().max()
-    return AttentionTiming(precision, sequence_length, {k: median(s) for k, s in seconds.items()}, float(difference))
+    medians = {kernel: median(times) for kernel, times in seconds.items()}
+    return AttentionTiming(device, precision, sequence_length, medians, float(difference))
+
+
+def measure_lengths(
+    lengths: Sequence[int], device: str, *, tokens: int, heads: int, head_dim: int, repeats: int
+) -> list[AttentionTiming]:
+    """Time both kernels for each dtype and sequence length.
+
+    Args:
+        device: auto, cpu or cuda.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    chosen = pick_device(device)
+    if chosen.type == "cpu":
+        tune_process()
+    return [
+        measure(length, precision, chosen, tokens=tokens, heads=heads, head_dim=head_dim, repeats=repeats)
+        for precision in DTYPES for length in lengths
+    ]  # fmt: skip
+
+
+def table(timings: Sequence[AttentionTiming], tokens: int) -> Table:
+    """A row for each dtype and length."""
+    view = Table(title=f"causal attention, forward and backward, {tokens} tokens, on {timings[0].device}")
+    for column in ("dtype", "sequence", "sdpa ms", "explicit ms", "sdpa / explicit", "difference", "faster"):
+        view.add_column(column, justify="right")
+    for timing in timings:
+        times = [f"{timing.seconds[kernel] * 1e3:.2f}" for kernel in KERNELS]
+        view.add_row(
+            timing.precision, str(timing.sequence_length), *times, f"{timing.gain:.2f}", f"{timing.difference:.0e}",
+            timing.fastest,
+        )
+    return view

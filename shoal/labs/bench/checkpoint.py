@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
+from rich.table import Table
 
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
@@ -36,6 +37,7 @@ KINDS = {
     "in memory": "memory",
     "in memory, and on the next node": "nodes",
 }
+RESTORES = 5  # measurements of how long it takes to go on from memory
 TARGET = 0.05
 """The most that a save may hold up training, as part of a step."""
 
@@ -57,6 +59,43 @@ class Cost:
     stall: float | None
     first: float | None
     ratio: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class SavingCosts:
+    """What all ways of saving cost.
+
+    Attributes:
+        costs: of each way, the first of which saves nothing.
+        restoring: seconds to go on from the memory of the next node, of each measurement.
+    """
+
+    costs: list[Cost]
+    restoring: list[float]
+
+    def share(self, cost: Cost) -> float | None:
+        """What a save holds up, as part of a step that saves nothing."""
+        return None if cost.stall is None else cost.stall / self.costs[0].seconds
+
+    @property
+    def met(self) -> bool:
+        """Whether no way of saving holds up more than the target."""
+        return all((part := self.share(cost)) is None or part <= TARGET for cost in self.costs[1:])
+
+
+def measure_model(
+    model: str, *, sequences: int, ranks: int, every: int, turns: int, disk: Path, memory: Path,
+    say: Callable[[str], None],
+) -> SavingCosts:
+    """Measure what saving and restoring a model costs; arguments as `measure` has them.
+
+    Args:
+        model: of the catalog.
+        sequences: of 256 tokens in a step, over all ranks.
+    """
+    workload = Workload(model, sequences=sequences)
+    costs = measure(workload, ranks, every, turns, disk, memory, say=say)
+    return SavingCosts(costs, seconds_to_restore(workload, ranks, memory, repeats=RESTORES))
 
 
 def measure(
@@ -164,3 +203,26 @@ def _restored(workload: Workload, folder: Path, repeats: int) -> list[float]:
         assert found is not None and found.step == 1
     kept.close()
     return seconds
+
+
+def table(found: SavingCosts, every: int) -> Table:
+    """A row for each way of saving."""
+    view = Table(title=f"a training that saves every {every} steps")
+    view.add_column("saved")
+    for column in ("ms / step", "time", "quartiles", "a save holds up ms", "the first", "of a step", "target"):
+        view.add_column(column, justify="right")
+    for cost in found.costs:
+        middle, low, high = cost.ratio
+        view.add_row(
+            cost.name, f"{cost.seconds * 1e3:.1f}", f"x {middle:.3f}", f"{low:.3f} to {high:.3f}", *_stalled(found, cost)
+        )
+    return view
+
+
+def _stalled(found: SavingCosts, cost: Cost) -> Sequence[str]:
+    """The cells of what a save holds up."""
+    part = found.share(cost)
+    if cost.stall is None or cost.first is None or part is None:
+        return [""] * 4
+    verdict = "[green]met" if part <= TARGET else "[red]missed"
+    return f"{cost.stall * 1e3:.2f}", f"{cost.first * 1e3:.1f}", f"{part:.1%}", f"{TARGET:.0%} {verdict}"

@@ -45,6 +45,7 @@ def main() -> None:
             path = checkpointer.wait()
             totals.append(time.perf_counter() - begin)
         checkpointer.close()
+        assert path is not None, "every save was waited for"
         print(f"{size / 2**20:.0f} MiB of fp32, one process, one torch thread, medians of {given.repeats}")
         print(f"first save stalls    {stalls[0]:7.3f} s  {_rate(size, stalls[:1])} (allocates the staging memory)")
         print(f"a save stalls        {statistics.median(stalls[1:]):7.3f} s  {_rate(size, stalls[1:])}")

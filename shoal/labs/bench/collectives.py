@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import write_whole
+from shoal.base.units import show_bytes, show_seconds
 from shoal.engine.cpu_tuning import tune_process
 from shoal.labs.collectives.description import VECTORS, Collective, Description
 from shoal.labs.collectives.price import bus_bandwidth
 from shoal.labs.collectives.run import run_blocks, run_vector
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.launch.worker_pool import Pool
+from shoal.report.lines import lines
+from shoal.report.svg import FAINT, Canvas
 
 BACKEND = "backend"
+WIDTH, HEIGHT = 560.0, 330.0  # of one chart
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,6 +54,22 @@ class CollectiveTiming:
     seconds: float
     bus: float
     ratio: float
+
+
+def collectives_named(only: str) -> list[Collective]:
+    """The collectives of a list of names with commas, or all of them.
+
+    Raises:
+        UsageError: there is no collective of a name.
+    """
+    if only == "all":
+        return list(Collective)
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in list(Collective):
+            near = did_you_mean(name, Collective)
+            raise UsageError(f"bench collectives --only {only}: there is no collective '{name}'; {near}")
+    return [Collective(name) for name in names]
 
 
 def measure(
@@ -106,8 +132,10 @@ def _race(collective: Collective, each: int, turns: int) -> dict[str, list[float
                 seconds[name].append(took)
             elif name == BACKEND:
                 wanted = result.clone()
-            elif not torch.equal(result, wanted) and not (collective is Collective.REDUCE and dist.get_rank()):
-                raise RuntimeError(f"{collective} by {name}: another result than the backend's")
+            else:
+                assert wanted is not None, "the backend is the first"
+                if not torch.equal(result, wanted) and not (collective is Collective.REDUCE and dist.get_rank()):
+                    raise RuntimeError(f"{collective} by {name}: another result than the backend's")
     return seconds
 
 
@@ -122,6 +150,7 @@ Contender = tuple[Callable[[], object], Callable[[], Tensor]]
 
 def _ours(description: Description, each: int) -> Contender:
     group = dist.group.WORLD
+    assert group is not None, "this process is one of a pool"
     if description.collective in VECTORS:
         own = _input(each * description.ranks)
         x = own.clone()
@@ -138,7 +167,7 @@ def _backend(collective: Collective, each: int) -> Contender:
     own = _input(each * (1 if collective in (Collective.GATHER, Collective.ALL_GATHER) else n))
     x, part, whole = own.clone(), own.new_empty(each), own.new_empty(each * n)
 
-    def after(work: object, result: Tensor) -> Tensor:
+    def after(work: dist.Work | None, result: Tensor) -> Tensor:
         if work is not None:
             work.wait()
         return result
@@ -156,3 +185,63 @@ def _backend(collective: Collective, each: int) -> Contender:
         Collective.ALL_TO_ALL: lambda: after(dist.all_to_all_single(whole, x), whole),
     }
     return lambda: x.copy_(own), calls[collective]
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[CollectiveTiming]) -> Table:
+    """Bus bandwidths and times, the fastest of ours in bold."""
+    view = Table(title="collectives: the backend's own beside algorithms over point-to-point transfers")
+    for column in ("collective", "ranks", "S", "algorithm"):
+        view.add_column(column)
+    for column in ("time", "bus", "x backend's time"):
+        view.add_column(column, justify="right")
+    for i, row in enumerate(rows):
+        race = [r for r in rows if _contest(r) == _contest(row) and r.algorithm != BACKEND]
+        style = "dim" if row.algorithm == BACKEND else "bold" if row == min(race, key=lambda r: r.seconds) else ""
+        view.add_row(
+            row.collective, str(row.ranks), show_bytes(row.size), row.algorithm, show_seconds(row.seconds),
+            f"{show_bytes(row.bus)}/s", f"{row.ratio:.2f}", style=style,
+            end_section=i + 1 == len(rows) or _contest(rows[i + 1]) != _contest(row),
+        )
+    return view
+
+
+def _contest(row: CollectiveTiming) -> tuple[str, int, int]:
+    return row.collective, row.ranks, row.size
+
+
+def write(rows: list[CollectiveTiming], out: Path) -> None:
+    """The table as CSV: bytes, seconds, bytes/s."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, asdict(rows[0]))
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_whole(out, text.getvalue())
+
+
+def plot(rows: list[CollectiveTiming]) -> str:
+    """Bus bandwidth over size, a chart for each collective and number of ranks, as an SVG file."""
+    ranks = sorted({row.ranks for row in rows})
+    names = list(dict.fromkeys(row.collective for row in rows))
+    canvas = Canvas()
+    canvas.text(30, 40, "Bus bandwidth of collectives", size=21, font_weight=650)
+    words = "in nccl-tests' definition; median of turns; backend's own dashed"
+    canvas.text(30, 62, words, size=13, fill=FAINT)
+    for y, name in enumerate(names):
+        for x, n in enumerate(ranks):
+            of_race = [row for row in rows if (row.collective, row.ranks) == (name, n)]
+            if not of_race:  # it was not measured any more
+                continue
+            series: dict[str, list[tuple[float, float]]] = {}
+            for row in of_race:
+                series.setdefault(row.algorithm, []).append((row.size, row.bus))
+            chart = lines(
+                f"{name} on {n} ranks", series, width=WIDTH, height=HEIGHT, dots=True, dashed=frozenset({BACKEND}),
+                x=("S", show_bytes), y=("", lambda bus: f"{show_bytes(bus)}/s"),
+            )
+            canvas.place(30 + x * (WIDTH + 30), 90 + y * (HEIGHT + 30), chart)
+    return canvas.document(
+        30 + len(ranks) * (WIDTH + 30), 100 + len(names) * (HEIGHT + 30), "Bus bandwidth of collectives"
+    )

@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import destroy_world, init_world, loopback, peak_memory
-from shoal.labs.bench.step.workload import Workload
 from shoal.launch.forkserver import LOOK, become_worker, worker_context
 
 Step = Callable[[int], float]
@@ -43,8 +43,23 @@ class Failed(RuntimeError):
         self.reason = f"{who}: {reason}"
 
 
+class Work(Protocol):
+    """What the steps of a contender do, as a race counts it."""
+
+    @property
+    def tokens(self) -> int:
+        """In one step."""
+
+    @property
+    def flops(self) -> int:
+        """Of one step."""
+
+
+W = TypeVar("W", bound=Work)
+
+
 @dataclass(frozen=True)
-class Contender:
+class Contender(Generic[W]):
     """One way to do the work.
 
     Attributes:
@@ -58,8 +73,8 @@ class Contender:
     """
 
     name: str
-    build: Callable[[Workload, int, int], Step]
-    workload: Workload
+    build: Callable[[W, int, int], Step]
+    workload: W
     ranks: int = 1
     threads: int = 1
     tuned: bool = True
@@ -149,7 +164,8 @@ class ContenderProcesses:
         deadline = time.monotonic() + limit
         while len(answers) < len(self._pipes):
             waiting = [pipe for pipe in self._pipes if pipe not in answers]
-            ready = wait(waiting, min(max(0.0, deadline - time.monotonic()), LOOK))
+            found = wait(waiting, min(max(0.0, deadline - time.monotonic()), LOOK))
+            ready = [pipe for pipe in waiting if pipe in found]
             if not ready and time.monotonic() >= deadline:
                 raise Failed(self.contender.name, f"no answer in {limit:.0f} s")
             for pipe in ready:

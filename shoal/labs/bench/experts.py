@@ -56,6 +56,7 @@ def measure(
                    for _ in range(2))
     x.requires_grad_()
     held = layer.experts
+    assert held.gate is not None, "the experts of the llama family are gated"
     loop = [[w.detach().clone().requires_grad_() for w in matrices]
             for matrices in zip(held.gate, held.up, held.down, strict=True)]
     weights = {"grouped": [held.gate, held.up, held.down], "loop": [w for matrices in loop for w in matrices]}
@@ -94,5 +95,5 @@ def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tenso
     return out.unsqueeze(0)
 
 
-def _stacked(kind: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _stacked(kind: str, gradients: tuple[Tensor, ...]) -> list[Tensor]:
     return list(gradients) if kind == "grouped" else [torch.stack(gradients[part::3]) for part in range(3)]

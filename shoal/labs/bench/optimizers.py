@@ -94,7 +94,7 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
     Args:
         products: whether the rivals' are made as ours, or by the library that torch has by itself.
     """
-    config = OptimizerConfig(name=rule, hessian_every=10**9)
+    config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
     ours = {"shoal": partial(flat, config, shapes)}
     if compilable(rule):
         ours["compiled"] = partial(flat, config, shapes, compile=True)
@@ -159,12 +159,14 @@ def _multiplying_by_mkl(make: Callable[[], Step]) -> Step:
 
 
 def _rival(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str) -> Step:
-    flats = drawn(shapes)
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    tensors = [[x.clone().view(shape) for x, shape in zip(f.split(sizes), shapes.values(), strict=True)] for f in flats]
+    weights, gradients = (
+        [x.clone().view(shape) for x, shape in zip(whole.split(sizes), shapes.values(), strict=True)]
+        for whole in drawn(shapes)
+    )
     if config.name in FUSED or config.name in ("radam", "adafactor"):
-        optimizer = _torch(config, *tensors, way)
-        return lambda: (optimizer.step(), tensors[0])[1]
+        optimizer = _torch(config, weights, gradients, way)
+        return lambda: (optimizer.step(), weights)[1]
     loop = {"sage": _sage, "sophia-g": _sophia, "sophia-h": _sophia, "muon": _muon, "adam8bit": _adam8bit}[config.name]
     states: list[dict[str, Tensor]] = [{} for _ in sizes]
     count = 0
@@ -172,9 +174,9 @@ def _rival(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str
     def step() -> list[Tensor]:
         nonlocal count
         count += 1
-        for name, w, g, state in zip(shapes, *tensors, states, strict=True):
+        for name, w, g, state in zip(shapes, weights, gradients, states, strict=True):
             loop(name, w, g, state, count, weight_decay(config, tuple(w.shape)), config)
-        return tensors[0]
+        return weights
 
     return step
 
@@ -186,20 +188,22 @@ def _torch(config: OptimizerConfig, weights: list[Tensor], gradients: list[Tenso
         parameter.grad = gradient
         groups.setdefault(weight_decay(config, tuple(weight.shape)), []).append(parameter)
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
-    kernel = {"fused": way == "fused", "foreach": way == "foreach"}
-    adam = {"betas": config.betas, "eps": config.eps}
+    fused, foreach, betas, eps = way == "fused", way == "foreach", config.betas, config.eps
     match config.name:
         case "sgd" | "momentum":
             momentum = config.momentum if config.name == "momentum" else 0.0
-            return torch.optim.SGD(params, lr=RATE, momentum=momentum, nesterov=config.nesterov, **kernel)
+            nesterov = config.nesterov
+            return torch.optim.SGD(params, RATE, momentum, nesterov=nesterov, fused=fused, foreach=foreach)
         case "adagrad":
-            return torch.optim.Adagrad(params, lr=RATE, eps=config.eps, **kernel)
+            return torch.optim.Adagrad(params, lr=RATE, eps=eps, fused=fused, foreach=foreach)
         case "adam":
-            return torch.optim.Adam(params, lr=RATE, **adam, **kernel)
+            return torch.optim.Adam(params, lr=RATE, betas=betas, eps=eps, fused=fused, foreach=foreach)
         case "adamw":
-            return torch.optim.AdamW(params, lr=RATE, **adam, **kernel)
+            return torch.optim.AdamW(params, lr=RATE, betas=betas, eps=eps, fused=fused, foreach=foreach)
         case "radam":
-            return torch.optim.RAdam(params, lr=RATE, **adam, decoupled_weight_decay=True, foreach=False)
+            return torch.optim.RAdam(
+                params, lr=RATE, betas=betas, eps=eps, decoupled_weight_decay=True, foreach=False
+            )
     return torch.optim.Adafactor(params, lr=RATE, foreach=False)
 
 

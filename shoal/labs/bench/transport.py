@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
@@ -26,10 +28,12 @@ class TransportTiming:
     """One size of tensor.
 
     Attributes:
+        ranks: that take part.
         size: bytes, float32.
         seconds: of one all-reduce by transport, median.
     """
 
+    ranks: int
     size: int
     seconds: dict[str, float]
 
@@ -53,7 +57,7 @@ def seconds_at_most(ranks: int, sizes: list[int], repeats: int) -> float:
 
 def _measure(sizes: list[int], repeats: int) -> list[TransportTiming]:
     group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
-    if group.shared is None:
+    if group is None or group.shared is None:
         raise RuntimeError("these processes share no memory: shoal takes gloo here too")
     reductions = dict.fromkeys(WAYS[:2], lambda x: all_reduce(x, group)) | {"gloo": dist.all_reduce}
     timings = []
@@ -72,5 +76,18 @@ def _measure(sizes: list[int], repeats: int) -> list[TransportTiming]:
                     reduce(x)
                 if repeat > 0:  # the first warms up
                     seconds[way].append((time.perf_counter() - start) / IN_A_ROW)
-        timings.append(TransportTiming(numel * 4, {way: median(each) for way, each in seconds.items()}))
+        medians = {way: median(each) for way, each in seconds.items()}
+        timings.append(TransportTiming(dist.get_world_size(), numel * 4, medians))
     return timings
+
+
+def table(timings: Sequence[TransportTiming]) -> Table:
+    """A row for each number of ranks and size."""
+    view = Table(title="all-reduce between CPU ranks of one host")
+    for column in ("ranks", "KiB", *(f"{way} us" for way in WAYS), "gloo / shared", "gloo / common"):
+        view.add_column(column, justify="right")
+    for timing in timings:
+        times = [f"{timing.seconds[way] * 1e6:,.0f}" for way in WAYS]
+        gains = [f"{timing.gain(way):.1f}" for way in WAYS[:2]]
+        view.add_row(str(timing.ranks), f"{timing.size // 1024:,}", *times, *gains)
+    return view

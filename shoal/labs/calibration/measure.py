@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -117,7 +118,7 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
         rounds: turns of each.
         say: told how much is done, of 1, and what comes next.
     """
-    found: Times = {}
+    found: dict[str, dict[tuple, list[float]]] = {}
     turns = rounds + 1  # the first warms up
     for turn in range(turns):
         say(0.7 * turn / turns, f"{cores} cores, turn {turn + 1} of {turns}")
@@ -130,7 +131,8 @@ def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, 
     }
     limit = 300.0 + 60.0 * rounds  # seconds; a round of any of these takes a few
     waiting = median(pool.run(waits, cores, rounds, timeout=limit)) if cores > 1 else 0.0
-    reduces, split = {}, {}
+    reduces: dict[tuple[int, int], float] = {}
+    split: dict[tuple[str, int, int, int], float] = {}
     if cores > 1:
         say(0.7, "models on two ranks")
         every = pool.run(on_two_ranks, 2, rounds, timeout=limit)
@@ -167,19 +169,18 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
     for precision, dtype in DTYPES.items():
         for m, k, n in PRODUCTS:
             a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
-            yield "product", (precision, m, k, n), lambda a=a, b=b: F.linear(a, b), 5
+            yield "product", (precision, m, k, n), partial(F.linear, a, b), 5
     for heads, s, d in ATTENTION:
         q = torch.randn(1024 // s, heads, s, d, requires_grad=True)
-        yield "attention", (heads, s, d), lambda q=q: _attention(q), 3
+        yield "attention", (heads, s, d), partial(_attention, q), 3
     for layers, hidden, tokens in MODELS:
         model = _model(layers, hidden)
         ids = torch.randint(2048, (tokens // 128, 128))
         key = layers, hidden, tokens
-        yield "forward", key, lambda model=model, ids=ids: model(ids, ids), 2
-        yield "model", key, lambda model=model, ids=ids: model(ids, ids).backward(), 3
+        yield "forward", key, partial(model, ids, ids), 2
+        yield "model", key, partial(_passes, model, ids), 3
         if key in AGAIN:
-            model = _model(layers, hidden, "selective")
-            yield "again", key, lambda model=model, ids=ids: model(ids, ids).backward(), 3
+            yield "again", key, partial(_passes, _model(layers, hidden, "selective"), ids), 3
     source, target = torch.zeros(COPIED), torch.zeros(COPIED)
     yield "copy", (), lambda: target.copy_(source), 3
     weights = torch.zeros(UPDATED, requires_grad=True)
@@ -202,6 +203,10 @@ def _stage(shape: ModelShape, layout: Layout, rank: int) -> LocalStage:
     initialise(parameters, shape, 0)
     stage.parameters.begin()
     return stage
+
+
+def _passes(model: Transformer, ids: torch.Tensor) -> None:
+    model(ids, ids).backward()
 
 
 def _attention(q: torch.Tensor) -> None:

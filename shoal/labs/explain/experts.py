@@ -15,12 +15,13 @@ from shoal.base.section import Section
 from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
-from shoal.spec.catalog import ModelShape, model_shape
-from shoal.spec.layout import Layout
+from shoal.spec.catalog import Experts, ModelShape, model_shape
+from shoal.spec.layout import Layout, ZeroStage
 from shoal.spec.layout.sizes import check_layout
 
 TILE_WIDTH, TILE_HEIGHT, GAP, MARGIN = 128.0, 74.0, 10.0, 30.0
 SHOWN = 4  # experts that a tile names
+ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 
 class PlacementOptions(Section):
@@ -74,6 +75,7 @@ class StageExperts:
 
 def placement(layout: Layout, shape: ModelShape) -> list[StageExperts]:
     """Of every rank of the first pipeline stage, as the mesh that runs has them."""
+    assert shape.experts is not None, "a model with experts"
     found = []
     for rank in range(layout.world_size // layout.pp):
         mesh = Mesh(layout, rank, transport="backend")
@@ -88,9 +90,9 @@ def placement(layout: Layout, shape: ModelShape) -> list[StageExperts]:
 
 def explain(options: PlacementOptions, console: Console) -> int:
     """Print the picture, and draw it where that is asked for; returns the exit code."""
-    shape, layout = _checked(options)
+    shape, layout, experts = _checked(options)
     held = placement(layout, shape)
-    title = f"{options.model}: {shape.experts.count} experts of a layer on {layout.describe()}"
+    title = f"{options.model}: {experts.count} experts of a layer on {layout.describe()}"
     table = Table(title=title, title_justify="left", show_header=False, show_lines=True, padding=0)
     for start in range(0, len(held), options.per_node):
         table.add_row(*(_cell(one, layout) for one in held[start : start + options.per_node]))
@@ -102,17 +104,18 @@ def explain(options: PlacementOptions, console: Console) -> int:
     return 0
 
 
-def _checked(options: PlacementOptions) -> tuple[ModelShape, Layout]:
-    if options.zero > 3:
+def _checked(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
+    zero = next((stage for stage in ZERO_STAGES if stage == options.zero), None)
+    if zero is None:
         raise UsageError(f"explain experts --zero {options.zero}: 0 to 3.")
     if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
         raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
     shape = model_shape(options.model)
     if shape.experts is None:
         raise UsageError(f"explain experts --model {options.model}: it has no experts; try mixtral-8x7b.")
-    layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=options.zero)
+    layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=zero)
     check_layout(layout, shape, global_batch=options.dp, sequence_length=shape.max_sequence)
-    return shape, layout
+    return shape, layout, shape.experts
 
 
 def _names(experts: range) -> str:

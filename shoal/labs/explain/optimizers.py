@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import PositiveInt
 from rich.console import Console
@@ -20,12 +21,15 @@ from shoal.report.lines import COLOURS
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, build_config
+from shoal.spec.config.optimizer import OptimizerName
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
-GROUPS = (("with and without momentum", ("sgd", "momentum", "nesterov")),
-          ("rates by element", ("adagrad", "adam", "radam", "sage")),
-          ("factors, matrices, curvature", ("adafactor", "muon", "sophia-g")))
+GROUPS: tuple[tuple[str, tuple[OptimizerName | Literal["nesterov"], ...]], ...] = (
+    ("with and without momentum", ("sgd", "momentum", "nesterov")),
+    ("rates by element", ("adagrad", "adam", "radam", "sage")),
+    ("factors, matrices, curvature", ("adafactor", "muon", "sophia-g")),
+)
 """What shares a picture. AdamW without decay is Adam, and 8-bit Adam keeps so few moments in full precision; the
 two of Sophia differ in their estimates alone."""
 

@@ -8,8 +8,20 @@ from shoal.spec.layout.layout import (
     Layout,
     Recompute,
     Schedule,
+    Sync,
     ZeroStage,
     axes_of,
 )
 
-__all__ = ["AXES", "EXPERT_AXES", "FILE", "ContextOrder", "Layout", "Recompute", "Schedule", "ZeroStage", "axes_of"]
+__all__ = [
+    "AXES",
+    "EXPERT_AXES",
+    "FILE",
+    "ContextOrder",
+    "Layout",
+    "Recompute",
+    "Schedule",
+    "Sync",
+    "ZeroStage",
+    "axes_of",
+]

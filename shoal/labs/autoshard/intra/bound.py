@@ -205,7 +205,7 @@ class _Bound:
                 chosen[decision] = int(np.argmin(costs))
             if chosen == before:
                 break
-        return chosen
+        return [choice for choice in chosen if choice is not None]  # all of them
 
 
 def _terms(problem: ShardingProblem) -> Iterator[_Term]:

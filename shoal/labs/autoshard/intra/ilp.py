@@ -71,6 +71,7 @@ def solve(
     small = problem.only(near)
     kept = undominated(small, capacity is not None)
     small = small.only(kept)
+    chosen: list[int] | None
     if all(len(d.choices) == 1 for d in small.decisions):
         chosen, proven = [0] * len(small.decisions), True
         if capacity is not None and small.memory(chosen, in_flight) > capacity:
@@ -252,7 +253,7 @@ class _Program:
     def _sums(self, number: int, classes: np.ndarray, e: list[list[int]]) -> None:
         """The e of a class add up to the choices in it."""
         for row, variables in enumerate(e):
-            members = [(self.first[number] + c, -1.0) for c in np.flatnonzero(classes.reshape(-1) == row)]
+            members = [(self.first[number] + int(c), -1.0) for c in np.flatnonzero(classes.reshape(-1) == row)]
             self._row([(v, 1.0) for v in variables] + members, 0.0, 0.0)
 
     def _shared(self, group) -> None:

@@ -322,7 +322,7 @@ def _add_pair(problem: ShardingProblem, group: Shared) -> None:
     ((reader, needs),) = group.readers
     columns = list(dict.fromkeys(needs))
     sums = np.stack([group.seconds[:, sorted(states)].sum(1) for states in columns], 1)
-    matrix = sums[np.ix_(group.rows, [columns.index(states) for states in needs])]
+    matrix = sums[np.ix_(group.rows, np.array([columns.index(states) for states in needs]))]
     key = (group.source, reader)
     if key[0] > key[1]:
         key, matrix = key[::-1], matrix.T

@@ -90,7 +90,7 @@ def cases(product: ShardedProduct, a: Sharding, b: Sharding) -> list[ProductFact
 
     >>> both = Sharding((("I", ""), ("J", "x"))), Sharding((("J", ""), ("K", "")))
     >>> cases(ShardedProduct("IJ", "JK", "IK"), *both)
-    [Finding(case=2, words='J is sharded along x in the left factor and not in the right one')]
+    [ProductFact(case=2, words='J is sharded along x in the left factor and not in the right one')]
     """
     found = []
     for letter in product.contracted:

@@ -104,5 +104,6 @@ class Runner:
             ranks = [self.first + r for r in next(group for group in self.mesh.groups(axes) if self.rank in group)]
             whole = len(ranks) == dist.get_world_size()
             group = dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
+            assert group is not None, "this rank is one of them"
             self._groups[key] = group
         return self._groups[key]

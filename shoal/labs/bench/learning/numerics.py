@@ -24,7 +24,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import usable_cores
 from shoal.labs.bench.race import deviation
 from shoal.launch.forkserver import become_worker, worker_context
-from shoal.report.panels import Panel, panels, with_mean
+from shoal.report.panels import Panel, Points, panels, with_mean
 from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
@@ -216,6 +216,6 @@ def draw(curves: Sequence[Curve], title: str) -> str:
     return panels(title, charts, x="steps", y="training loss, nats per token, mean of 10 steps (thin: each seed)")
 
 
-def _lines(curves: Sequence[Curve]) -> list[list[tuple[float, float]]]:
+def _lines(curves: Sequence[Curve]) -> list[Points]:
     """The mean over the seeds, then each seed."""
     return with_mean([list(enumerate(curve.smooth(), 1)) for curve in curves])

@@ -25,9 +25,10 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.labs.bench.race import deviation
 from shoal.launch.worker_pool import Pool
-from shoal.report.panels import Panel, panels, with_mean
+from shoal.report.panels import Panel, Points, panels, with_mean
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.async_dp.choose import FREE, POOLED, trainer_of
+from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
+from shoal.training.async_dp.choose import trainer_of
 from shoal.training.check import check
 from shoal.training.fault_knobs import Handicaps
 from shoal.training.records.metrics import read_metrics
@@ -41,7 +42,7 @@ FAMILIES = {
 }
 REFERENCE = "all-reduce"
 METHODS = (REFERENCE, *(method for methods in FAMILIES.values() for method in methods))
-OVER_LINKS = tuple(method for method in METHODS if method not in FREE)
+OVER_LINKS = tuple(method for method in METHODS if method not in UNSYNCHRONISED)
 """Those whose ranks send each other something."""
 VARIANTS = {"diloco-int8": ("diloco", {"outer_int8": True})}
 """What is no value of parallel.sync by itself, as one and what is set of relaxed.*."""
@@ -148,7 +149,9 @@ def _read(folder: Path, method: str, seed: int, config: RunConfig) -> RelaxedRun
     for record, before in zip(records, steps, strict=False):
         now += (record.step - before) * tokens / record.tokens_per_second
         times.append(now)
-    return RelaxedRun(method, seed, tuple(times), tuple(r.loss for r in records), records[-1].validation_loss)
+    validation = records[-1].validation_loss
+    assert validation is not None, "a run ends with a validation"
+    return RelaxedRun(method, seed, tuple(times), tuple(r.loss for r in records), validation)
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------
@@ -214,6 +217,6 @@ def draw(runs: Sequence[RelaxedRun], title: str) -> str:
     )
 
 
-def _lines(runs: Sequence[RelaxedRun]) -> list[list[tuple[float, float]]]:
+def _lines(runs: Sequence[RelaxedRun]) -> list[Points]:
     """The mean over the seeds, then each seed."""
     return with_mean([list(zip(run.times, run.losses, strict=True)) for run in runs])

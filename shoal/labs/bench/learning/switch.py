@@ -79,8 +79,9 @@ def measure(
             engine, validation = engine_and_validation(config)
             at, losses, dropped = [], [], []
             for done, loss in trained(engine, validation, steps, every):
-                if engine.routing and done > steps - every:
-                    dropped.append(engine.routed().dropped)
+                routed = engine.routed() if done > steps - every else None
+                if routed is not None:
+                    dropped.append(routed.dropped)
                 if loss is not None:
                     at.append(done)
                     losses.append(loss)

@@ -8,15 +8,14 @@ write it, on those as the system and torch set them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from shoal.labs.bench.crew import Contender
 from shoal.labs.bench.peak import MatmulWorkload, product
 from shoal.labs.bench.race import Race
 from shoal.labs.bench.step import shoal_engine, threads, torch_baselines
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES, SCHEDULES, pipeline
-from shoal.labs.bench.step.workload import Workload
-from shoal.training.async_dp.choose import COMPRESSED
+from shoal.labs.bench.step.workload import BenchPrecision, Workload
+from shoal.spec.sync_methods import COMPRESSED
 
 LINK_GBS = 0.1  # with which the gradients of the default workload take more than a quarter of its step
 TENSOR_GBS = 0.2  # and the activations
@@ -34,13 +33,13 @@ def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[
     several = partial(Contender, workload=workload, ranks=ranks)
     torchs = partial(several, products=products)
     one = partial(Contender, workload=workload, threads=ranks)
-    pipe = {"pp": ranks, "micro_batch": workload.sequences // MICROBATCHES}
+    pipe = partial(shoal_engine.engine, pp=ranks, micro_batch=workload.sequences // MICROBATCHES)
     few = workload.tokens <= FEW_TOKENS
     replicated = several("shoal zero 0", partial(shoal_engine.engine, dp=ranks, bucket_mb=8))
     sharded = several("shoal zero 1", partial(shoal_engine.engine, dp=ranks, zero=1, bucket_mb=8))
     ddp = tuple(torchs(f"DDP, buckets of {mb} MB", partial(torch_baselines.ddp, bucket_mb=mb)) for mb in (8, 64))
     alone = several("independent processes", torch_baselines.independent)
-    pipelines = tuple(several(f"shoal {name}", partial(shoal_engine.engine, schedule=name, **pipe)) for name in FASTEST)
+    pipelines = tuple(several(f"shoal {name}", partial(pipe, schedule=name)) for name in FASTEST)
     threaded = one(f"one process of {ranks} threads", shoal_engine.engine)
     return [
         Race(
@@ -104,7 +103,7 @@ def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[
         *(
             Race(
                 f"pp {name}",
-                (several(f"shoal {name}", partial(shoal_engine.engine, schedule=name, **pipe)),),
+                (several(f"shoal {name}", partial(pipe, schedule=name)),),
                 (torchs(f"torch {theirs}", partial(pipeline, schedule=theirs)),),
                 target=1.0,
                 also=(threaded,),
@@ -118,7 +117,8 @@ def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[
             target=1.2,
             also=(one("plain loop, tuned allocator", torch_baselines.plain, products=products),),
         ),
-        *(_compiled(workload, ranks, precision, share) for precision, share in (("fp32", 0.77), ("bf16", 0.60))),
+        _compiled(workload, ranks, "fp32", 0.77),
+        _compiled(workload, ranks, "bf16", 0.60),
     ]
 
 
@@ -170,9 +170,12 @@ def _compressed(workload: Workload, ranks: int) -> Race:
     )
 
 
-def _tensor_overlap(name: str, workload: Workload, ranks: int, **how: Any) -> Race:
+def _tensor_overlap(
+    name: str, workload: Workload, ranks: int, *, sequence_parallel: bool, link_gbs: float
+) -> Race:
     """Tensor parallelism whose collectives and products are made part by part, against one after the other."""
-    several, tensor = partial(Contender, workload=workload, ranks=ranks), partial(shoal_engine.engine, tp=ranks, **how)
+    several = partial(Contender, workload=workload, ranks=ranks)
+    tensor = partial(shoal_engine.engine, tp=ranks, sequence_parallel=sequence_parallel, link_gbs=link_gbs)
     return Race(
         name,
         (several("shoal, part by part", partial(tensor, tp_overlap=True)),),
@@ -181,7 +184,7 @@ def _tensor_overlap(name: str, workload: Workload, ranks: int, **how: Any) -> Ra
     )
 
 
-def _compiled(workload: Workload, ranks: int, precision: str, share: float) -> Race:
+def _compiled(workload: Workload, ranks: int, precision: BenchPrecision, share: float) -> Race:
     """``compile = true`` against the peak of the same threads."""
     work = Workload(workload.model, workload.sequence_length, workload.sequences, precision)
     peak = MatmulWorkload(precision=precision)

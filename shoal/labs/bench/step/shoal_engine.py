@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypedDict, Unpack
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
@@ -12,14 +12,40 @@ from shoal.labs.bench.crew import Contender
 from shoal.labs.bench.step.sleeping_device import compute_elsewhere
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from shoal.spec.layout import Layout
+from shoal.spec.layout import Layout, Sync, ZeroStage
 from shoal.spec.layout.sizes import check_layout
 from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.async_dp.engines import CompressedEngine
 from shoal.training.step.engine import Engine
 
 
-def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Callable[[int], float]:
+class LayoutFields(TypedDict, total=False):
+    """What a contender chooses of `Layout`; what it leaves out has the default."""
+
+    dp: int
+    sync: Sync
+    zero: ZeroStage
+    tp: int
+    sequence_parallel: bool
+    tp_overlap: bool
+    pp: int
+    schedule: str
+    micro_batch: int
+    bucket_mb: float
+    overlap: bool
+    reshard_after_forward: bool
+
+
+class EngineFields(LayoutFields, total=False):
+    """What `build` takes besides the workload and the ranks."""
+
+    compile: bool
+    transport: str
+    device_seconds: float
+    link_gbs: float
+
+
+def engine(workload: Workload, rank: int, ranks: int, **how: Unpack[EngineFields]) -> Callable[[int], float]:
     """A training step of shoal on any layout.
 
     Args:
@@ -40,7 +66,7 @@ def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Callable[[i
 def build(
     workload: Workload, rank: int, ranks: int, *,
     compile: bool = False, transport: str = "auto", device_seconds: float = 0.0,
-    link_gbs: float = 0.0, **layout: Any,
+    link_gbs: float = 0.0, **layout: Unpack[LayoutFields],
 ) -> Engine:
     """The engine of a workload.
 
@@ -67,7 +93,7 @@ def build(
     return built
 
 
-def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
+def layout_of(workload: Workload, ranks: int, **layout: Unpack[LayoutFields]) -> Layout:
     """The layout of a workload on so many ranks.
 
     Raises:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from shoal.engine.data.batches import Batch
 from shoal.labs.bench.step.torch_baselines import adamw, best_kernel, model
@@ -20,8 +21,9 @@ from shoal.labs.bench.step.workload import Workload
 def data_parallel(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Callable[[int], float]:
     """One process with so many replicas of one thread each; returns its step, as those of `references`."""
     modules = [model(workload, best_kernel()) for _ in range(replicas)]
-    root, *others = ([*module.parameters()] for module in modules)
-    optimizer = adamw(root)
+    weights: list[list[Tensor]] = [[*module.parameters()] for module in modules]
+    root, *others = weights
+    optimizer = adamw(modules[0].parameters())
     threads = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
 
     def run(replica: int, batch: Batch) -> float:
@@ -35,14 +37,18 @@ def data_parallel(workload: Workload, rank: int, ranks: int, *, replicas: int) -
         with torch.no_grad():
             for copy in others:
                 torch._foreach_copy_(copy, root)
-        for parameters in (root, *others):
+        for parameters in weights:
             for parameter in parameters:
                 parameter.grad = None
         losses = threads.map(run, range(replicas), [Batch(*part) for part in parts])
         total = sum(losses)
         for copy in others:
-            torch._foreach_add_([p.grad for p in root], [p.grad for p in copy])
+            torch._foreach_add_(_gradients(root), _gradients(copy))
         optimizer.step()
         return total
 
     return step
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

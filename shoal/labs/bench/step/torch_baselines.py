@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
@@ -25,8 +26,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.engine.models.loss import IGNORE
+from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
+from shoal.engine.parallel.context.kernels import Kernel
 from shoal.labs.bench.step.sleeping_device import compute_elsewhere
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
 from shoal.training.step.engine_state import attention_kernel
@@ -34,7 +36,7 @@ from shoal.training.step.engine_state import attention_kernel
 Step = Callable[[int], float]
 
 
-def model(workload: Workload, kernel: str) -> Transformer:
+def model(workload: Workload, kernel: Kernel) -> Transformer:
     """The whole plain model with the initial values that every contender starts from."""
     built = Transformer(workload.shape)
     for layer in built.layers.values():
@@ -43,7 +45,7 @@ def model(workload: Workload, kernel: str) -> Transformer:
     return built
 
 
-def best_kernel() -> str:
+def best_kernel() -> Kernel:
     """The attention kernel that shoal takes, for the references too: what is compared is the parallelism."""
     return attention_kernel("auto", torch.device("cpu"), torch.float32)
 
@@ -85,7 +87,7 @@ _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _ARGUMENTS)  # renamed
 
 
-def plain(workload: Workload, rank: int, ranks: int, *, kernel: str = "sdpa") -> Step:
+def plain(workload: Workload, rank: int, ranks: int, *, kernel: Kernel = "sdpa") -> Step:
     """One process, no wrapper."""
     module = model(workload, kernel)
     return _loop(module, adamw(module.parameters()), workload, 0, 1, tokens=workload.tokens, share=1.0)
@@ -98,7 +100,8 @@ def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_s
         compute_elsewhere(whole.layers.values(), device_seconds)
     module = DistributedDataParallel(
         whole,
-        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True, **{_SYNC_BUFFERS: False},
+        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]  # which argument it is depends on torch's version
     )
     tokens = workload.tokens // ranks
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
@@ -122,6 +125,7 @@ def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> 
     """
     module = model(workload, best_kernel())
     mesh = init_device_mesh("cpu", (ranks,))
+    assert module.embed and module.norm and module.head, "a whole model has all of them"
     fully_shard(module.embed, mesh=mesh, reshard_after_forward=reshard)
     for layer in module.layers.values():
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -131,9 +135,12 @@ def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> 
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+class TorchCrossEntropy(CrossEntropy):
     """torch's own, which is the one that `loss_parallel` knows."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """As of `CrossEntropy`."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Step:
@@ -146,7 +153,7 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
     module = model(workload, best_kernel())
     column = ColwiseParallel(input_layouts=Replicate())
     blocks = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
-    plan: dict[str, object] = {"embed.token": RowwiseParallel(input_layouts=Replicate())}
+    plan: dict[str, ParallelStyle] = {"embed.token": RowwiseParallel(input_layouts=Replicate())}
     for block, (*first, last) in blocks.items():
         if prepared:
             inputs = (Replicate(), None) if block == "attention" else (Replicate(),)
@@ -155,7 +162,7 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
         plan[f"layers.*.{block}.{last}"] = RowwiseParallel()
     plan["head"] = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module, init_device_mesh("cpu", (ranks,)), plan)
-    module.loss.forward = _cross_entropy
+    module.loss = TorchCrossEntropy()
     share = 1.0 if rank == 0 else 0.0
     optimizer = adamw(module.parameters())
     return _loop(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,7 @@ from shoal.engine.data.batches import Batch
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import OptimizerConfig
 
+BenchPrecision = Literal["fp32", "bf16"]
 SEED = 0  # of the initial weights and of the samples
 
 OPTIMIZER = OptimizerConfig(clip_norm=0.0, schedule="constant", warmup_steps=0)
@@ -26,13 +28,13 @@ class Workload:
         model: a name in the catalog.
         sequence_length: s, tokens in a sequence.
         sequences: in one optimizer step, over all ranks.
-        precision: "fp32" or "bf16" (the references run fp32 only).
+        precision: the references run fp32 only.
     """
 
     model: str = "bench-10m"
     sequence_length: int = 256
     sequences: int = 8
-    precision: str = "fp32"
+    precision: BenchPrecision = "fp32"
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -65,6 +67,8 @@ class Cycle:
     def __init__(self, workload: Workload):
         generator = torch.Generator().manual_seed(SEED)
         shape = (4 * workload.sequences, workload.sequence_length + 1)
+        self.vocab_size, self.samples = workload.shape.vocab, shape[0]
+        self.fingerprint = f"random {shape}"
         self._tokens = torch.randint(workload.shape.vocab, shape, generator=generator)
 
     def batch(self, indices: Sequence[int]) -> Batch:

@@ -82,9 +82,9 @@ def directions(mesh: NamedMesh) -> tuple[str, str, str]:
     """The axes that go right, down, and over planes one below the other; of the last two the longer goes right."""
     if len(mesh.axes) == 1:
         return mesh.axes, "", ""
-    *planes, one, other = mesh.axes
+    planes, one, other = mesh.axes[:-2], mesh.axes[-2], mesh.axes[-1]
     right, down = (one, other) if mesh.size(one) >= mesh.size(other) else (other, one)
-    return right, down, "".join(planes)
+    return right, down, planes
 
 
 def _place(rank: int, mesh: NamedMesh) -> tuple[float, float]:
