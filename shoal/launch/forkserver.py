@@ -10,13 +10,13 @@ import threading
 from collections.abc import Mapping
 from functools import cache
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 
 LOOK = 3600.0  # seconds for which workers are waited for at a time: `multiprocessing.connection.wait` knows no weeks
 
 
 @cache
-def worker_context() -> BaseContext:
+def worker_context() -> ForkServerContext | SpawnContext:
     """Where worker processes come from: a server that imports once and forks, or, where the system's libraries do not
     stand a fork (macOS), interpreters of their own."""
     if not sys.platform.startswith("linux"):
@@ -35,5 +35,7 @@ def become_worker(environment: Mapping[str, str]) -> None:
 
 def _end_with_parent() -> None:
     """The kernel cannot be asked to see to it: the process that asked for a worker is not the one that forked it."""
-    wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+    wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGKILL)

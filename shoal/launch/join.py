@@ -12,10 +12,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from shoal.base.errors import UsageError
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import COLLECTIVE_SECONDS, die_with_parent, init_world, usable_cores
-from shoal.launch.rank_env import Membership, joined, record_end, scratch_folder, stack_path
+from shoal.launch.rank_env import Membership, record_end, scratch_folder, stack_path, started_as
 from shoal.launch.rendezvous import meeting_store
 from shoal.launch.watch.watchdog import STACK_SIGNAL
 
@@ -37,14 +36,12 @@ def become_rank(
         threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
         timeout: of every collective, in seconds.
         records: the folder where it writes its stack when it is asked for it.
-        membership: which rank; None for what `joined` says.
+        membership: which rank; None for what `started_as` says.
 
     Raises:
         UsageError: not started as a rank, or no such device.
     """
-    membership = membership or joined()
-    if membership is None:
-        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
+    membership = membership or started_as()
     place = scratch_folder() if membership.how == "local" else records
     sys.excepthook = partial(_record_and_exit, place, membership.rank)
     faulthandler.enable()
@@ -62,7 +59,7 @@ def become_rank(
     picked = membership.device(device)
     if picked.type == "cpu":
         tune_process()
-    store = None
+    store: dist.Store | None = None
     if membership.how == "local":
         store = dist.FileStore(str(scratch_folder() / "store"), membership.world_size)
     elif membership.how == "slurm":

@@ -172,6 +172,7 @@ class RankProcesses:
         with open(self._log(rank), "a") as log:  # what an earlier launch said before it died stays
             log.write(self.header)
             log.flush()
+            process: subprocess.Popen | Child
             if self.nursery:
                 process = self.nursery.fork(module, variables, self._log(rank), heard=rank == 0)
             else:
@@ -243,21 +244,27 @@ class RankProcesses:
     def _failed(self) -> bool:
         """Whether a rank has ended in a way that ends the run."""
         survived = self.survivable and not self.stop.count
-        return any(not (survived and rank and self.processes[rank].returncode < 0) for rank in self._bad())
+        return any(not (survived and rank and self._exit_code(rank) < 0) for rank in self._bad())
 
     def _ended(self) -> set[int]:
         return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
 
     def _fallen(self) -> set[int]:
         """Those that ended of themselves, whatever was asked of them: by another signal than ours, or as if done."""
-        codes = {rank: self.processes[rank].returncode for rank in self._ended()}
+        codes = {rank: self._exit_code(rank) for rank in self._ended()}
         return {
             rank for rank, code in codes.items()
             if (code < 0 and code != -signal.SIGTERM) or (code == 0 and self._early(rank))
         }
 
+    def _exit_code(self, rank: int) -> int:
+        """Of a rank that has ended."""
+        code = self.processes[rank].returncode
+        assert code is not None, rank
+        return code
+
     def _failure(self, rank: int) -> Failure:
-        code, record = self.processes[rank].returncode, heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        code, record = self._exit_code(rank), heartbeat.read(heartbeat.record_path(self.scratch, rank))
         if rank in self.lost:
             return replace(self.lost[rank], code=code)
         path = record_path(self.scratch, rank)
@@ -302,7 +309,7 @@ class RankProcesses:
         ]
         # One that was ended may be there for a while yet: asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
-            self._end_lost(trouble, {rank: records[rank] for rank in living if records[rank] is not None})
+            self._end_lost(trouble, {rank: record for rank in living if (record := records[rank]) is not None})
 
     def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, HeartbeatRecord]) -> None:
         """Get a lost rank's stack and end it; the rest follows as if it had died."""

@@ -32,6 +32,12 @@ class Membership:
     master: tuple[str, int] | None = None
     """Address and port where the ranks meet; None where they meet in a file."""
 
+    @property
+    def meeting_point(self) -> tuple[str, int]:
+        """`master`, where the ranks do not meet in a file."""
+        assert self.master is not None
+        return self.master
+
     def device(self, choice: str) -> torch.device:
         """`pick_device` for this rank."""
         return pick_device(choice, self.local_rank, bound=self.how == "slurm")
@@ -65,6 +71,18 @@ def joined() -> Membership | None:
     return None
 
 
+def started_as() -> Membership:
+    """Which rank of a run this process was started as, where it can be nothing else.
+
+    Raises:
+        UsageError: as of `joined`, and where this process was not started as a rank.
+    """
+    membership = joined()
+    if membership is None:
+        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
+    return membership
+
+
 def _from_torchrun() -> Membership:
     local = "SHOAL_SCRATCH" in os.environ
     needed = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])
@@ -73,13 +91,14 @@ def _from_torchrun() -> Membership:
             f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} are not."
             "\n  Set them too, or unset RANK and WORLD_SIZE to start the ranks on this machine."
         )
-    place = [
-        number for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        for number in (_number(rank, below=_number(size)), _number(size))
-    ]
+    world_size = _number("WORLD_SIZE")
+    rank = _number("RANK", below=world_size)
+    local_world_size = _number("LOCAL_WORLD_SIZE")
+    local_rank = _number("LOCAL_RANK", below=local_world_size)
     if local:
-        return Membership(*place, how="local")
-    return Membership(*place, how="torchrun", master=(os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)))
+        return Membership(rank, world_size, local_rank, local_world_size, "local")
+    master = os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)
+    return Membership(rank, world_size, local_rank, local_world_size, "torchrun", master)
 
 
 def _from_slurm() -> Membership:
@@ -98,8 +117,9 @@ def _from_slurm() -> Membership:
 
 def _first_host(nodes: str) -> str:
     """The first name in SLURM's notation: ``gpu[007-009,12],login`` gives ``gpu007``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first)
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    assert first is not None, nodes
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def _expand_counts(counts: str) -> list[int]:

@@ -40,7 +40,7 @@ def meeting_address(host: str, alone: bool, environment: Mapping[str, str] = os.
                 f"\n  There are: {', '.join(sorted(found))}."
             )
         return addresses[0].partition("%")[0]
-    address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     loops = address == "::1" or address.startswith("127.")
     return "" if loops and not alone else address  # machines know themselves by names that others resolve otherwise
 
@@ -51,8 +51,8 @@ def meeting_store(member: Membership, timeout: float) -> dist.TCPStore:
     Raises:
         UsageError: the port is taken, or there is no such interface.
     """
-    host, port = member.master
-    listening = {}
+    host, port = member.meeting_point
+    listening: int | None = None  # the socket of the first rank, which the store takes over
     if member.rank == 0:
         address = meeting_address(host, member.world_size == member.local_world_size)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -65,9 +65,14 @@ def meeting_store(member: Membership, timeout: float) -> dist.TCPStore:
                 f"port {port} of {host}, where the ranks are to meet, is in use by another process."
                 "\n  End that process, or start another step."
             ) from None
-        listening, host = {"master_listen_fd": end.detach()}, address or host
+        listening, host = end.detach(), address or host
     return dist.TCPStore(
-        host, port, member.world_size, is_master=member.rank == 0, timeout=timedelta(seconds=timeout), **listening
+        host,
+        port,
+        member.world_size,
+        is_master=member.rank == 0,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening,
     )
 
 
@@ -75,7 +80,7 @@ def left_open(member: Membership) -> str:
     """What the run says of who could reach its ranks; "" where nobody can."""
     if member.how == "local" or member.rank != 0:
         return ""
-    host, port = member.master
+    host, port = member.meeting_point
     where = "all interfaces"
     if member.how == "slurm":
         where = meeting_address(host, member.world_size == member.local_world_size) or where

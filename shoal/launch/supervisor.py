@@ -76,7 +76,8 @@ class Supervisor:
         self.logs = folder / "logs"
         self.account = Account()
         self.attempt, self.fruitless, self.furthest = 0, 0, -1
-        self.failures, self.lost, self.recoveries = 0, 0, []
+        self.failures, self.lost = 0, 0
+        self.recoveries: list[float] = []  # seconds of each
         self._recovery: _Recovery | None = None
         self._begun = False
         self.began = 0  # steps that were done when the newest attempt began

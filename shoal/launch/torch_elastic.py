@@ -125,7 +125,8 @@ def idle(member: Membership) -> int:
         The exit code, once the ranks that work are gone, and with them the store.
     """
     try:
-        store = dist.TCPStore(*member.master, is_master=False, wait_for_workers=False, timeout=COME_TIMEOUT)
+        host, port = member.meeting_point
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=COME_TIMEOUT)
         store.wait(["what nobody writes"], IDLE_TIMEOUT)
     except RuntimeError:  # the store is gone
         return 0

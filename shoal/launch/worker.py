@@ -18,7 +18,7 @@ from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
 from shoal.launch.join import become_rank
-from shoal.launch.rank_env import Membership, joined, read_payload, scratch_folder
+from shoal.launch.rank_env import Membership, read_payload, scratch_folder, started_as
 from shoal.launch.rendezvous import left_open
 from shoal.launch.watch.peer_watch import Neighbours, shared_folder
 from shoal.launch.watch.postmortem import Last, cause, former
@@ -54,7 +54,7 @@ def run(
     """
     print_what_can_be()
     outlive_readers()
-    member = member or joined()
+    member = member or started_as()
     before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)
     beat = Beat(records and record_path(records, member.rank))

@@ -233,6 +233,7 @@ def _cause_of_death(process: BaseProcess) -> str:
 
 def _stack_of(worker: _Worker) -> str:
     """Where a hung worker hangs: it writes its stacks when it gets SIGUSR1."""
+    assert worker.process.pid is not None  # it was started
     os.kill(worker.process.pid, signal.SIGUSR1)
     deadline = time.monotonic() + GRACE_SECONDS
     while not worker.stack.read_text().rstrip() and time.monotonic() < deadline:

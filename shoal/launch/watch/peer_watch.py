@@ -51,7 +51,7 @@ def shared_folder(member: Membership, environment: Mapping[str, str] = os.enviro
 def folder_of(member: Membership, environment: Mapping[str, str] = os.environ) -> Path:
     """Where this host's ranks keep their records in this round."""
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
-    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
+    name = f"{_prefix(environment)}{member.meeting_point[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 

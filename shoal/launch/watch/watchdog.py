@@ -77,7 +77,9 @@ class Watchdog:
     def __init__(self, limits: FailoverConfig, ranks: int):
         self.limits = limits
         self._watched = [_Watched() for _ in range(ranks)]
-        self._looked = self._counts = self._steps = None
+        self._looked: float | None = None
+        self._counts: list[int] | None = None
+        self._steps: int | None = None
         self._stalled = self._step = self.slowest = 0.0
 
     def look(self, signs: list[Sign], now: float, silent: Container[int] | None = None) -> Trouble | None:
@@ -89,14 +91,15 @@ class Watchdog:
         gap = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP)
         self._looked = now
         for rank, sign in enumerate(signs):
-            due = sign.record is not None and (silent is None or rank in silent)
-            if due and (what := self._silence(self._watched[rank], sign, gap)):
+            if sign.record is None or (silent is not None and rank not in silent):
+                continue
+            if what := self._silence(self._watched[rank], sign, sign.record.alive, gap):
                 return Trouble(rank, what, sign.record.alive)
         return self._stall([sign.record for sign in signs if sign.record is not None], gap)
 
-    def _silence(self, watched: _Watched, sign: Sign, gap: float) -> str:
-        if sign.record.alive != watched.alive:
-            watched.alive, watched.processor, watched.quiet, watched.idle = sign.record.alive, sign.processor, 0.0, 0.0
+    def _silence(self, watched: _Watched, sign: Sign, alive: float, gap: float) -> str:
+        if alive != watched.alive:
+            watched.alive, watched.processor, watched.quiet, watched.idle = alive, sign.processor, 0.0, 0.0
             return ""
         watched.quiet += gap
         watched.idle += gap
