@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from shoal.pipeline.program import Program, build_program
     from shoal.pipeline.schedules import SCHEDULES
     from shoal.pipeline.simulator import simulate
+    from shoal.pipeline.simulator.compare import compare_schedules
     from shoal.planning.describe import estimate
     from shoal.planning.goodput.forecast import goodput
+    from shoal.planning.schedule_times import compare_schedules_on_cluster
     from shoal.planning.search.planner import LayoutPlanner, plan
     from shoal.report.run.report import write_report
     from shoal.spec.catalog import model_shape
@@ -51,6 +53,8 @@ _HOMES = {
     "build_program": "shoal.pipeline.program",
     "check_program": "shoal.pipeline.checker",
     "simulate": "shoal.pipeline.simulator",
+    "compare_schedules": "shoal.pipeline.simulator.compare",
+    "compare_schedules_on_cluster": "shoal.planning.schedule_times",
     # before a run
     "estimate": "shoal.planning.describe",
     "plan": "shoal.planning.search.planner",
@@ -88,6 +92,8 @@ __all__ = [
     "chaos",
     "check_program",
     "cluster",
+    "compare_schedules",
+    "compare_schedules_on_cluster",
     "describe_checkpoint",
     "describe_data",
     "dry_run",

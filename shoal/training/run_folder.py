@@ -20,11 +20,10 @@ from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.checkpoint.storage import Place, place
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, RunConfig, load_config, save_config
+from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
 from shoal.training.resilience.host_memory_dir import home
 from shoal.training.resilience.memory_slot import newest_step
 
-RUNS = Path("runs")
 MAY_CHANGE = (
     "the layout, train.steps, train.precision, the optimizer's numbers, and what only says how and where it is computed"
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
+from shoal.engine.checkpoint.storage import Place
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.balance import drop_nothing
@@ -21,18 +22,29 @@ from shoal.spec.config import RUN_FILE, load_config
 from shoal.training.run_folder import checkpoints_of
 
 
-def sample_run(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> int:
-    """`shoal sample`: print a prompt and what the run's model makes of it; returns the exit code."""
-    print(sample_checkpoint(run_folder, prompt, tokens=tokens, temperature=temperature, seed=seed))
-    return 0
+def sample(
+    run_folder: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """Continue a prompt with the newest good checkpoint of a run. A newer, damaged one is named on stderr.
 
+    Args:
+        run_folder: of a run of any layout.
+        prompt: the text to go on from.
+        tokens: how many to write, at most: the end of a document ends the text.
+        temperature: of the distribution that tokens are drawn from; 0 takes the likeliest.
+        seed: of the draws.
 
-def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and its continuation by the newest good checkpoint of a run.
+    Returns:
+        The prompt and its continuation.
 
     Raises:
         UsageError: the folder holds no run, or no good checkpoint, or the prompt is empty.
+
+    >>> import shoal
+    >>> shoal.sample("runs/example", "def main(", tokens=5, seed=1).startswith("def main(")
+    True
     """
+    run_folder = Path(run_folder)
     if not (run_folder / RUN_FILE).is_file():
         raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
     config = load_config(run_folder / RUN_FILE)
@@ -59,12 +71,13 @@ def sample_checkpoint(run_folder: Path, prompt: str, *, tokens: int, temperature
     return tokenizer.decode(ids.tolist())
 
 
-def load_model(path: Path, shape: ModelShape) -> Transformer:
+def load_model(path: Place, shape: ModelShape) -> Transformer:
     """A whole model on the CPU, in float32, with the weights of a checkpoint of any layout."""
     with torch.device("meta"):
         model = Transformer(shape)
     model.to_empty(device="cpu")
     if shape.tied:
+        assert model.head is not None and model.embed is not None  # it is whole
         model.head.weight = model.embed.token.weight
     state = {
         f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]

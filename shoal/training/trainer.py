@@ -36,7 +36,7 @@ from shoal.training.resilience.heartbeat import Beat, Phase
 from shoal.training.resilience.reexecute import SilentCorruption
 from shoal.training.resilience.replicas import ReplicasDiffer
 from shoal.training.resilience.silent_failure_checks import Guard
-from shoal.training.sample import sample_checkpoint
+from shoal.training.sample import sample
 from shoal.training.state_manager import States
 from shoal.training.step.engine import Engine, StepResult
 from shoal.training.step.optimizer_step import NonFinite
@@ -172,7 +172,7 @@ class Trainer:
         elif self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed
             try:
-                text = sample_checkpoint(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
+                text = sample(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
             except UsageError as error:  # the run is over and saved, whatever became of its files
                 self.display.note(f"no sample: {error}")
         else:

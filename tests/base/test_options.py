@@ -8,7 +8,7 @@ from shoal.base import options
 from shoal.base.options import defaults, pairs, read
 from shoal.base.section import docstrings
 from shoal.cli.estimate import EstimateOptions
-from shoal.cli.options import TokenizerOptions
+from shoal.cli.run.data import TokenizerOptions
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
 

@@ -3,13 +3,19 @@
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.base.section import docstrings, plain
-from shoal.cli.main import COMMANDS, main, parse
-from shoal.cli.options import TrainOptions
+from shoal.cli.arguments import parse_run
+from shoal.cli.commands import COMMANDS
+from shoal.cli.main import main
+from shoal.cli.run.train import TrainOptions
+from shoal.engine.checkpoint.whole import CheckpointContents, SavedTensor
+from shoal.engine.data.prepare import DataContents, TrainedTokenizer
 from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save_config
 
 SECTIONS = tuple(RunConfig.model_fields)
@@ -79,7 +85,7 @@ FIELDS = [
 def test_every_field_can_be_typed(name):
     section, key = name.split(".")
     value, words = typed(name, getattr(getattr(RunConfig(), section), key))
-    _, config = parse("train", TrainOptions, words, SECTIONS)
+    _, config = parse_run("train", TrainOptions, words, SECTIONS)
     assert value != getattr(getattr(RunConfig(), section), key)
     assert plain(config) == {**plain(RunConfig()), section: plain(getattr(config, section))}
     assert getattr(config, section) == getattr(RunConfig(), section).model_copy(update={key: value})
@@ -92,7 +98,7 @@ def test_all_fields_of_a_section_can_be_typed_with_dashes(section):
         key = name.split(".")[1]
         values[key], (option, *rest) = typed(name, getattr(defaults, key))
         words += [option.replace("_", "-"), *rest]
-    _, config = parse("train", TrainOptions, words, SECTIONS)
+    _, config = parse_run("train", TrainOptions, words, SECTIONS)
     assert plain(config) == {**plain(RunConfig()), section: plain(defaults.model_copy(update=values))}
 
 
@@ -109,7 +115,7 @@ def test_every_field_of_a_part_of_the_model_can_be_typed(part, key, spelling):
     others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
               "bias_update": (0.125, "0.125"), "capacity": (0.25, "0.25"), "weight": ("sigmoid", "sigmoid")}
     value, word = others.get(key, (7, "7"))
-    _, config = parse("train", TrainOptions, [f"--model.{part}.{spelling}", word], SECTIONS)
+    _, config = parse_run("train", TrainOptions, [f"--model.{part}.{spelling}", word], SECTIONS)
     assert getattr(config.model, part) == PARTS[part](**{key: value})
     assert config.model_copy(update={"model": RunConfig().model}) == RunConfig()
 
@@ -119,14 +125,14 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     file = tmp_path / "run.toml"
     file.write_text("[parallel]\ntp = 4\ndp = 2\nzero_shard = 2\nzero = 1")
     words = ["--parallel.dp", "8", "--parallel.zero-shard", "None"]
-    _, config = parse("train", TrainOptions, [*words[:where], str(file), *words[where:]], SECTIONS)
+    _, config = parse_run("train", TrainOptions, [*words[:where], str(file), *words[where:]], SECTIONS)
     assert (config.parallel.tp, config.parallel.dp, config.parallel.zero_shard, config.parallel.pp) == (4, 8, None, 1)
 
 
 def test_sections_that_a_command_does_not_show_are_the_files(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[parallel]\ntp = 4")
-    _, config = parse("data inspect", TrainOptions, [str(file), "--data.source", "text"], ("data",))
+    _, config = parse_run("data inspect", TrainOptions, [str(file), "--data.source", "text"], ("data",))
     assert (config.parallel.tp, config.data.source) == (4, "text")
 
 
@@ -135,22 +141,22 @@ def test_sections_that_a_command_does_not_show_are_the_files(tmp_path):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Stand in for what the commands start: ``called`` gets the arguments of the call."""
+    """Stand in for a function of the API: ``called`` gets the arguments of its calls."""
     calls = []
 
-    def stand_in(module, name, result=0):
+    def stand_in(name, result=None):
         def record(*args, **kwargs):
             calls.append((args, kwargs))
             return result
 
-        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: record}))
+        monkeypatch.setitem(vars(shoal), name, record)
         return calls
 
     return stand_in
 
 
 def test_train(called):
-    calls = called("shoal.cli.train", "train", 1)
+    calls = called("train", 1)
     assert main(["train", "--parallel.tp", "2", "--ranks", "2", "--run-folder", "x"]) == 1
     ((config,), options) = calls[0]
     assert config.parallel.tp == 2
@@ -158,47 +164,65 @@ def test_train(called):
 
 
 def test_verify(called):
-    calls = called("shoal.cli.verify", "verify")
-    assert main(["verify", "--random", "200", "--precision", "own", "--model.layers", "3"]) == 0
+    words = ["verify", "--random", "200", "--precision", "own", "--model.layers", "3"]
+    for same in (True, False):
+        calls = called("verify", types.SimpleNamespace(same=same))
+        assert main(words) == (0 if same else 1)
     ((config,), options) = calls[0]
     assert config.model.layers == 3
-    assert options == {"random": 200, "rule": None, "steps": 3, "own_precision": True, "plant": None}
+    assert options == {
+        "random": 200, "rule": None, "steps": 3, "own_precision": True, "plant": None, "show": True,
+    }
 
 
-def test_sample(called):
-    calls = called("shoal.training.sample", "sample_run")
+def test_sample(called, capsys):
+    calls = called("sample", "def main():")
     assert main(["sample", "runs/a", "def main(", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out == "def main():\n"
     assert calls == [((Path("runs/a"), "def main("), {"tokens": 5, "temperature": 0.8, "seed": 0})]
 
 
-def test_data(called):
-    calls = called("shoal.engine.data.prepare", "train_tokenizer")
+def test_data(called, capsys):
+    calls = called("train_tokenizer", TrainedTokenizer(Path("a/b.json"), 1000))
     assert main(["data", "train-tokenizer", "--vocab-size", "1000", "--data.source", "text"]) == 0
-    ((data, vocab, out), _) = calls[0]
-    assert (data.source, vocab, out) == ("text", 1000, Path("tokenizer.json"))
-    calls = called("shoal.engine.data.prepare", "inspect")
+    ((data,), options) = calls[0]
+    assert data.source == "text" and options == {"vocab_size": 1000, "out": Path("tokenizer.json")}
+    assert capsys.readouterr().out == "a/b.json: 1,000 tokens.  Use it with: --data.tokenizer a/b.json\n"
+    calls = called("describe_data", DataContents("bytes", None, 64, 60, "a\x1b[2Jb"))
     assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
     assert calls[-1][0][0].sequence_length == 64
+    assert capsys.readouterr().out == "\nsample 0 of seed 0: 64 tokens, 60 in the loss\n\na\ufffd[2Jb\n"
 
 
-def test_bench_forwards_everything(called):
-    calls = called("shoal.cli.bench.main", "main")
+def test_bench_forwards_everything(monkeypatch):
+    calls = []
+    bench = types.SimpleNamespace(main=lambda *args, **options: calls.append((args, options)) or 0)
+    monkeypatch.setitem(sys.modules, "shoal.cli.bench.main", bench)
     assert main(["bench", "step", "--seconds", "3"]) == 0
     assert calls == [((["step", "--seconds", "3"],), {})]
 
 
 def test_checkpoint_verify(called, capsys):
-    import shoal.engine.checkpoint.storage  # noqa: F401 - before what it lies in is stood in for
-
-    called("shoal.engine.checkpoint", "verify")
+    calls = called("verify_checkpoint")
     assert main(["checkpoint", "verify", "x/step-10"]) == 0
     assert capsys.readouterr().out == "x/step-10: complete and undamaged\n"
+    assert calls == [(("x/step-10",), {})]
 
 
-def test_checkpoint_inspect(called):
-    calls = called("shoal.engine.checkpoint.table", "inspect")
+def test_checkpoint_inspect(called, capsys):
+    calls = called("describe_checkpoint", CheckpointContents(10, (SavedTensor("w", "F32", (3, 2), 1, 1),), 1))
     assert main(["checkpoint", "inspect", "x/step-10"]) == 0
-    assert calls == [((Path("x/step-10"),), {})]
+    assert calls == [(("x/step-10",), {})]
+    assert capsys.readouterr().out.endswith("step 10: 1 tensors, 24 bytes in 1 files\n")
+
+
+def test_version_is_said_without_importing_torch():
+    code = (
+        "import sys; from shoal.cli.main import main; main(['--version']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"shoal {shoal.__version__}\ntorch {version('torch')}\n"
 
 
 # ---- resume --------------------------------------------------------------------------------------------------------
@@ -232,7 +256,7 @@ def runs(tmp_path, monkeypatch):
 )
 def test_resume_takes_the_runs_own_config_unless_another_is_given(runs, called, words, folder, tp, steps):
     Path("other.toml").write_text("parallel.tp = 8")
-    calls = called("shoal.cli.train", "train")
+    calls = called("train", 0)
     assert main(["train", *words]) == 0
     ((config,), options) = calls[0]
     assert (str(options["resume"]), config.parallel.tp, config.train.steps) == (folder, tp, steps)
@@ -255,7 +279,7 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
         ("trian", "there is no command 'trian'; did you mean 'train'?"),
         ("data", "'data' needs one of: train-tokenizer, inspect"),
         ("data insp", "there is no command 'data insp'; did you mean 'data inspect'?"),
-        ("--version", "there is no command '--version'; allowed: bench"),
+        ("--verbose", "there is no command '--verbose'; allowed: bench"),
         ("train nothing.toml", "no such file: nothing.toml"),
         ("train nothing", "no such file: nothing"),
         ("train --parallel.tp 0", "parallel.tp = 0: input should be greater than 0"),
@@ -318,17 +342,17 @@ def test_what_cannot_be_read_is_explained_with_code_2(words, message, capsys):
     assert not printed.out
 
 
-def test_an_interrupt_is_quiet_and_a_bug_is_loud(called, monkeypatch, capsys):
+def test_an_interrupt_is_quiet_and_a_bug_is_loud(monkeypatch, capsys):
     def raising(error):
-        def command(_):
+        def function(*_, **__):
             raise error
 
-        return command
+        return function
 
-    monkeypatch.setitem(COMMANDS, "train", raising(KeyboardInterrupt()))
+    monkeypatch.setitem(vars(shoal), "train", raising(KeyboardInterrupt()))
     assert main(["train"]) == 130
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setitem(COMMANDS, "train", raising(ZeroDivisionError()))
+    monkeypatch.setitem(vars(shoal), "train", raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
 
@@ -364,13 +388,14 @@ def test_every_commands_help_says_what_it_does(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
     assert stop.value.code == 0
-    assert COMMANDS[command].__doc__.split(":")[0] in " ".join(capsys.readouterr().out.split())
+    assert COMMANDS[command].help.split(":")[0] in " ".join(capsys.readouterr().out.split())
 
 
 def test_starting_does_not_import_torch():
     code = (
-        "import sys; from shoal.cli.main import main, parse; from shoal.cli.options import TrainOptions; "
-        "main(['--help']); parse('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); "
+        "import sys; from shoal.cli.main import main; from shoal.cli.arguments import parse_run; "
+        "from shoal.cli.run.train import TrainOptions; "
+        "main(['--help']); parse_run('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

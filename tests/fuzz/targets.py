@@ -20,8 +20,9 @@ import torch
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.engine.checkpoint import describe, load, verify
+from shoal.engine.checkpoint import load, verify
 from shoal.engine.checkpoint.manifest import MANIFEST, MANIFEST_SUM, checksum
+from shoal.engine.checkpoint.whole import describe_checkpoint, load_checkpoint
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.engine.device import pick_device
@@ -54,7 +55,7 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, former)
 
 
-def outcome(read: Callable[[], None]) -> str:
+def outcome(read: Callable[[], object]) -> str:
     """``accepted`` or ``refused``; whatever else is raised is found by the caller."""
     with limited():
         try:
@@ -197,8 +198,11 @@ def read_checkpoint(files: dict[str, bytes | str | None], folder: Path) -> str:
     path = folder / "step-00000001"
     put(path, files)
     state = whole({name: torch.zeros_like(tensor) for name, tensor in VALUES.items()})
-    found = {outcome(read) for read in (
-        lambda: verify(path), lambda: list(describe(path)), lambda: load(path, state, model={"layers": 2}) and None)}
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: verify(path), lambda: describe_checkpoint(path), lambda: load_checkpoint(path),
+        lambda: load(path, state, model={"layers": 2}),
+    )
+    found = {outcome(read) for read in reads}
     return "refused" if "refused" in found else "accepted"
 
 

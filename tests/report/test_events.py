@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.cli.report import report
+from shoal.cli.main import main
 from shoal.report.events import effective_facts, event_table
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import write_event
@@ -48,7 +48,7 @@ def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
     for event in EVENTS if some else []:
         values = {name: value for name, value in event.items() if name not in ("time", "event")}
         write_event(tmp_path, event["event"], **values)
-    report(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
     said, page = capfd.readouterr().out, (tmp_path / "report.html").read_text()
     for text in (said, page):
         assert ("effective training time" in text) is some

@@ -21,7 +21,7 @@ from shoal.spec.catalog import model_shape
 from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.records.metrics import read_metrics
-from shoal.training.sample import generate, load_model, sample_checkpoint
+from shoal.training.sample import generate, load_model, sample
 from shoal.training.step.engine import Engine
 from tests.trainings.runs import checkpoints, small_config, train_in
 
@@ -49,7 +49,7 @@ def run(request, corpus, pool, tmp_path_factory):
 
 
 def write(folder, prompt="def ", tokens=40, temperature=0.8, seed=0) -> str:
-    return sample_checkpoint(folder, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    return sample(folder, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
 def test_the_seed_decides_what_is_written(run):
@@ -149,7 +149,7 @@ def test_any_text_is_printed_whatever_letters_the_terminal_has(run, monkeypatch)
     """An untrained model writes bytes that are no text, and a run that is done must not fail for what it prints."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr("shoal.training.sample.sample_checkpoint", lambda *_, **__: "def \ufffd\u2713")
+    monkeypatch.setattr("shoal.training.sample.sample", lambda *_, **__: "def \ufffd\u2713")
     assert main(["sample", str(run[1]), "def "]) == 0
     assert terminal.buffer.getvalue() == b"def ??\n"
 

@@ -16,9 +16,9 @@ from shoal.engine.checkpoint.save import check_folder
 from shoal.engine.checkpoint.storage import Place
 from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
+from shoal.spec.config import RUNS, RunConfig
 from shoal.training.resilience.host_memory_dir import check_home, home
-from shoal.training.run_folder import RUNS, checkpoints_of, is_free, taken
+from shoal.training.run_folder import checkpoints_of, is_free, taken
 
 BESIDE = 64 << 10  # bytes that a run writes beside its checkpoints at the least: config, metrics, events, logs
 

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.batches import SyntheticDataset, open_dataset
-from shoal.engine.data.prepare import inspect, prepare, train_tokenizer
+from shoal.engine.data.prepare import TrainedTokenizer, describe_data, prepare, train_tokenizer
 from shoal.engine.data.shards import TokenStream, open_shards
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.engine.models.loss import IGNORE
+from shoal.report.run.tables import data_lines
 from shoal.spec.config import DataConfig
 
 END = BytesTokenizer.end_of_document
@@ -142,19 +143,20 @@ def test_batches_move_whole(config):
     assert {t.device.type for t in (batch.tokens, batch.targets, batch.documents)} == {"meta"}
 
 
-def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
+def test_train_a_tokenizer_then_look_through_it(config, tmp_path):
     out = tmp_path / "tokenizer.json"
-    train_tokenizer(config, 280, out)
+    assert train_tokenizer(config, vocab_size=280, out=out) == TrainedTokenizer(out, 280)
     trained = config.model_copy(update={"tokenizer": str(out)})
-    inspect(trained)
-    shown = capsys.readouterr().out
+    found = describe_data(trained)
     dataset = open_dataset(trained, seed=0, split="train")
-    assert dataset.vocab_size == 280
-    assert f"{dataset.samples:,}\n" in shown
-    assert "280 token ids" in shown
-    inspect(config.model_copy(update={"source": "synthetic", "paths": ()}))
-    shown = capsys.readouterr().out
-    assert "sample 0 of seed 0" in shown
+    assert dataset.vocab_size == found.corpus.vocab_size == 280
+    assert found.corpus.samples["train"] == dataset.samples
+    shown = data_lines(found)
+    assert any(line.startswith("train ") and line.endswith(f" {dataset.samples:,}") for line in shown)
+    assert any("280 token ids" in line for line in shown) and found.sample in shown
+    synthetic = describe_data(config.model_copy(update={"source": "synthetic", "paths": ()}))
+    shown = "\n".join(data_lines(synthetic))
+    assert synthetic.corpus is None and "sample 0 of seed 0" in shown
     assert all(letter.isprintable() or letter in "\n\t" for letter in shown)  # random bytes can move a cursor
 
 

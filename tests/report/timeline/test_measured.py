@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cli.report import Comparison, op_table, rank_table
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import CODE, OPS
+from shoal.report.run.comparison import Comparison, op_table, rank_table
 from shoal.report.timeline.measured import FIELDS, MeasuredStep
 from shoal.training.records.profile import Profile, RankProfile
 from tests.report.charts import program

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.chaos import rows
 from shoal.cli.main import main
 from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial
 from shoal.testing.chaos.comparison import differences, last
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
+from shoal.testing.chaos.report import rows
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
 

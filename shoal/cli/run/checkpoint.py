@@ -1,0 +1,39 @@
+"""`shoal checkpoint`: prove that one is undamaged, and show what it holds."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from rich.console import Console
+
+import shoal
+from shoal.base.section import POSITIONAL, Section
+
+PIPE_WIDTH = 160
+"""Columns where there is no terminal, so that no name is broken."""
+
+
+class CheckpointOptions(Section):
+    path: Annotated[str, POSITIONAL]
+    """A checkpoint's folder, or its address, as in s3://bucket/run/step-00000100."""
+
+
+def verify(options: CheckpointOptions) -> int:
+    """Read every byte; a damaged checkpoint is an error."""
+    shoal.verify_checkpoint(options.path)
+    print(f"{options.path}: complete and undamaged")
+    return 0
+
+
+def inspect(options: CheckpointOptions) -> int:
+    """Print a row for each tensor."""
+    found = shoal.describe_checkpoint(options.path)
+    from shoal.report.run.tables import checkpoint_table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(checkpoint_table(found))
+    console.print(
+        f"step {found.step}: {len(found.tensors)} tensors, {found.bytes:,} bytes in {found.files} files"
+    )
+    return 0

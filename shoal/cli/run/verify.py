@@ -1,0 +1,37 @@
+"""`shoal verify`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+import shoal
+from shoal.base.section import Section
+from shoal.spec.config import RunConfig
+
+
+class VerifyOptions(Section):
+    random: PositiveInt | None = None
+    """Verify this many randomly drawn layouts instead of the given one."""
+
+    rule: str | None = None
+    """With --random: an update rule (several with commas, or all), each on as many layouts drawn for it."""
+
+    steps: PositiveInt = 3
+    """Training steps to compare."""
+
+    precision: Literal["fp64", "own"] = "fp64"
+    """fp64 compares to 1e-9; own takes the run's precision and compares to its rounding."""
+
+    plant: str | None = None
+    """Plant this fault, to see it found; a wrong name lists them."""
+
+
+def run(options: VerifyOptions, config: RunConfig) -> int:
+    """Compare and print; returns 0 if everything is the same, 1 if something differs."""
+    found = shoal.verify(
+        config, random=options.random, rule=options.rule, steps=options.steps,
+        own_precision=options.precision == "own", plant=options.plant, show=True,
+    )
+    return 0 if found.same else 1

@@ -1,0 +1,136 @@
+"""A whole checkpoint in one process, whatever layout saved it: load it, verify it, or say what it holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.engine.checkpoint.dtypes import DTYPES
+from shoal.engine.checkpoint.load import load, verify
+from shoal.engine.checkpoint.manifest import CheckpointError, read_manifest
+from shoal.engine.checkpoint.storage import place
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: such as ``"model.layers.0.attention.q.weight"``.
+        dtype: as safetensors names it, such as ``"F32"``.
+        shape: of the whole tensor.
+        boxes: the number of pieces that it is stored in.
+        files: the number of files that hold them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: int
+    files: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: training steps that were done.
+        tensors: sorted by name.
+        files: the number of files.
+    """
+
+    step: int
+    tensors: tuple[SavedTensor, ...]
+    files: int
+
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+
+def load_checkpoint(
+    path: str | Path, *, prefix: str = "", device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Load the whole tensors of a checkpoint onto one device, whatever layout saved them.
+
+    Args:
+        path: the folder of one checkpoint, or its address, as in ``"s3://bucket/run/step-00000100"``.
+        prefix: load only the tensors whose names start with it: ``"model."`` leaves out the optimizer's state.
+        device: where the tensors are put.
+
+    Returns:
+        Each tensor by its name, in the dtype that it was saved in.
+
+    Raises:
+        UsageError: it is not a checkpoint, or is damaged, or the device has no room for it.
+
+    >>> import shoal
+    >>> weights = shoal.load_checkpoint("runs/example/checkpoints/step-00000002", prefix="model.")
+    >>> weights["model.layers.0.attention.q.weight"].shape
+    torch.Size([32, 32])
+    """
+    folder = place(path)
+    saved = {name: each for name, each in read_manifest(folder).tensors.items() if name.startswith(prefix)}
+    try:
+        tensors = {
+            name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for name, each in saved.items()
+        }
+    except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any
+        raise CheckpointError(f"{path}: there is no room for its tensors on {device}: {error}.") from None
+    state = {
+        name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
+    }
+    load(folder, state, unwanted=("",) if prefix else ())
+    return tensors
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Read a whole checkpoint and compare every byte with its checksums.
+
+    Args:
+        path: the folder of one checkpoint, or its address.
+
+    Raises:
+        UsageError: it is not a checkpoint, or is damaged; every damaged or missing file and tensor is named.
+
+    >>> import shoal
+    >>> shoal.verify_checkpoint("runs/example/checkpoints/step-00000002")
+    >>> shoal.verify_checkpoint("runs/example")
+    Traceback (most recent call last):
+    shoal.engine.checkpoint.manifest.CheckpointError: runs/example is not a whole checkpoint: ...
+    """
+    verify(place(path))
+
+
+def describe_checkpoint(path: str | Path) -> CheckpointContents:
+    """Say what a checkpoint holds, from its manifest alone: no tensor is read.
+
+    Args:
+        path: the folder of one checkpoint, or its address.
+
+    Raises:
+        UsageError: it is not a checkpoint, or its manifest is damaged.
+
+    >>> import shoal
+    >>> found = shoal.describe_checkpoint("runs/example/checkpoints/step-00000002")
+    >>> found.step, found.files, found.tensors[0].name, found.tensors[0].shape
+    (2, 1, 'model.embed.token.weight', (256, 32))
+    """
+    manifest = read_manifest(place(path))
+    tensors = tuple(
+        SavedTensor(name, saved.dtype, saved.shape, len(saved.boxes), len({box.file for box in saved.boxes}))
+        for name, saved in manifest.tensors.items()
+    )
+    return CheckpointContents(manifest.step, tensors, len(manifest.files))

@@ -1,0 +1,153 @@
+"""Start a training: check everything, then start the ranks here, or join those that torchrun or SLURM started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import UsageError
+from shoal.base.section import plain
+from shoal.base.terminal import outlive_readers
+from shoal.engine.data.corpus import check_read
+from shoal.engine.data.prepare import prepare
+from shoal.engine.device import pick_device
+from shoal.launch.checks.memory_check import check_memory
+from shoal.launch.checks.path_check import check_folders
+from shoal.launch.rank_env import Membership, joined, record_end
+from shoal.launch.supervisor import Supervisor
+from shoal.launch.torch_elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
+from shoal.launch.watch.peer_watch import shared_folder
+from shoal.spec.config import RunConfig
+from shoal.training.async_dp.choose import goes_on_without
+from shoal.training.check import check
+from shoal.training.records.metrics import check_trackers
+from shoal.training.resilience.host_memory_dir import free, home
+from shoal.training.run_folder import check_resume, new_run
+from shoal.training.stop import StopRequests
+
+
+def train(
+    config: RunConfig,
+    *,
+    ranks: int | None = None,
+    run_folder: str | Path | None = None,
+    resume: str | Path | None = None,
+    keep_going: bool = False,
+) -> int:
+    """Train to the end, on processes that are started here or as a rank of torchrun or SLURM.
+
+    Progress is shown on the terminal, and metrics and checkpoints are written into the run's folder. Only this user can
+    read them: the processes inherit a mask of file permissions that says so.
+
+    Args:
+        config: the run.
+        ranks: the number of processes that there must be (default: that of the layout).
+        run_folder: the folder of a new run, which must not exist (default: a new one under ``runs/``).
+        resume: the folder of a run to continue from its newest good checkpoint, on any layout.
+        keep_going: begin the run of ``run_folder``, or continue it if it has begun.
+
+    Returns:
+        The exit code: 0 after the last step or a stop that was asked for, 75 if the machine is taken away (start it
+        again), 1 after a failure.
+
+    Raises:
+        UsageError: the run cannot be, which is found before any process starts.
+
+    >>> import shoal
+    >>> config = shoal.RunConfig.model_validate({
+    ...     "model": {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
+    ...     "parallel": {"dp": 2, "micro_batch": 2},
+    ...     "data": {"source": "synthetic", "sequence_length": 32},
+    ...     "train": {"steps": 2, "global_batch": 4, "device": "cpu"},
+    ... })
+    >>> shoal.train(config, run_folder="runs/example")
+    0
+    """
+    mask = os.umask(0o077)
+    outlive_readers()
+    try:
+        return _train(config, ranks, _path(run_folder), _path(resume), keep_going)
+    finally:
+        os.umask(mask)
+
+
+def _path(folder: str | Path | None) -> Path | None:
+    return None if folder is None else Path(folder)
+
+
+def _train(
+    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool
+) -> int:
+    member, stop = joined(), StopRequests()
+    if member is not None:
+        stop.listen(signal.SIGUSR1)  # the warning before the end, which comes once
+    if resume is not None and run_folder is not None and resume != run_folder:
+        raise UsageError(
+            f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
+        )
+    if keep_going and run_folder is None:
+        raise UsageError("--keep-going needs --run-folder, by which the run is found when the job is started again.")
+    if member is not None:
+        check_elastic(resume or run_folder)
+        refuse_again(member)
+        config = on_ranks_there(config, check(config), member, keep_going)
+        if member.rank >= config.parallel.world_size:
+            return idle(member)
+        member = member.among(config.parallel.world_size)
+    started_again = resume is None and goes_on(run_folder, keep_going)
+    if started_again:
+        resume = run_folder
+    device = _check_run(config, member, ranks, run_folder, resume, started_again)
+    folder = resume or run_folder
+    payload = {
+        "config": plain(config),
+        "folder": str(folder) if folder else None,
+        "resume": resume is not None,
+        "restarted": started_again,
+    }
+    if member is not None:
+        return _join(payload, member, stop)
+    prepare(config.data)
+    if resume is None:
+        folder = new_run(config, run_folder)
+        free(home(folder, config.failover))  # what a deleted run of the same name left in memory
+    assert folder is not None
+    payload |= {"folder": str(folder), "made": True}
+    return Supervisor(config, payload, folder, device, survivable=goes_on_without(config)).run()
+
+
+def _check_run(
+    config: RunConfig,
+    member: Membership | None,
+    ranks: int | None,
+    run_folder: Path | None,
+    resume: Path | None,
+    started_again: bool,
+) -> str:
+    """Refuse what cannot be before anything is made; returns the type of the device that this process computes on."""
+    if resume is None:
+        check_read(config.data)
+    shape = check(config, ranks=member.world_size if member else ranks)
+    check_trackers(config.metrics)
+    choice, last = config.train.device, config.parallel.world_size - 1
+    device = member.device(choice) if member else pick_device(choice, last)
+    here = member.neighbours() if member else range(config.parallel.world_size)
+    check_memory(config, shape, device, here)
+    if resume is not None:
+        check_resume(config, shape, resume, again=started_again)
+    if member is None or member.local_rank == 0:
+        check_folders(config, shape, resume or run_folder, resume=resume is not None, ranks=here)
+    return device.type
+
+
+def _join(payload: dict[str, Any], member: Membership, stop: StopRequests) -> int:
+    """Train as one of the ranks that another program has started."""
+    from shoal.launch.worker import run
+
+    try:
+        return run(payload, member=member, stop=stop)
+    except (UsageError, OSError) as error:  # the command line says what it was
+        record_end(shared_folder(member), member.rank, error)
+        raise

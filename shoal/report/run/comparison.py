@@ -1,0 +1,77 @@
+"""A recorded step compared with its simulation, and tables of the recorded times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.report.timeline.chart import Chart, span
+from shoal.report.timeline.measured import MeasuredStep
+from shoal.report.timeline.palette import NAMES
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured step and the simulated one.
+
+    Attributes:
+        measured: all that was recorded.
+        charts: the simulated step, then the typical measured one.
+    """
+
+    measured: MeasuredStep
+    charts: tuple[Chart, Chart]
+
+    @staticmethod
+    def of(measured: MeasuredStep) -> Comparison:
+        """Simulate the program with the measured times."""
+        step = measured.profile.ranks[0].steps[measured.typical] + 1
+        charts = (
+            Chart("simulated, with the mean times", measured.simulated()),
+            Chart(f"measured, step {step}", measured.timeline(measured.typical)),
+        )
+        return Comparison(measured, charts)
+
+    @property
+    def predicted(self) -> float:
+        """Step time of the simulation [s]."""
+        return self.charts[0].timeline.step_time
+
+    @property
+    def difference(self) -> float:
+        """Of the predicted step time from the mean of the measured ones, as a part of the latter."""
+        return self.predicted / self.measured.step_time - 1
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The comparison in numbers, as (name, value)."""
+        simulated, measured = (chart.timeline for chart in self.charts)
+        slowest, busy, _ = max(self.measured.by_rank(), key=lambda entry: entry[1])
+        steps = len(self.measured.step_times)
+        return [
+            (f"measured step (mean of {steps})", span(self.measured.step_time, seconds=True)),
+            ("simulated step", span(self.predicted, seconds=True)),
+            ("difference of the simulated", f"{100 * self.difference:+.1f} %"),
+            ("with each step's own times", f"{100 * self.measured.replayed:+.1f} %"),
+            ("bubble, measured / simulated", f"{100 * measured.bubble:.1f} / {100 * simulated.bubble:.1f} %"),
+            (f"a step's computations, busiest rank ({slowest.rank})", span(busy, seconds=True)),
+        ]
+
+
+def op_table(measured: MeasuredStep) -> list[list[str]]:
+    """Headings, then a row for each op and stage."""
+    rows = [["action", "stage", "recorded", "median", "mean", "longest"]]
+    for op, stage, count, *times in measured.by_op():
+        lengths = (span(time, seconds=True) for time in times)
+        rows.append([NAMES[op], str(stage) if stage >= 0 else "–", f"{count:,}", *lengths])
+    return rows
+
+
+def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
+    """Headings, then a row for each rank; of more than ``most``, those that compute longest."""
+    found = sorted(measured.by_rank(), key=lambda entry: -entry[1])
+    shown = sorted(found[:most], key=lambda entry: entry[0].rank)
+    rows = [["rank", "pp", "dp", "tp", "computing a step", "waiting for messages", "idle share of the step"]]
+    for rank, busy, waiting in shown:
+        numbers = (str(n) for n in (rank.rank, rank.pp, rank.dp, rank.tp))
+        share = 1 - busy / measured.step_time
+        rows.append([*numbers, span(busy, seconds=True), span(waiting, seconds=True), f"{100 * share:.1f} %"])
+    return rows

@@ -1,0 +1,48 @@
+"""What a corpus and a checkpoint hold, for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from shoal.engine.checkpoint.whole import CheckpointContents
+    from shoal.engine.data.prepare import CorpusContents, DataContents
+
+
+def data_lines(found: DataContents) -> list[str]:
+    """The corpus as a table with a row for each split, then the sample; letters that cannot be shown are replaced."""
+    lines = _corpus_lines(found.corpus, found.tokenizer) if found.corpus else []
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in found.sample)
+    heading = f"sample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss"
+    return [*lines, "", heading, "", text]
+
+
+def _corpus_lines(corpus: CorpusContents, tokenizer: str) -> list[str]:
+    lines = [
+        corpus.name,
+        f"{corpus.vocab_size:,} token ids ({tokenizer}), in {corpus.folder}",
+        "",
+        f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}",
+    ]
+    for name, split in corpus.splits.items():
+        ratio, shards, samples = split.bytes / max(1, split.tokens), len(split.shards), corpus.samples[name]
+        lines.append(
+            f"{name:12}{split.documents:>12,}{split.tokens:>16,}{ratio:>14.2f}{shards:>8}{samples:>12,}"
+        )
+    return lines
+
+
+def checkpoint_table(found: CheckpointContents) -> Table:
+    """A row for each tensor: name, dtype, whole shape, bytes, and the boxes and files that hold it."""
+    table = Table("tensor", "dtype")
+    for column in ("shape", "bytes", "boxes", "files"):
+        table.add_column(column, justify="right")
+    for tensor in found.tensors:
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        table.add_row(
+            escape(tensor.name), tensor.dtype, shape, f"{tensor.bytes:,}", str(tensor.boxes), str(tensor.files)
+        )
+    return table

@@ -1,0 +1,31 @@
+"""File systems of a process of its own, for the faults of a disk that is full or read-only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"
+"""In the environment of a command that was started again: whether it may mount file systems."""
+
+
+def own_mounts() -> bool:
+    """Give this process file systems of its own, by starting the `shoal` command again.
+
+    Returns:
+        Whether it has them; False where that cannot be, or where another program calls.
+    """
+    if OWN_MOUNTS in os.environ:
+        return os.environ[OWN_MOUNTS] == "yes"
+    words = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    trial = [*words, "sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d" && rmdir "$d"']
+    if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
+        return False
+    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code, whose command line is not ours
+        return False
+    os.environ[OWN_MOUNTS] = "yes"
+    os.execvp("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]])
+    raise AssertionError("replaced by the above")

@@ -1,0 +1,73 @@
+"""What came of the trials, as a table for the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import mean
+
+from rich.table import Table
+
+from shoal.report.page import Fragment, page
+from shoal.spec.config import RunConfig
+from shoal.testing.chaos.chaos import Trial
+from shoal.testing.chaos.fault_types import KINDS
+
+COLUMNS = ("fault", "tried", "survived", "steps lost, mean", "most", "seconds to recover, mean", "most")
+
+
+def rows(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    """A row for each kind of fault, and one for all."""
+    found: list[tuple[str, ...]] = []
+    names = [name for name in KINDS if any(trial.fault == name for trial in trials)]
+    for name in [*names, "all"]:
+        mine = [trial for trial in trials if name in (trial.fault, "all")]
+        lost = [steps for trial in mine for steps in trial.lost]
+        seconds = [each for trial in mine for each in trial.seconds]
+        found.append((
+            name, str(len(mine)), str(sum(not trial.problems for trial in mine)),
+            f"{mean(lost):.1f}" if lost else "-", str(max(lost)) if lost else "-",
+            f"{mean(seconds):.1f}" if seconds else "-", f"{max(seconds):.1f}" if seconds else "-",
+        ))
+    return found
+
+
+def line(number: int, trial: Trial) -> str:
+    """One trial: what was done and when, what it cost, and what went wrong."""
+    said = "; ".join(trial.problems) or "passed"
+    lost = ", ".join(f"{steps:g}" for steps in trial.lost) or "-"
+    seconds = ", ".join(f"{each:g}" for each in trial.seconds) or "-"
+    return f"{number:4} {trial.fault:<21}{trial.moment:<30} {lost:>5} lost {seconds:>6} s  {said}"
+
+
+def table(trials: Sequence[Trial]) -> Table:
+    """The rows, for the terminal."""
+    shown = Table(COLUMNS[0])
+    for name in COLUMNS[1:]:
+        shown.add_column(name, justify="right")
+    for row in rows(trials):
+        shown.add_row(*row)
+    return shown
+
+
+def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
+    """Write the table, and every trial, as a page."""
+    passed = sum(not trial.problems for trial in trials)
+    lead = (
+        f"{passed} of {len(trials)} faults survived by {config.model.name} on {config.parallel.describe()}: the run "
+        "ended with the state of the undisturbed one, and left nothing behind."
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(trials))
+    each = "".join(
+        f"<tr><td>{escape(trial.fault)}</td><td>{escape(trial.moment)}</td>"
+        f"<td>{escape('; '.join(trial.problems) or 'passed')}</td></tr>"
+        for trial in trials
+    )
+    parts = [
+        Fragment(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'),
+        Fragment("<h2>Every trial</h2>"),
+        Fragment(f'<div class="scroll"><table><tbody>{each}</tbody></table></div>'),
+    ]
+    path.write_text(page("Faults", lead, parts), encoding="utf-8")

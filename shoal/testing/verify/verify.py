@@ -1,0 +1,235 @@
+"""Verify a run's layout, or randomly drawn ones, against one device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.optim.build import RULES
+from shoal.launch.worker_pool import Pool
+from shoal.spec.config import RunConfig, save_config
+from shoal.testing.verify.case import Case, prepare, run_case
+from shoal.testing.verify.compare import Finding
+from shoal.testing.verify.draw import draw_run, draw_run_of
+from shoal.testing.verify.faults import FAULTS, Fault
+from shoal.testing.verify.report import print_case, print_verdict
+
+MAX_RANKS = 64
+"""Processes that are started on one machine at most."""
+
+FAILURES = Path("verify-failures")
+"""Where drawn runs that differ are written, to be verified alone."""
+
+_DRAWN_RANKS = 8
+_LINE_EVERY = 20
+# Weights, whole and reduced gradients, two moments and what is read of the reference; float64.
+_BYTES_PER_PARAMETER = 8 * 6
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared with one device, and what differs.
+
+    Attributes:
+        layouts: the number that were compared.
+        differing: how many of them compute something else.
+        worst_gradient: the largest relative error of any gradient.
+        findings: the differences; of one layout, the first in the way of a step is first.
+    """
+
+    layouts: int
+    differing: int
+    worst_gradient: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether every layout computes what one device computes."""
+        return not self.differing
+
+
+def verify(
+    config: RunConfig,
+    *,
+    random: int | None = None,
+    rule: str | None = None,
+    steps: int = 3,
+    own_precision: bool = False,
+    plant: str | None = None,
+    show: bool = False,
+) -> Verification:
+    """Train a few steps on the ranks of a layout and on one device, on the CPU, and compare all that they compute.
+
+    Args:
+        config: the run; with ``random`` only its seed is read.
+        random: verify this many randomly drawn runs instead, in float64. Those that differ are written into
+            ``verify-failures/``.
+        rule: the update rule of the drawn runs: its name, several with commas, or "all", each on as many runs
+            (default: the draw chooses).
+        steps: training steps to compare.
+        own_precision: compare in the run's precision, to its rounding, instead of float64 to 1e-9.
+        plant: the name of a fault to plant on the ranks, which should be found.
+        show: print what is compared, progress and verdicts.
+
+    Raises:
+        UsageError: the run cannot be verified here, or there is no such rule or fault.
+
+    >>> import shoal
+    >>> config = shoal.RunConfig.model_validate({
+    ...     "model": {"name": "tiny", "layers": 1, "hidden": 32, "heads": 2},
+    ...     "parallel": {"tp": 2},
+    ...     "data": {"source": "synthetic", "sequence_length": 16},
+    ...     "train": {"global_batch": 2},
+    ... })
+    >>> shoal.verify(config, steps=1).same
+    True
+    """
+    console = Console(highlight=False, soft_wrap=True) if show else Console(quiet=True, force_terminal=False)
+    if random is None:
+        return _verify_run(console, config, rule, steps, own_precision, plant)
+    if plant or own_precision:
+        raise UsageError("--random draws its own runs in fp64: leave --plant and --precision own out.")
+    rules = _rules(rule)
+    with Pool(_DRAWN_RANKS) as pool:
+        found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
+    return Verification(
+        sum(each.layouts for each in found),
+        sum(each.differing for each in found),
+        max(each.worst_gradient for each in found),
+        tuple(finding for each in found for finding in each.findings),
+    )
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _verify_run(
+    console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, plant: str | None
+) -> Verification:
+    """Verify the given run, and print what is compared, and the verdict."""
+    if rule:
+        raise UsageError(
+            f"--rule {rule} is of the runs that --random draws."
+            f"\n  Give --random N too, or set the rule of this run: --optimizer.name {rule}."
+        )
+    if config.parallel.sync != "all-reduce":
+        raise UsageError(
+            f"parallel.sync = '{config.parallel.sync}' computes something else than one device, on purpose."
+            "\n  Verify the layout with all-reduce; docs/relaxed.md says what holds for the others."
+        )
+    case = prepare(config, own_precision=own_precision)
+    _check_size(case)
+    if plant:
+        _check_fault(plant, case)
+    print_case(console, case, steps)
+    if plant:
+        console.print(f"[bold]planted[/]   {plant}: {FAULTS[plant].what}")
+    start = time.monotonic()
+    with Pool(case.config.parallel.world_size, tune_process) as pool:  # the ranks compute as those of the run do
+        verdict, facts = run_case(case, pool, steps=steps, plant=plant or "")
+    print_verdict(console, case, verdict, facts, time.monotonic() - start)
+    if plant and not verdict.findings:
+        console.print(f"[bold]planted[/]   {plant} does not show here. {_needs(FAULTS[plant])}")
+    return Verification(1, int(bool(verdict.findings)), verdict.worst_gradient, tuple(verdict.findings))
+
+
+def _check_size(case: Case) -> None:
+    layout = case.config.parallel
+    if layout.world_size > MAX_RANKS:
+        raise UsageError(
+            f"parallel: {layout.equation()}; verify starts them all on this machine, at most {MAX_RANKS}."
+            "\n  Verify the same axes with smaller degrees: what differs at dp 64 differs at dp 2 or 4."
+        )
+    # Each replica may hold everything (DDP), cut over its tensor and pipeline ranks; ZeRO's shards hold less.
+    replicas = layout.dp * layout.cp
+    needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (replicas + 1)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"model: {case.shape.parameters():,} parameters on {replicas} replicas and one device need about "
+            f"{needed / 2**30:.0f} GiB in float64; {available / 2**30:.0f} GiB are free."
+            "\n  Verify a smaller model of the same kind: --model.layers 4 --model.hidden 256 --model.heads 8 ..."
+        )
+
+
+def _check_fault(name: str, case: Case) -> None:
+    if name not in FAULTS:
+        table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
+        raise UsageError(f"--plant {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
+    layout = case.config.parallel
+    if (needed := FAULTS[name].model) and getattr(case.shape, needed) is None:
+        raise UsageError(f"--plant {name} does nothing in a model without {needed}.\n  {_needs(FAULTS[name])}")
+    for key, value in FAULTS[name].needs.items():
+        given = getattr(layout, key)
+        if given != value if key in ("zero", "sequence_parallel", "tp_overlap", "schedule") else given < value:
+            raise UsageError(f"--plant {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
+
+
+_MODELS = {
+    "experts": " --model.experts.count 4 --model.experts.capacity-factor 0.75",
+    "depths": " --model.depths.capacity 0.5",
+}
+
+
+def _needs(fault: Fault) -> str:
+    options = " ".join(f"--parallel.{key.replace('_', '-')} {value}" for key, value in fault.needs.items())
+    options += _MODELS.get(fault.model, "")
+    return f"It shows on a layout with {options}." if options else "It shows on any layout."
+
+
+# ---- drawn runs ------------------------------------------------------------------------------------------------------
+
+
+def _rules(given: str | None) -> list[str | None]:
+    """The rules to draw runs for; None leaves the rule to the draw."""
+    if given is None:
+        return [None]
+    names = sorted(RULES) if given == "all" else [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in RULES:
+            raise UsageError(f"--rule {given}: there is no rule '{name}'; {did_you_mean(name, [*RULES, 'all'])}")
+    return [*names]
+
+
+def _verify_drawn(
+    console: Console, pool: Pool, count: int, steps: int, seed: int, optimizer: str | None
+) -> Verification:
+    """Verify drawn runs; print those that differ, and a line of all."""
+    start, differing, worst = time.monotonic(), 0, 0.0
+    findings: list[Finding] = []
+    what, key = (f"{optimizer}: ", f"{optimizer}:") if optimizer else ("", "")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{what}layouts drawn from seed {seed}", total=count)
+        for i in range(count):
+            choose = Random(f"{key}{seed}:{i}").choice
+            run = draw_run_of(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
+            verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
+            worst = max(worst, verdict.worst_gradient)
+            if verdict.findings:
+                differing += 1
+                findings += verdict.findings
+                FAILURES.mkdir(exist_ok=True)
+                file = FAILURES / f"{f'{optimizer}-' if optimizer else ''}seed-{seed}-draw-{i}.toml"
+                save_config(run, file)
+                console.print(
+                    f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
+                    f"         again: shoal verify {file}"
+                )
+            progress.advance(task)
+            if not console.is_terminal and (i + 1) % _LINE_EVERY == 0:  # where there is no bar
+                console.print(f"{i + 1} of {count} layouts, {differing} differ, {time.monotonic() - start:.0f} s")
+    colour = "red" if differing else "green"
+    console.print(
+        f"[bold {colour}]{what}{count} layouts, {differing} differ[/]; largest relative error of a gradient "
+        f"{worst:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
+    )
+    return Verification(count, differing, worst, tuple(findings))
