@@ -27,9 +27,9 @@ def check_run(config: Sections, shape: ModelShape, *, ranks: int | None = None) 
     check_layout(layout, shape, global_batch=batch, sequence_length=length, ranks=ranks)
     check_schedule(layout, shape, batch, sequence_length=length)
     check_compatibility(_with_program(config, shape, layout.microbatches(batch)))
-    check_unread(config)
     check_float8_sizes(config, shape)
     check_relaxed_sizes(config)
+    check_unread(config)
 
 
 def _with_program(config: Sections, shape: ModelShape, microbatches: int) -> Run:

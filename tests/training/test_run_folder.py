@@ -33,7 +33,7 @@ def test_of_two_starts_into_one_folder_the_second_is_refused(tmp_path, monkeypat
         return original(config, path, **options)
 
     original = run_folder.save_config
-    monkeypatch.setattr(run_folder, "save", save)
+    monkeypatch.setattr(run_folder, "save_config", save)
     with pytest.raises(UsageError, match="exists already"):
         new_run(RunConfig(), folder)
     assert load_config(folder / RUN_FILE) == first

@@ -204,8 +204,8 @@ def test_a_checkpoint_goes_on_with_any_other_ep(pool: Pool, tmp_path: Path) -> N
         ({"dp": 3, "ep": 3}, {}, "parallel.ep = 3 does not divide model.experts.count = 4"),
         ({"tp": 2, "etp": 2}, {"ffn": 5}, "parallel.etp = 2 does not divide model.experts.ffn = 5"),
         ({"schedule": "terapipe"}, {}, "gates decide for whole sequences"),
-        ({"pp": 2, "schedule": "pipedream"}, {}, "their losses and loads are of whole steps"),
-        ({"dp": 2, "sync": "local-sgd"}, {}, "its replicas go their own ways"),
+        ({"pp": 2, "schedule": "pipedream"}, {}, "losses and loads of experts are of whole steps"),
+        ({"dp": 2, "sync": "local-sgd"}, {}, "its replicas differ"),
     ],
 )
 def test_what_cannot_be_is_refused(parallel: dict, experts: dict, words: str) -> None:

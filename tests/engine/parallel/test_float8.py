@@ -164,8 +164,8 @@ def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings
 
 
 @pytest.mark.parametrize(("precision", "sections", "said"), [
-    ("bf16", {"float8": {"scales": "row"}}, "it reads nothing of it"),
-    ("bf16", {"loss_scale": {"initial": 2.0}}, "it reads nothing of it"),
+    ("bf16", {"float8": {"scales": "row"}}, "this precision ignores the section"),
+    ("bf16", {"loss_scale": {"initial": 2.0}}, "this precision ignores the section"),
     ("mxfp8", {"float8": {"scales": "row"}}, "blocks of 32 and their scales are the format's own"),
     ("fp8", {"float8": {"block": 64}}, "it is not read there"),
     ("fp8", {"float8": {"scales": "row", "amax": "delayed"}}, "a history is kept of whole tensors"),

@@ -225,8 +225,8 @@ def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path, 
 
 REFUSED = {
     "cp": (["--parallel.cp", "2"], "parallel.cp = 2: what it exchanges and saves belongs to ranks that have whole"),
-    "zero": (["--parallel.zero", "1"], "parallel.zero = 1: each replica keeps its own weights"),
-    "whole replicas": (["--parallel.sync", "sgp", "--parallel.tp", "2"], "with tp 2 and pp 1"),
+    "zero": (["--parallel.zero", "1"], "parallel.zero = 1: each replica keeps all of its own weights"),
+    "whole replicas": (["--parallel.sync", "sgp", "--parallel.tp", "2"], "with parallel.tp = 2"),
     "a pool for those in step": (["--data.sampler", "pool"], "Use the pool with ps-async or hogwild"),
     "a sampler that depends on dp": (
         ["--parallel.sync", "all-reduce", "--data.sampler", "overlap"], "data.sampler = 'overlap'"),

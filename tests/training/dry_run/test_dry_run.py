@@ -18,7 +18,7 @@ from shoal.pipeline.from_layout import program_of, slices_of
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.partition import parts_of
+from shoal.planning.cost.parameters import parts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
