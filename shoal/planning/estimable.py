@@ -1,4 +1,4 @@
-"""Which runs can be estimated: the rules of `shoal train`, and what the cost formulas cover; a model's config section."""
+"""Which runs can be estimated: those that `shoal train` takes and that there are formulas for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
 from shoal.spec.compatibility.features import DefaultSections
 from shoal.spec.config import DataConfig, OptimizerConfig, TrainConfig
 from shoal.spec.layout import Layout
-from shoal.spec.layout.sizes import check_layout
 from shoal.spec.number_formats import FORMATS
 
 OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
@@ -22,27 +21,26 @@ OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"
 PARTS = ("experts", "depths")
 
 
-def check_trained(run: EstimatedRun, layout: Layout) -> None:
+def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None) -> None:
     """Refuse a layout that would not be trained.
 
     Args:
         run: of which the layout is not looked at.
+        ranks: that the layout must have.
 
     Raises:
         UsageError: naming the field that cannot be, as `shoal train` does.
     """
-    check_run(_sections(run)._replace(parallel=layout), run.shape)
+    check_run(_sections(run)._replace(parallel=layout), run.shape, ranks=ranks)
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
-    """Refuse a layout that does not fit the model, the batch and the cluster, or that would not be trained.
+    """Refuse a run whose layout would not be trained, or does not fill the cluster.
 
     Raises:
         UsageError: naming the field that cannot be.
     """
-    sizes = {"global_batch": run.global_batch, "sequence_length": run.sequence_length}
-    check_layout(run.layout, run.shape, **sizes, ranks=run.cluster.size)
-    check_trained(run, run.layout)
+    check_trained(run, run.layout, ranks=run.cluster.size)
 
 
 def check_estimable(run: EstimatedRun) -> None:
@@ -129,16 +127,16 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
             continue
         section = {"name": base, **given}
         try:
-            made = validate(ModelConfig, section, where="config", within="model")
-            made = made.shape(vocab=shape.vocab, sequence_length=sequence_length)
+            config = validate(ModelConfig, section, where="config", within="model")
+            made = config.shape(vocab=shape.vocab, sequence_length=sequence_length)
         except UsageError:
             continue
         length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama's has it
         if made.model_copy(update={"max_sequence": length}) == shape:
             return section
     settled = ("norm_eps", "rope_theta") if shape.family == "llama" else ("norm_eps", "max_sequence")
-    given = ", ".join(f"{field} = {getattr(shape, field)}" for field in settled)
+    has = ", ".join(f"{field} = {getattr(shape, field)}" for field in settled)
     raise UsageError(
         f"--model {name}: `shoal train` takes {' and '.join(settled)} from shoal's own catalog alone, where no such "
-        f"model has {given}.\n  It cannot be written as a run; leave --toml out."
+        f"model has {has}.\n  It cannot be written as a run; leave --toml out."
     )

@@ -16,7 +16,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.short import Played, before_backwards, is_short, play
 from shoal.planning.cost.flops import hardware_flops, model_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
-from shoal.planning.cost.partition import stage_parts
+from shoal.planning.cost.parameters import stage_parts
 from shoal.planning.cost.time.engine_layer import spread
 from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes
 from shoal.planning.run import EstimatedRun

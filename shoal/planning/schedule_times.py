@@ -1,58 +1,82 @@
-"""The times of a schedule as `shoal estimate` has them, of a model on a cluster: this machine too, once calibrated."""
+"""Schedules played with the times of an estimate: of a model on a cluster, this machine too once it is calibrated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import validate
-from shoal.cli.estimate import checked, estimable
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator.columns import Columns, of_program
-from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
+from shoal.pipeline.simulator.columns import of_program
+from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, schedule_name
+from shoal.pipeline.simulator.disturbance import Disturbance
+from shoal.pipeline.simulator.engine import simulate
+from shoal.planning.describe import DEFAULT_MODEL
+from shoal.planning.estimable import check_estimable, check_layout_on_cluster, check_names
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import model_shape
-from shoal.spec.catalog.clusters import cluster
+from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.layout import Layout
-from shoal.spec.number_formats import FORMATS
-
-if TYPE_CHECKING:
-    from shoal.cli.simulate import SimulateOptions
 
 
-class Priced(NamedTuple):
-    """A schedule with its times in seconds.
+def compare_schedules_on_cluster(
+    schedules: Sequence[str], cluster: str, *, model: str | None = None, pp: int = 4, microbatches: int = 8,
+    virtual_stages: int | None = None, dp: int = 1, tp: int = 1, micro_batch: int = 1,
+    sequence_length: int | None = None, precision: str = "bf16", blocking: bool = False,
+    stragglers: Mapping[int, float] | None = None, slow_links: Mapping[tuple[int, int], float] | None = None,
+    jitter: float = 0.0, seed: int = 0,
+) -> list[PlayedSchedule]:  # fmt: skip
+    """Play one step of several pipeline schedules with the times of `shoal.estimate`, in seconds.
 
-    Attributes:
-        step_seconds: as it is estimated; longer than it is played where ranks take turns on fewer cores, or where
-            hosts need longer to launch it.
-    """
-
-    columns: Columns
-    times: ActionTimes
-    links: MessageTimes
-    step_seconds: float
-
-
-def priced(name: str, options: SimulateOptions) -> Priced:
-    """Price it.
+    Args:
+        schedules: their names as in a layout; hyphens, underscores and capitals do not matter.
+        cluster: of pp x dp x tp accelerators.
+        model: a name of the catalog (default: llama-3-8b).
+        pp: pipeline ranks.
+        microbatches: of the step.
+        virtual_stages: stages on each rank, for the schedules that leave it open.
+        dp: replicas of the pipeline.
+        tp: tensor-parallel ranks of each pipeline rank.
+        micro_batch: sequences of a micro-batch.
+        sequence_length: tokens of a sequence (default: the longest that the model was trained for).
+        precision: number formats, as ``train.precision`` names them.
+        blocking, stragglers, slow_links, jitter, seed: as in `shoal.compare_schedules`.
 
     Raises:
-        UsageError: no such model, cluster or precision; a layout that does not fill the cluster, or that cannot be.
+        UsageError: a schedule, model, cluster or precision that does not exist, or a layout that cannot be.
+
+    >>> import shoal
+    >>> few, many = (
+    ...     shoal.compare_schedules_on_cluster(["1f1b"], "2xH100", model="tiny", pp=2, microbatches=m)[0]
+    ...     for m in (4, 16)
+    ... )
+    >>> few.timeline.bubble > many.timeline.bubble
+    True
     """
-    if options.precision not in FORMATS:
-        raise UsageError(f"--precision {options.precision}: there is none; {did_you_mean(options.precision, FORMATS)}")
-    fields = {
-        "pp": options.pp, "dp": options.dp, "tp": options.tp, "schedule": name, "micro_batch": options.micro_batch,
-        "virtual_stages": None if name in EVERY and EVERY[name].virtual else options.virtual_stages,
-    }
-    layout = validate(Layout, fields, where="command line")
-    shape = model_shape(options.model or "llama-3-8b")
-    s = options.sequence_length or shape.max_sequence
-    batch = options.dp * options.micro_batch * options.microbatches
-    run = checked(EstimatedRun(shape, layout, cluster(options.cluster), s, batch, options.precision))
-    estimate = Estimate(estimable(run))
-    links = replace(estimate.link, blocking=options.blocking)
-    return Priced(of_program(estimate.program), estimate.durations, links, estimate.step_seconds)
+    names = list(dict.fromkeys(schedule_name(name) for name in schedules))
+    check_arguments(names, virtual_stages=virtual_stages)
+    check_names(precision, "adamw")
+    shape, machine = model_shape(model or DEFAULT_MODEL), cluster_of(cluster)
+    disturbance = Disturbance(stragglers or {}, slow_links or {}, jitter, seed)
+    estimates = []
+    for name in names:
+        fields = {
+            "pp": pp, "dp": dp, "tp": tp, "schedule": name, "micro_batch": micro_batch,
+            "virtual_stages": None if name in EVERY and EVERY[name].virtual else virtual_stages,
+        }  # fmt: skip
+        layout = validate(Layout, fields, where="command line")
+        s, batch = sequence_length or shape.max_sequence, dp * micro_batch * microbatches
+        run = EstimatedRun(shape, layout, machine, s, batch, precision)
+        check_layout_on_cluster(run)
+        check_estimable(run)
+        estimates.append(Estimate(run))
+    return [_play(name, estimate, blocking, disturbance) for name, estimate in zip(names, estimates, strict=True)]
+
+
+def _play(name: str, estimate: Estimate, blocking: bool, disturbance: Disturbance) -> PlayedSchedule:
+    layout, links = estimate.run.layout, replace(estimate.link, blocking=blocking)
+    timeline = simulate(
+        of_program(estimate.program), estimate.durations, links, disturbance=disturbance, dp=layout.dp, tp=layout.tp
+    )
+    return PlayedSchedule(name, timeline, estimated_seconds=estimate.step_seconds)

@@ -7,8 +7,9 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.cli.plan import PlanOptions, described, fixed
 from shoal.pipeline.from_layout import check_schedule
+from shoal.planning.search.fixed import check_fixed
+from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.queries import fewest, machines, what_if
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace
@@ -60,21 +61,18 @@ def test_the_toml_trains_as_it_is(
 
 
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
-    options = PlanOptions(model="llama-3-8b", cluster="2x8xH100", global_batch="8")
-    problem = described(options, options.model)
+    problem = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=8).run
     answer = fewest(problem, FEW)
     assert answer.found.memory.reserved <= 85.44e9
     smaller = [n for n in (1, 2, 4, 8, 16) if n < answer.run.cluster.size]
     assert smaller, "8 B parameters do not fit on one device"
     for size in smaller:
         name = f"{size}xH100" if size > 1 else "h100-sxm"
-        options = PlanOptions(model="llama-3-8b", cluster=name, global_batch="8")
-        assert search(described(options, options.model), FEW, count=1).best == []
+        assert search(LayoutPlanner("llama-3-8b", name, global_batch=8).run, FEW, count=1).best == []
 
 
 def test_more_of_anything_never_makes_it_slower() -> None:
-    options = PlanOptions(model="llama-3.2-1b", cluster="2x4xA100", global_batch="16")
-    problem = described(options, options.model)
+    problem = LayoutPlanner("llama-3.2-1b", "2x4xA100", global_batch=16).run
     seconds = {words: answer.found.seconds for words, answer in what_if(problem, FEW) if answer}
     plain = seconds.pop("as it is")
     for words, changed in seconds.items():
@@ -124,11 +122,11 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_fixed_fields_have_their_types() -> None:
-    assert fixed("tp=8,sequence-parallel=true,recompute=full") == {
+    assert check_fixed("tp=8,sequence-parallel=true,recompute=full") == {
         "tp": 8, "sequence_parallel": True, "recompute": "full"
     }
     with pytest.raises(UsageError):
-        fixed("tp=zero")
+        check_fixed("tp=zero")
 
 
 def test_a_table_is_as_wide_as_its_terminal(monkeypatch):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.cli.simulate import known
 from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.file import dump_csv
+from shoal.pipeline.simulator.compare import schedule_name
 
 
 def test_schedules_are_compared_side_by_side(capsys: pytest.CaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused_in_words(args: str, message: str, capsys: pyt
 
 
 def test_names_are_found_however_they_are_written() -> None:
-    assert [known(name) for name in ("ZBV", "zb_h1", "1F1B", "interleaved", "DualPipe V")] == [
+    assert [schedule_name(name) for name in ("ZBV", "zb_h1", "1F1B", "interleaved", "DualPipe V")] == [
         "zb-v", "zb-h1", "1f1b", "interleaved-1f1b", "dualpipev",
     ]  # fmt: skip
 

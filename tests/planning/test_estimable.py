@@ -8,10 +8,10 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.cli.plan import PlanOptions, described
 from shoal.engine.optim.from_torch import TORCH
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, fits, meshes
 from shoal.report.planning.tables import run_toml
@@ -97,8 +97,8 @@ def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_catalog_is_named() -> None:
-    options = PlanOptions(model="llama-3.2-1b", global_batch="8", cluster="2xH100")
-    section = tomllib.loads(run_toml(options.model, described(options, options.model), Layout(dp=2)))["model"]
+    planner = LayoutPlanner("llama-3.2-1b", "2xH100", global_batch=8)
+    section = tomllib.loads(run_toml(planner.model, planner.run, Layout(dp=2)))["model"]
     assert section == {"name": "llama-3.2-1b", "vocab": 128256}
 
 
@@ -108,7 +108,7 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     plain, eight = Estimate(wide), Estimate(replace(wide, precision="fp8"))
     assert eight.peak == pytest.approx(2 * plain.peak, rel=1e-3)
     ratio = plain.layer().products / eight.layer().products
-    constants = plain.constants
+    constants = plain.calibration.tables
     attained = float(constants["product_fp8"][2]) * eight.peak / (float(constants["product"][2]) * plain.peak)
     assert ratio == pytest.approx(attained, rel=0.02) and ratio > 1.5
     assert eight.layer().attention == plain.layer().attention and eight.layer().head == plain.layer().head
@@ -137,8 +137,7 @@ def test_rules_of_every_element_are_torchs_and_two_more() -> None:
 def test_a_plan_in_8_bits_is_a_run() -> None:
     run = EstimatedRun(model_shape("llama-3.2-1b"), Layout(), cluster("8xH100"), 2048, 8, "fp8")
     best = search(run, LayoutSpace(("1f1b",), uneven=False), count=1).best[0]
-    options = PlanOptions(model="llama-3.2-1b", cluster="8xH100", precision="fp8", seq=2048, global_batch="8")
     try:
-        check(build_config(tomllib.loads(run_toml(options.model, run, best.layout))), ranks=8)
+        check(build_config(tomllib.loads(run_toml("llama-3.2-1b", run, best.layout))), ranks=8)
     except UsageError as error:
         pytest.fail(str(error))

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from shoal.base.errors import UsageError
-from shoal.cli.estimate import EstimateOptions, bound, described
 from shoal.cli.main import main
 from shoal.engine.data.tokenizer import train_bpe
 from shoal.engine.optim.muon import is_hidden_matrix
@@ -21,8 +20,10 @@ from shoal.engine.optim.muon_distribution import turns_of
 from shoal.engine.optim.orthogonal import orthogonal_flops
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart, units_of
+from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.estimate_page import operations
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
@@ -266,7 +267,7 @@ def test_a_slower_network_never_helps() -> None:
 
 
 def test_replicas_fill_the_cluster() -> None:
-    found = described(EstimateOptions(model="llama-3-70b", cluster="64x8xH100"), None, Layout(tp=8, pp=4))
+    found = describe_run(Layout(tp=8, pp=4), model="llama-3-70b", cluster="64x8xH100")
     assert found.layout.dp == 16
     assert found.tokens == pytest.approx(4 * 2**20, rel=0.01)
 
@@ -295,7 +296,7 @@ def test_replicas_that_are_given_do_not(words: str, tmp_path: Path, capsys: pyte
 )
 def test_what_cannot_be_is_refused(options: dict, layout: dict, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        described(EstimateOptions(**options), None, Layout(**layout))
+        describe_run(Layout(**layout), **options)
 
 
 def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
 
     def read(**changed: dict) -> Estimate:
         config = build_config({**values, **changed})
-        return Estimate(described(EstimateOptions(cluster="8xH100", precision="bf16"), config, config.parallel))
+        return Estimate(describe_run(config.parallel, cluster="8xH100", precision="bf16", config=config))
 
     plain = read()
     assert plain.run.shape.vocab == 257, "bytes and an end"
@@ -361,7 +362,7 @@ def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
     """torch takes longer to import than everything else together, tyro and numpy as long as an estimate, all sections
     of a run's config a fifth of it, and to look for pydantic's plugins a seventh."""
     forbidden = {"torch", "tyro", "scipy", "importlib.metadata"}
-    forbidden |= {"numpy", "shoal.spec.config.run", "shoal.cli.options"} if words.startswith("estimate") else set()
+    forbidden |= {"numpy", "shoal.spec.config.run", "shoal.cli.run"} if words.startswith("estimate") else set()
     code = (
         "import sys; from shoal.__main__ import main; code = main(); "
         f"sys.exit(code or ', '.join(sys.modules.keys() & {forbidden}) or 0)"

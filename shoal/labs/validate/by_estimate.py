@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.base.errors import UsageError
-from shoal.cli.estimate import checked, estimable
 from shoal.labs.validate.rows import FACTS, Point
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
 from shoal.planning.cost.time.step import step
+from shoal.planning.estimable import check_estimable, check_layout_on_cluster
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
@@ -59,9 +59,12 @@ def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
         )  # fmt: skip
         batch = n["b"] * int(r["microbatches"]) * n["dp"]
         precision = "fp8" if r["fp8"] else "bf16"
-        return estimable(checked(EstimatedRun(shape, layout, _cluster(point, constants), n["s"], batch, precision)))
+        run = EstimatedRun(shape, layout, _cluster(point, constants), n["s"], batch, precision)
+        check_layout_on_cluster(run)
+        check_estimable(run)
     except (UsageError, ValueError):
         return None
+    return run
 
 
 def _cluster(point: Point, constants: Calibration) -> Cluster:

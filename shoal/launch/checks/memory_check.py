@@ -25,8 +25,7 @@ from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.partition import parts_of
+from shoal.planning.cost.parameters import StagePart, parts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout

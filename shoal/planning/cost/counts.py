@@ -16,8 +16,7 @@ from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, 
 from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
 from shoal.planning.cost.memory.optimizer_state import in_order
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.parameters import LocalParameter, StagePart
-from shoal.planning.cost.partition import stage_parts
+from shoal.planning.cost.parameters import LocalParameter, StagePart, stage_parts
 from shoal.planning.cost.time.traffic import (
     Sent,
     Share,

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.base.boxes import Box
+from shoal.pipeline.partition import layers_of
+from shoal.pipeline.program import Program
 from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
@@ -28,6 +30,20 @@ class StagePart(NamedTuple):
     first: bool = True
     last: bool = True
     shared: bool = False
+
+
+def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
+    """The parts of all stages, in order."""
+    layers, depth = layers_of(shape, program), program.depth
+    shared = shape.tied and depth > 1
+    of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
+    return of_copy * program.copies
+
+
+def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:
+    """The parts of the stages that one pipeline rank holds."""
+    parts = stage_parts(shape, program)
+    return [parts[stage] for stage in program.stages_of(pp_index)]
 
 
 class LocalParameter(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 
 from shoal.pipeline.program import Program
 from shoal.planning.cost.memory.stage import TIMES, Alive, alive_at
-from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.partition import stage_parts
+from shoal.planning.cost.parameters import StagePart, stage_parts
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.search.bounds import Order, StageChain
 from shoal.spec.catalog import ModelShape

@@ -14,6 +14,7 @@ from shoal.planning.cost.roofline import OperationCost, matrix_product, ridge
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
 from shoal.report.page import Fragment, page
+from shoal.report.planning.estimate_lines import bound
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 
 COLOURS = (
@@ -24,13 +25,12 @@ WIDTH, LEFT, BAR = 760, 90, 22
 
 
 def write_page(
-    path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], bound: str, changes: Sequence[tuple[str, str]]
+    path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
 ) -> None:
     """Write it as one file.
 
     Args:
         facts: the run in numbers, as (name, value).
-        bound: what holds it back, in a sentence.
         changes: of the layout, and what each would do.
     """
     run = estimate.run
@@ -41,7 +41,7 @@ def write_page(
         "<h2>Memory of each pipeline rank</h2>", memory_bars(estimate),
         "<h2>One step of the busiest</h2>", timebar(estimate),
         "<h2>Roofline</h2>", roofline(estimate),
-        "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound)}</p>",
+        "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>",
         f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>',
     ]
     lead = f"{run.cluster.describe()}; {run.layout.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens."

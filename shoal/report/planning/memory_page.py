@@ -5,12 +5,15 @@ from __future__ import annotations
 from html import escape
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.base.units import show_bytes
 from shoal.planning.estimate import Estimate
 from shoal.report.page import Fragment, page
 from shoal.report.svg import FAINT, GRID, Canvas
-from shoal.training.dry_run.dry_run import Counted
+
+if TYPE_CHECKING:
+    from shoal.training.dry_run.dry_run import Counted
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 320, 90, 40
 KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"

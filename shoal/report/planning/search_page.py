@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, Estimate
+from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.queries import Answer
 from shoal.planning.search.search import Plan
 from shoal.report.page import Fragment, page
 from shoal.report.planning.estimate_page import COLOURS, bar, legend
+from shoal.report.planning.query_lines import mfu_of
 from shoal.report.svg import FAINT, INK, Canvas, mix
 
 WIDTH, LEFT, ROW = 860, 300, 30
@@ -81,33 +83,39 @@ def _short(estimate: Estimate) -> str:
     return f"{' '.join(degrees)}, Z{layout.zero}{schedule}, b{layout.micro_batch}{recompute}"
 
 
-def map_svg(
-    models: Sequence[str], nodes: Sequence[int], found: Mapping[tuple[str, int], Answer | None],
-    utilisation: Mapping[tuple[str, int], float],
-) -> str:
-    """A cell for each model and number of nodes: the best mesh and its MFU, the darker the more."""
+def write_map(
+    path: Path, planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Answer | None]]
+) -> None:
+    """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU, the darker the more.
+
+    Args:
+        found: for each planner, for each number of nodes.
+    """
     canvas = Canvas()
     width, height = CELL
     for column, count in enumerate(nodes):
         canvas.text(NAME + (column + 0.5) * width, 20, f"{count:,} node{'s' * (count > 1)}", anchor="middle")
-    for row, model in enumerate(models):
+    for row, (planner, answers) in enumerate(zip(planners, found, strict=True)):
         y = 32 + row * height
-        canvas.text(NAME - 10, y + height / 2 + 4, model, anchor="end")
-        for column, count in enumerate(nodes):
-            x = NAME + column * width
-            answer = found[model, count]
-            if answer is None:
-                canvas.add("rect", x=x, y=y, width=width - 4, height=height - 4, rx=4, fill="#f1f2f4")
-                canvas.text(x + width / 2 - 2, y + height / 2 + 3, "does not fit", anchor="middle", size=11, fill=FAINT)
-                continue
-            layout, mfu = answer.found.layout, utilisation[model, count]
-            fill = mix("#ffffff", COLOURS[0], 0.15 + 0.75 * min(1.0, mfu / 0.8))
-            ink = "#ffffff" if mfu > 0.4 else INK
-            canvas.add("rect", x=x, y=y, width=width - 4, height=height - 4, rx=4, fill=fill)
-            degrees = [f"{n} {getattr(layout, n)}" for n in ("dp", "cp", "tp", "ep", "pp") if getattr(layout, n) > 1]
-            words = (" ".join(degrees) or "one device", layout.schedule if layout.pp > 1 else f"ZeRO-{layout.zero}",
-                     f"MFU {100 * mfu:.0f} %")  # fmt: skip
-            for line, text in enumerate(words):
-                canvas.text(x + width / 2 - 2, y + 17 + 16 * line, text, anchor="middle", size=11, fill=ink)
-    size = (NAME + len(nodes) * width + 6, 32 + len(models) * height + 6)
-    return canvas.document(*size, "The best layout by model and number of nodes")
+        canvas.text(NAME - 10, y + height / 2 + 4, planner.model, anchor="end")
+        for column, answer in enumerate(answers):
+            _map_cell(canvas, NAME + column * width, y, answer)
+    size = (NAME + len(nodes) * width + 6, 32 + len(planners) * height + 6)
+    path.write_text(canvas.document(*size, "The best layout by model and number of nodes"), encoding="utf-8")
+
+
+def _map_cell(canvas: Canvas, x: float, y: float, answer: Answer | None) -> None:
+    width, height = CELL
+    if answer is None:
+        canvas.add("rect", x=x, y=y, width=width - 4, height=height - 4, rx=4, fill="#f1f2f4")
+        canvas.text(x + width / 2 - 2, y + height / 2 + 3, "does not fit", anchor="middle", size=11, fill=FAINT)
+        return
+    layout, mfu = answer.found.layout, mfu_of(answer)
+    fill = mix("#ffffff", COLOURS[0], 0.15 + 0.75 * min(1.0, mfu / 0.8))
+    ink = "#ffffff" if mfu > 0.4 else INK
+    canvas.add("rect", x=x, y=y, width=width - 4, height=height - 4, rx=4, fill=fill)
+    degrees = [f"{n} {getattr(layout, n)}" for n in ("dp", "cp", "tp", "ep", "pp") if getattr(layout, n) > 1]
+    words = (" ".join(degrees) or "one device", layout.schedule if layout.pp > 1 else f"ZeRO-{layout.zero}",
+             f"MFU {100 * mfu:.0f} %")  # fmt: skip
+    for line, text in enumerate(words):
+        canvas.text(x + width / 2 - 2, y + 17 + 16 * line, text, anchor="middle", size=11, fill=ink)

@@ -10,14 +10,21 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
 
+
+
+class _Cached(Protocol):
+    def cache_clear(self) -> None: ...
+
+
 T = TypeVar("T")
+Reading = TypeVar("Reading", bound=_Cached)
 Model = TypeVar("Model", bound=BaseModel)
 FOLDER = Path(__file__).parent
 KINDS = ("accelerators", "links", "nodes", "models", "software")
@@ -34,7 +41,8 @@ class OnDemand(Mapping[str, T]):
     """
 
     def __init__(self, names: Iterable[str], make: Callable[[str], T]):
-        self._names, self._make, self._made = dict.fromkeys(names), make, {}
+        self._names, self._make = dict.fromkeys(names), make
+        self._made: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
         if name not in self._made:
@@ -83,17 +91,31 @@ def own(kind: str) -> frozenset[str]:
     return frozenset(_own.get(kind, {}))
 
 
-def forgets(cache: Any) -> Any:
+def forgets(cache: Reading) -> Reading:
     """Have a cached reading of a table forgotten when a user's file is added."""
     _caches.append(cache.cache_clear)
     return cache
 
 
-def add(path: str | Path) -> None:
-    """Add a user's file; in its place, any that was added before. None of its entries is read before it is asked for.
+def add_catalog(path: str | Path) -> None:
+    """Add a TOML file with accelerators, links, nodes and models of your own to the catalog.
+
+    It takes the place of any file that was added before. No entry is read before it is asked for.
+
+    Args:
+        path: with tables ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``, ``[models.NAME]``; an entry of
+            the same name takes the place of shoal's.
 
     Raises:
         UsageError: no such file, not TOML, or a table that is none of `KINDS`.
+
+    >>> import pathlib, shoal, tempfile
+    >>> from shoal.spec.catalog.tables import forget
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mine = pathlib.Path(folder) / "mine.toml"
+    ...     _ = mine.write_text('[links.mine]\\nbandwidth = 1e9\\nlatency = 1e-6\\nsource = "measured"\\n')
+    ...     shoal.add_catalog(mine)
+    >>> forget()
     """
     global _file
     given = read_toml(path)

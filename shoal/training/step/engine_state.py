@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -106,7 +107,9 @@ class EngineState:
         return self.skips.batch(step) * self.config.train.global_batch + place
 
 
-def attention_kernel(choice: str, device: torch.device, dtype: torch.dtype) -> str:
+def attention_kernel(
+    choice: Literal["auto", "sdpa", "explicit"], device: torch.device, dtype: torch.dtype
+) -> Literal["sdpa", "explicit"]:
     """The kernel of a run; "auto" is what `shoal bench attention` measured fastest.
 
     That is sdpa, but in bf16 on the CPU, where torch's kernel is slow, attention written out.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import Action, Op, Program, build_program
-from shoal.pipeline.program import ActionTimes as Unit
+from shoal.pipeline.program import StageDurations as Unit
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import of_schedule

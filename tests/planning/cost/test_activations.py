@@ -11,7 +11,7 @@ from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved, korthikanti
 from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.partition import parts_of
+from shoal.planning.cost.parameters import parts_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.layout import Layout

@@ -13,8 +13,7 @@ from shoal.engine.optim.shards import Shards
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory.state import state_bytes, zero_bytes
-from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.partition import parts_of
+from shoal.planning.cost.parameters import StagePart, parts_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.layout import Layout

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.cli.plan import fixed
 from shoal.pipeline.from_layout import check_schedule
 from shoal.pipeline.partition import even_layers
 from shoal.planning.cost.memory.stage import TIMES, StageMemory
@@ -19,6 +18,7 @@ from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.fixed import check_fixed
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.search import PricedLayout, Search, family, order, search
 from shoal.planning.search.space import LEVELS, LayoutSpace, layout_of, layouts, meshes, shardings, splits, works
@@ -203,7 +203,7 @@ def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, sp
 ])  # fmt: skip
 def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: str, value: object) -> None:
     run = EstimatedRun(model_shape(model), Layout(), cluster("8xH100"), 1024, 8)
-    found = list(islice(layouts(run, LayoutSpace(fixed=fixed(words))), 200))
+    found = list(islice(layouts(run, LayoutSpace(fixed=check_fixed(words))), 200))
     assert found and all(getattr(layout, field) == value for layout in found)
     check_trained(run, found[-1])
 

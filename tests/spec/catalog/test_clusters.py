@@ -87,7 +87,7 @@ def test_users_add_their_own(own):
         '[models.mine]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 4\nffn = 128\nvocab = 99\n'
         'max_sequence = 128\ntied = true\nsource = "mine"\n'
     )
-    tables.add(own)
+    tables.add_catalog(own)
     assert cluster("3x4xshelf").accelerator.peak_flops == {"bf16": 1e12}
     assert model_shape("mine").vocab == 99
     assert "h100-sxm" in accelerator_names()
@@ -126,7 +126,7 @@ source = "mine"
 def test_a_wrong_model_is_refused(own, given, instead, says):
     assert given in MINE
     own.write_text(MINE.replace(given, instead))
-    tables.add(own)
+    tables.add_catalog(own)
     with pytest.raises(UsageError, match=says):
         model_shape("mine")
 
@@ -145,6 +145,6 @@ def test_a_wrong_file_is_refused(own, text, says):
     if text is not None:
         own.write_text(text)
     with pytest.raises(UsageError, match=says) as error:
-        tables.add(own)
+        tables.add_catalog(own)
         accelerator("abacus")
     assert own.name in str(error.value)

@@ -69,7 +69,7 @@ def read(folder: Path) -> list[Printed]:
 
 
 def _printed(row: dict[str, str], match: re.Match) -> Printed:
-    bubble, *times = map(float, match.groups())
+    bubble, forward, backward_input, backward_weight, message = map(float, match.groups())
     heads, seq, hidden = (int(row[name]) for name in ("heads", "seq", "hidden"))
     return Printed(
         row=row["row_id"],
@@ -77,7 +77,7 @@ def _printed(row: dict[str, str], match: re.Match) -> Printed:
         ranks=int(row["pp"]),
         microbatches=int(row["num_microbatches"]),
         virtual=int(row["vpp"]),
-        times=tuple(times),
+        times=(forward, backward_input, backward_weight, message),
         bubble=bubble,
         kept=kept_for_weight(seq, hidden, heads),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.simulator.published import Printed, kept_for_weight, played, read, table
+from shoal.labs.validate.published_bubbles import Printed, kept_for_weight, played, read, table
 
 FOLDER = Path(__file__).parents[4] / "shared" / "measured"
 

@@ -1,0 +1,85 @@
+"""Single changes of a layout that make a run faster, or make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shoal.base.errors import UsageError
+from shoal.planning.estimable import check_layout_on_cluster
+from shoal.planning.estimate import Estimate
+from shoal.spec.layout import Layout
+
+FASTER = 0.99  # of a step: less of a gain is none
+
+
+class LayoutChange(NamedTuple):
+    """A change of a layout.
+
+    Attributes:
+        name: the fields and their new values, in words.
+        estimate: with it.
+    """
+
+    name: str
+    estimate: Estimate
+
+
+def find_changes(estimate: Estimate, most: int = 4) -> list[LayoutChange]:
+    """Find the changes that help most: those that fit and are faster, or, where the run does not fit, those that fit.
+
+    Args:
+        estimate: of the run as it is.
+        most: changes to return, the fastest first.
+    """
+    run, found = estimate.run, []
+    for name, layout in _candidates(run.layout):
+        changed = replace(run, layout=layout)
+        try:
+            check_layout_on_cluster(changed)
+            other = Estimate(changed, known=estimate.known)
+        except UsageError:
+            continue
+        if other.fits and (not estimate.fits or other.step_seconds < FASTER * estimate.step_seconds):
+            found.append(LayoutChange(name, other))
+    return sorted(found, key=lambda change: (change.estimate.step_seconds, change.name))[:most]
+
+
+def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """Layouts that differ in one choice, each with its name."""
+    for name, change in _single_changes(layout):
+        changed = layout.model_copy(update=change)
+        if changed.tp == 1:
+            changed = changed.model_copy(update={"sequence_parallel": False, "tp_x": 1})
+        if changed != layout:
+            yield name, changed
+
+
+def _single_changes(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    for n in _twice_and_half(layout.micro_batch):
+        yield f"micro_batch {n}", {"micro_batch": n}
+    for n in (0, 1, 3):
+        if n != layout.zero and layout.dp > 1:
+            yield f"zero {n}", {"zero": n}
+    for mode in ("none", "selective", "full"):
+        yield f"recompute {mode}", {"recompute": mode}
+    for axis in ("tp", "pp"):
+        degree: int = getattr(layout, axis)
+        for n in _twice_and_half(degree):
+            dp, left = divmod(layout.dp * degree, n)
+            if not left:
+                yield f"{axis} {n}, dp {dp}", {axis: n, "dp": dp}
+    if layout.tp > 1:
+        yield "sequence_parallel", {"sequence_parallel": not layout.sequence_parallel}
+        for n in _twice_and_half(layout.tp_x):
+            yield f"tp_x {n}", {"tp_x": n}
+    if layout.pp > 1:
+        for schedule in ("interleaved-1f1b", "zb-h1"):
+            yield f"schedule {schedule}", {"schedule": schedule}
+
+
+def _twice_and_half(n: int) -> Iterator[int]:
+    yield 2 * n
+    if n > 1:
+        yield n // 2

@@ -1,0 +1,120 @@
+"""The run that names describe: a model and a cluster of the catalog, a batch, and what a run's config says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.errors import UsageError
+from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.catalog.clusters import cluster as cluster_of
+from shoal.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from shoal.spec.config import RunConfig
+
+DEFAULT_MODEL = "llama-3-8b"
+TOKENS_PER_STEP = 4 * 2**20
+
+
+def estimate(
+    layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
+    sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
+    optimizer: str | None = None, fill: bool | None = None,
+) -> Estimate:  # fmt: skip
+    """Estimate what a training step needs: its time and what takes it, and the memory of every pipeline rank.
+
+    Nothing is run, and torch is not imported.
+
+    Args:
+        layout: how the model is split.
+        model: a name of the catalog (default: the config's model, else llama-3-8b).
+        cluster: such as 8xH100, 64x8xH100-IB400 or v5p-4096.
+        config: a run, for what is not given here.
+        sequence_length: tokens of a sequence (default: the config's, else the longest that the model was trained for).
+        global_batch: sequences of a step (default: the config's, else about 4 M tokens).
+        precision: number formats, as ``train.precision`` names them (default: the config's, else bf16).
+        optimizer: the update rule (default: the config's, else adamw).
+        fill: whether to take as many replicas as fill the cluster (default: if the layout does not set dp).
+
+    Returns:
+        The estimate: ``step_seconds``, ``breakdown`` in seconds, ``mfu``, ``memory`` in bytes, ``fits``, ...
+
+    Raises:
+        UsageError: a name that the catalog does not have, or a run that cannot be trained or estimated.
+
+    >>> import shoal
+    >>> found = shoal.estimate(shoal.Layout(tp=8, pp=4), model="llama-3-70b", cluster="64x8xH100")
+    >>> found.run.layout.dp, found.fits
+    (16, False)
+    >>> found = shoal.estimate(shoal.Layout(tp=8, pp=4, zero=1), model="llama-3-70b", cluster="64x8xH100")
+    >>> 0.3 < found.mfu < 0.6
+    True
+    """
+    run = describe_run(
+        layout, model=model, cluster=cluster, config=config, sequence_length=sequence_length,
+        global_batch=global_batch, precision=precision, optimizer=optimizer, fill=fill,
+    )  # fmt: skip
+    check_estimable(run)
+    return Estimate(run)
+
+
+def describe_run(
+    layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
+    sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
+    optimizer: str | None = None, fill: bool | None = None,
+) -> EstimatedRun:  # fmt: skip
+    """Return the run that these names describe, if it can be trained; arguments and errors are those of `estimate`."""
+    shape = _shape(model, config)
+    s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
+    shape = with_positions(shape, s)
+    machine = cluster_of(cluster)
+    each = layout.pp * layout.cp * layout.tp
+    if fill is None:
+        fill = "dp" not in layout.model_fields_set
+    if fill and machine.size % each == 0:
+        layout = layout.model_copy(update={"dp": machine.size // each})
+    per_pass = layout.dp * layout.micro_batch
+    default = max(1, round(TOKENS_PER_STEP / s / per_pass)) * per_pass
+    batch = global_batch or (config.train.global_batch if config else default)
+    precision = precision or (config.train.precision if config else "bf16")
+    optimizer = optimizer or (config.optimizer.name if config else "adamw")
+    check_names(precision, optimizer)
+    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, **_from_config(config))
+    check_device(run)
+    if run.eight_bits and config and config.float8.scales == "block":
+        raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
+    if layout.offload != "none":
+        given = f"parallel.offload = {layout.offload}"
+        raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
+    check_layout_on_cluster(run)
+    return run
+
+
+def with_positions(shape: ModelShape, sequence_length: int) -> ModelShape:
+    """A model with at least this many positions, where it learns them."""
+    if shape.family != "gpt":
+        return shape
+    return shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
+
+
+def _shape(model: str | None, config: RunConfig | None) -> ModelShape:
+    if model or config is None:
+        return model_shape(model or DEFAULT_MODEL)
+    from shoal.engine.data.tokenizer import load_tokenizer
+
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+
+
+def _from_config(config: RunConfig | None) -> dict[str, Any]:
+    """What an estimate reads of a config besides sizes and names."""
+    if config is None:
+        return {}
+    return {
+        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
+        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
+        "float8": config.float8,
+    }  # fmt: skip

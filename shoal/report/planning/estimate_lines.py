@@ -1,0 +1,107 @@
+"""An estimate in words: the run in numbers, what bounds it, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.base.units import show_bytes, show_seconds
+from shoal.planning.changes import find_changes
+from shoal.planning.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
+from shoal.planning.estimate import Estimate
+
+ROUNDING = 1e-9  # of a step: a part that takes less is left out
+
+
+def estimate_lines(
+    estimate: Estimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str = "model"
+) -> Iterator[str]:
+    """Return all that `shoal estimate` prints.
+
+    Args:
+        facts: from `estimate_facts`.
+        changes: from `change_rows`.
+        model: its name.
+    """
+    run, step = estimate.run, estimate.step_seconds
+    yield f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}"
+    yield f"{run.cluster.describe()}: {run.layout.equation()}, {run.layout.describe()}"
+    yield (f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens a step, {run.microbatches} micro-batches "
+           f"of {run.layout.micro_batch}")  # fmt: skip
+    yield ""
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        yield f"  {name:<{width}}  {value}"
+    yield ""
+    yield "where the time goes, on the busiest pipeline rank"
+    for name, seconds in estimate.breakdown.items():
+        if seconds > ROUNDING * step:
+            yield f"  {name:<{width}}  {show_seconds(seconds):>8}  {100 * seconds / step:5.1f} %"
+    yield ""
+    yield "where the memory goes, on the fullest"
+    for name, size in vars(estimate.fullest).items():
+        if size > 0:
+            yield f"  {name:<{width}}  {show_bytes(size):>8}"
+    yield ""
+    yield bound(estimate)
+    for change, effect in changes:
+        yield f"  {change:<{width}}  {effect}"
+
+
+def estimate_facts(
+    estimate: Estimate, tokens: float | None = None, price: float | None = None
+) -> list[tuple[str, str]]:
+    """Return the run in numbers, as (name, value).
+
+    Args:
+        tokens: of the whole training (default: 20 for each parameter).
+        price: dollars for a device and hour (default: the catalog's list price).
+    """
+    run, step = estimate.run, estimate.step_seconds
+    machine = run.cluster.accelerator
+    tokens = tokens or 20 * run.shape.parameters()
+    seconds = step * tokens / run.tokens
+    flops = model_flops(run.shape, run.sequence_length, tokens)
+    low, high = map(show_seconds, estimate.interval)
+    least, most = map(show_bytes, estimate.memory_interval)
+    found = [
+        ("step", f"{show_seconds(step)}; in four of five cases between {low} and {high}"),
+        ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
+        ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
+        ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
+         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; in four of five cases "
+         f"between {least} and {most}"),
+        (f"training on {tokens:.3g} tokens",
+         f"{f'{seconds / DAY:,.1f} days' if seconds > DAY else show_seconds(seconds)}, {flops:.3g} FLOPs, "
+         f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days"),
+    ]
+    hourly = price or machine.dollars_per_hour
+    if hourly:
+        source = "" if price else f" ({machine.price_source})"
+        cost = dollars(seconds, run.cluster.size, hourly)
+        found.append(("money", f"${cost:,.0f} at ${hourly:g} an hour{source}"))
+    if watts := run.cluster.watts or machine.watts:
+        energy = kilowatt_hours(seconds, run.cluster.size, watts)
+        shown = f"{energy / 1000:,.1f} MWh" if energy >= 1000 else f"{energy:.3g} kWh"
+        of = "with its share of a node at its limit" if run.cluster.watts else "of the board alone"
+        found.append(("energy", f"{shown}: {watts:,.0f} W each, {of}, times {PUE:g} for the building (PUE)"))
+    return found
+
+
+def bound(estimate: Estimate) -> str:
+    """Return what holds the run back, in a sentence."""
+    if not estimate.fits:
+        what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
+        return f"It does not fit; the largest part is '{what}'. What would change that:"
+    (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
+    then = f", then by {second}" if next_most > most / 10 else ""
+    return f"Bound by {first}{then}. What changes would do:"
+
+
+def change_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """Return the changes of the layout that help most, as (change, effect)."""
+    found = [
+        (name, f"{show_seconds(other.step_seconds)} a step "
+         f"({100 * (other.step_seconds / estimate.step_seconds - 1):+.0f} %), {show_bytes(other.fullest.reserved)}")
+        for name, other in find_changes(estimate)
+    ]  # fmt: skip
+    return found or [("", "none that was tried is faster" if estimate.fits else "no single change that was tried fits")]

@@ -1,0 +1,53 @@
+"""Schedules that were played: their charts, and what closed forms say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shoal.base.units import show_seconds
+from shoal.pipeline.simulator.compare import PlayedSchedule
+from shoal.pipeline.simulator.theory import THEORY
+from shoal.report.timeline.chart import Chart
+
+
+def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
+    """A chart of the replica that takes longest.
+
+    Args:
+        seconds: whether its times are seconds.
+    """
+    timeline, columns = played.timeline, played.timeline.columns
+    share = columns.ranks / columns.program.depth
+    facts = {
+        "slowest rank's bubble": f"{100 * timeline.bubble_of_slowest_rank:.1f} %",
+        "alive, in micro-batches": f"{share * timeline.peak_live.max():.3g}",
+    }
+    if len(timeline.replicas) > 1:
+        facts["replicas that differ"] = f"{len(timeline.replicas)} of {timeline.replicas.sum()}"
+    slowest = int(np.argmax(timeline.own_span.max(axis=1)))
+    return Chart(played.name, timeline, kind=slowest, seconds=seconds, facts=facts)
+
+
+def schedule_lines(every: Sequence[PlayedSchedule]) -> Iterator[str]:
+    """What closed forms say of each schedule, beside what was found; and what an estimate says."""
+    for played in every:
+        if played.step and played.name in THEORY:
+            yield _theory(played)
+    for played in every:
+        if played.estimated_seconds is not None:
+            yield f"{played.name}: shoal estimate says {show_seconds(played.estimated_seconds)} a step"
+
+
+def _theory(played: PlayedSchedule) -> str:
+    theory, step, timeline = THEORY[played.name], played.step, played.timeline
+    assert step is not None
+    if not theory.holds(step):
+        return f"{played.name}: the closed form needs {theory.needs} ({theory.source})"
+    idle = float((timeline.idle if theory.flushed else timeline.stall).max())
+    alive = timeline.peak_live.max()
+    return (
+        f"{played.name}: simulated: idle {idle:.4g}, {alive:.4g} alive; "
+        f"by the closed form: {theory.idle(step):.4g}, {theory.alive(step)} ({theory.source})"
+    )
