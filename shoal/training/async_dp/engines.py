@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -67,6 +68,12 @@ class ReplicaEngine(Engine):
             return OverlappingShards(self.replicas, index, self.samples.samples, self.config.data.overlap)
         n = self.config.parallel.micro_batch
         return EvenSplit(self.replicas, index, n, self.microbatches * n)
+
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: Literal[False] = False) -> StepResult: ...
+
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: bool) -> StepResult | None: ...
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult | None:
         """As `Engine`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -80,11 +81,19 @@ class FreeEngine(ReplicaEngine):
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: Literal[False] = False) -> ReplicaResult: ...
+
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: bool) -> ReplicaResult | None: ...
+
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> ReplicaResult | None:
         """This replica's part of a step, with the samples of `sampler`."""
         if self.method.before(step):
             self.parameters.gather()
-        return super().step(step, stop=stop, dry=dry)
+        result = super().step(step, stop=stop, dry=dry)
+        assert result is None or isinstance(result, ReplicaResult), "`update` makes one"
+        return result
 
     def count(self, batches: Sequence[Batch]) -> int:
         """Of this replica."""

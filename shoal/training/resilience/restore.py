@@ -68,7 +68,7 @@ def restore(
     state: State,
     *,
     group: Group,
-    model: dict[str, Any],
+    model: dict[str, Any] | None,
     before: int | None = None,
 ) -> tuple[Restored | None, list[str]]:
     """Fill the tensors of ``state`` from the newest state that is whole. Collective; of equal steps, memory is taken.
@@ -131,7 +131,7 @@ def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[di
 
 
 def _load_from_memory(
-    home: Path, places: RankTopology, save: _Save | None, state: State, group: Group, model: dict[str, Any]
+    home: Path, places: RankTopology, save: _Save | None, state: State, group: Group, model: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Put a save together on each host, and load it.
 

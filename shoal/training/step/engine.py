@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -49,6 +50,12 @@ class Engine(EngineState):
     """Runs steps, measures the validation loss, and says what a checkpoint holds."""
 
     # ---- one step ----------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: Literal[False] = False) -> StepResult: ...
+
+    @overload
+    def step(self, step: int, *, stop: bool = False, dry: bool) -> StepResult | None: ...
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult | None:
         """Run step number ``step`` (0 is the first): its samples are a pure function of that number.
