@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mean
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 from rich.console import Console
-from rich.table import Table
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.labs.bench.learning.mixture_of_depths import KINDS, draw, measure, of_kind, write_csv
+from shoal.labs.bench.learning.mixture_of_depths import draw, measure, table, write_csv
 from shoal.labs.bench.progress import telling
 
 
@@ -35,30 +33,15 @@ class DepthsOptions(Section):
     """A folder for depths.csv and depths.svg."""
 
 
-def depths(options: DepthsOptions, console: Console) -> int:
-    """Train, print, and draw."""
+def run(options: DepthsOptions, console: Console) -> int:
+    """Train, print, and draw; returns the exit code."""
     if options.out is not None and not options.out.is_dir():
         raise UsageError(f"bench depths --out {options.out}: there is no such folder.")
     with telling(console) as tell:
         runs = measure(
             options.seeds, steps=options.steps, capacity=options.capacity, weight=options.weight, say=tell
         )
-    table = Table(title=f"capacity {options.capacity:g} in every other layer, {options.steps} steps, "
-                        f"mean of {options.seeds} seeds")
-    for column in ("model", "layers", "parameters", "FLOPs a token", "steps", "loss", "foreseen", "right", "recall"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for kind in KINDS:
-        mine = of_kind(runs, kind)
-        ends = [run.losses[-1] for run in mine]
-        foreseen = [
-            f"{mean(run.foreseen for run in mine):.3f}", f"{mean(run.predictor.accuracy for run in mine):.1%}",
-            f"{mean(run.predictor.recall for run in mine):.1%}",
-        ] if mine[0].predictor else [""] * 3
-        table.add_row(
-            kind, str(mine[0].layers), f"{mine[0].parameters:,}", f"{mine[0].flops:,}", str(mine[0].steps[-1]),
-            f"{mean(ends):.3f}", *foreseen,
-        )
-    console.print(table)
+    console.print(table(runs, options.capacity, options.steps))
     console.print("foreseen: the loss with each token decided by itself, as in sampling; right: part of the tokens of "
                   "which that was foreseen, recall: of the chosen ones")
     if options.out:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mean
 from typing import Literal
 
 from pydantic import PositiveInt
 from rich.console import Console
-from rich.table import Table
 
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import pick_device
-from shoal.labs.bench.experts import measure
+from shoal.labs.bench.experts import measure_counts, table
 from shoal.labs.bench.learning import switch
 from shoal.labs.bench.progress import telling
-
-TARGETS = {8: 1.0, 64: 1.5}
-"""How many times as fast as the loop the grouped experts are at least, on CPU, by experts of a layer."""
 
 
 class ExpertsOptions(Section):
@@ -67,8 +60,8 @@ class ExpertsOptions(Section):
     """learning: a folder for switch.csv and switch.svg."""
 
 
-def experts(options: ExpertsOptions, console: Console) -> int:
-    """Run the measurement or the experiment.
+def run(options: ExpertsOptions, console: Console) -> int:
+    """Run the measurement or the experiment; returns the exit code.
 
     Raises:
         UsageError: options of the other, or that do not go together.
@@ -82,33 +75,12 @@ def experts(options: ExpertsOptions, console: Console) -> int:
             reject_unused(options, names, why)
     if options.learning:
         return _learning(options, console)
-    device = pick_device(options.device)
-    if options.per_token > min(options.experts):
-        raise UsageError(f"bench experts --per-token {options.per_token}: more than --experts {min(options.experts)}.")
-    if uneven := [count for count in options.experts if options.width % count]:
-        raise UsageError(f"bench experts --width {options.width} is not a multiple of --experts {uneven[0]}.")
-    tune_process()  # as training does, for both
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left",
-                  title=f"{options.tokens} tokens, k {options.per_token}, h {options.hidden}, "
-                        f"{options.precision} on {device.type}")
-    columns = "experts", "width", "loop ms", "grouped ms", "loop / grouped", "quartiles", "wanted", "off"
-    for column in columns:
-        table.add_column(column, justify="right")
-    missed = False
-    for count in options.experts:
-        found = measure(
-            count, options.precision, device, per_token=options.per_token, tokens=options.tokens,
-            hidden=options.hidden, ffn=options.width // count, repeats=options.repeats,
-        )
-        target = TARGETS.get(count) if device.type == "cpu" else None
-        missed |= target is not None and found.ratio < target
-        table.add_row(
-            str(count), str(options.width // count), f"{1e3 * found.seconds['loop']:.2f}",
-            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", "{:.2f}-{:.2f}".format(*found.spread),
-            f"{target:.1f}" if target else "", f"{found.difference:.0e}",
-        )
-    console.print(table)
-    return 1 if missed else 0
+    timings = measure_counts(
+        options.experts, options.precision, options.device, per_token=options.per_token, tokens=options.tokens,
+        hidden=options.hidden, width=options.width, repeats=options.repeats,
+    )
+    console.print(table(timings, options.tokens, options.hidden, options.precision))
+    return 1 if any(timing.missed for timing in timings) else 0
 
 
 def _learning(options: ExpertsOptions, console: Console) -> int:
@@ -124,20 +96,10 @@ def _learning(options: ExpertsOptions, console: Console) -> int:
             options.seeds, steps=options.steps, every=every, experts=options.experts[0], shape=options.shape,
             say=tell,
         )
-    for kind in switch.KINDS:
-        mine = [run for run in runs if run.kind == kind]
-        console.print(
-            f"{kind:<7} {mine[0].parameters:,} parameters, {mine[0].flops:,} FLOPs per token, validation loss after "
-            f"{options.steps} steps {mean(run.losses[-1] for run in mine):.3f}, dropped "
-            f"{mean(run.dropped for run in mine):.1%}"
-        )
+    for line in switch.describe(runs, options.steps):
+        console.print(line)
     rows = switch.steps_to_dense(runs)
-    table = Table(title="steps of Switch until it has the dense model's last loss")
-    for column in ("seed", "dense model's loss", f"steps, of {options.steps}", "times fewer"):
-        table.add_column(column, justify="right")
-    for seed, loss, steps in rows:
-        table.add_row(str(seed), f"{loss:.3f}", f"{steps:.0f}", f"{options.steps / steps:.2f}")
-    console.print(table)
+    console.print(switch.table(rows, options.steps))
     if options.out:
         switch.write_csv(runs, options.out / "switch.csv")
         title = f"Switch ({options.experts[0]} experts) against dense, {options.seeds} seeds"

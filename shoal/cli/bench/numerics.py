@@ -6,11 +6,10 @@ from pathlib import Path
 
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
-from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
-from shoal.labs.bench.learning.numerics import FAILS, REFERENCE, RUNS, SHOWN, draw, measure, rows, write_csv, wrong
+from shoal.labs.bench.learning.numerics import REFERENCE, RUNS, draw, measure, rows, table, write_csv, wrong
 from shoal.labs.bench.progress import telling
 
 
@@ -35,8 +34,8 @@ class NumericsOptions(Section):
     """A folder for numerics.csv and numerics.svg."""
 
 
-def numerics(options: NumericsOptions, console: Console) -> int:
-    """Run the experiment."""
+def run(options: NumericsOptions, console: Console) -> int:
+    """Run the experiment; returns the exit code."""
     wanted = [name.strip() for name in options.only.split(";") if name.strip()] or list(RUNS)
     for name in wanted:
         if name not in RUNS:
@@ -46,19 +45,8 @@ def numerics(options: NumericsOptions, console: Console) -> int:
     names = [name for name in RUNS if name in wanted or name == REFERENCE]
     with telling(console) as tell:
         curves = measure(names, options.seeds, options.steps, tell)
-    table = Table(title=f"{options.steps} steps, {options.seeds} seeds, nats per token")
-    table.add_column("")
-    for column in ("validation loss", "std", "from float32's", "most apart, training", "skipped steps", ""):
-        table.add_column(column, justify="right")
     found = rows(curves)
-    for row in found:
-        verdict = "within" if row.within(options.band) else "beyond"
-        table.add_row(
-            row.name, f"{row.validation:.4f}", f"{row.spread:.4f}", f"{row.difference:+.4f}", f"{row.apart:.4f}",
-            str(row.skipped or ""), verdict + " (as it should)" * (row.name in FAILS and verdict == "beyond")
-            + " (not judged)" * (row.name in SHOWN),
-        )
-    console.print(table)
+    console.print(table(found, options.band, steps=options.steps, seeds=options.seeds))
     if options.out:
         write_csv(curves, options.out / "numerics.csv")
         title = f"Number formats: {options.steps} steps of 512 tokens, {options.seeds} seeds"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from rich.console import Console
-from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
@@ -18,6 +17,7 @@ from shoal.labs.bench.learning.relaxed import (
     draw,
     measure,
     summaries,
+    table,
     write_csv,
 )
 from shoal.labs.bench.progress import telling
@@ -56,8 +56,8 @@ class RelaxedOptions(Section):
     """A folder for relaxed.csv and relaxed.svg; with a network, relaxed-link.csv and relaxed-link.svg."""
 
 
-def relaxed(options: RelaxedOptions, console: Console) -> int:
-    """Run the experiment."""
+def run(options: RelaxedOptions, console: Console) -> int:
+    """Run the experiment; returns the exit code."""
     there = OVER_LINKS if options.link_gbs else METHODS
     wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(there)
     for name in wanted:
@@ -86,16 +86,7 @@ def relaxed(options: RelaxedOptions, console: Console) -> int:
         setting += f", one {options.straggler:g} x slower"
     if options.link_gbs:
         setting += f", {1000 * options.link_gbs:g} MB/s between them"
-    table = Table(title=f"{options.steps} steps on {setting}")
-    table.add_column("sync")
-    for column in ("validation loss", "std", "against all-reduce", "margin", "seconds", "all-reduce's / these"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row.method, f"{row.validation:.3f}", f"{row.spread:.3f}", f"{row.difference:+.3f}",
-            f"{margins[row.method]:.2f}", f"{row.seconds:.1f}", f"{row.faster:.2f}",
-        )
-    console.print(table)
+    console.print(table(rows, margins, f"{options.steps} steps on {setting}"))
     if options.out:
         name = "relaxed-link" if options.link_gbs else "relaxed"
         write_csv(runs, options.out / f"{name}.csv")

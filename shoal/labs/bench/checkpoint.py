@@ -214,7 +214,8 @@ def table(found: SavingCosts, every: int) -> Table:
     for cost in found.costs:
         middle, low, high = cost.ratio
         view.add_row(
-            cost.name, f"{cost.seconds * 1e3:.1f}", f"x {middle:.3f}", f"{low:.3f} to {high:.3f}", *_stalled(found, cost)
+            cost.name, f"{cost.seconds * 1e3:.1f}", f"x {middle:.3f}", f"{low:.3f} to {high:.3f}",
+            *_stalled(found, cost),
         )
     return view
 

@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
+from shoal.base.units import show_bytes, show_seconds
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending
@@ -21,10 +24,15 @@ from shoal.engine.parallel.context.causal_blocks import Sight
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.labs.bench.peak import DTYPES
+from shoal.labs.bench.race import quartiles
 from shoal.launch.worker_pool import Pool
+from shoal.planning.cost.memory import activations
+from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
+from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import ContextOrder, Layout
+from shoal.spec.layout.sizes import check_layout
+from shoal.spec.number_formats import FORMATS
 from shoal.training.step.engine import Engine
 
 SLOW = 2e9  # FLOP/s that all ranks together attain on any machine, sharing a core or not; slower ones hang
@@ -117,6 +125,26 @@ def ratios(seconds: dict[str, list[float]]) -> list[float]:
     return [ring / bound for ring, bound in zip(seconds["ring"], seconds["bound"], strict=True)]
 
 
+def table(what: AttentionCase, seconds: Mapping[str, Sequence[float]]) -> Table:
+    """A row for each way."""
+    layout = Layout(cp=what.ranks, cp_order=what.order)
+    view = Table(title=f"attention of {what.tokens:,} tokens on {layout.describe()}, forward and backward")
+    for column in ("", "median ms", "fastest ms"):
+        view.add_column(column, justify="right" if column else "left")
+    for way, words in zip(WAYS, ("round the ring", "all keys there"), strict=True):
+        view.add_row(words, f"{median(seconds[way]) * 1e3:.1f}", f"{min(seconds[way]) * 1e3:.1f}")
+    return view
+
+
+def verdict(seconds: dict[str, list[float]], target: float) -> tuple[str, bool]:
+    """How far the ring is from its bound, in words, and whether the median is within the target."""
+    each = ratios(seconds)
+    low, high = quartiles(each)
+    met = median(each) <= target
+    said = f"{median(each):.3f} of the bound (median of {len(each)} turns, quartiles {low:.3f} to {high:.3f})"
+    return f"{said}; target {target:g}: {'met' if met else 'missed'}", met
+
+
 # ---- long sequences ------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +163,71 @@ class Kept:
     kept: int
     seconds: float
     peak: int
+
+
+@dataclass(frozen=True)
+class LongTraining:
+    """A training on sequences whose activations one device may have no room for.
+
+    Attributes:
+        alone: bytes that a forward would leave for its backward on one device, by formula.
+        ranks: what each rank kept.
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    alone: int
+    ranks: list[Kept]
+
+    @property
+    def most(self) -> int:
+        """Bytes that the fullest rank kept."""
+        return max(rank.kept for rank in self.ranks)
+
+    def makes_room(self, budget: float) -> bool:
+        """Whether every rank stays inside a budget [bytes] that one device would not."""
+        return makes_room(self.alone, self.most, budget)
+
+    def describe(self) -> str:
+        """What was trained, the losses and the time of a step, in one line."""
+        losses = ", ".join(f"{loss:.4f}" for loss in self.ranks[0].loss)
+        return (
+            f"{self.config.data.sequence_length:,} tokens, {self.shape.layers} layers, "
+            f"{self.shape.parameters():,} parameters, {self.config.parallel.describe()}: losses {losses}; "
+            f"{show_seconds(max(rank.seconds for rank in self.ranks))} a step"
+        )
+
+    def table(self, budget: float) -> Table:
+        """What is kept beside a budget [bytes]."""
+        view = Table(title=f"activations kept for backward; budget {show_bytes(budget)}")
+        for column in ("", "bytes", "of the budget"):
+            view.add_column(column, justify="right" if column else "left")
+        for words, size in (("one device, by formula", self.alone), ("fullest rank, counted", self.most)):
+            view.add_row(words, show_bytes(size), f"{size / budget:.2f}")
+        return view
+
+
+def train_long(*, ranks: int, ulysses: int, tokens: int, layers: int, steps: int) -> LongTraining:
+    """Train a small model on long sequences, split over context-parallel ranks, one sequence a step.
+
+    Args:
+        ulysses: so many of the ranks exchange tokens for heads.
+        tokens: of a sequence.
+
+    Raises:
+        UsageError: the ranks cannot share heads or tokens.
+    """
+    config = build_config({
+        "model": {"name": "tiny", "layers": layers},
+        "parallel": {"cp": ranks, "ulysses": ulysses},
+        "data": {"source": "synthetic", "sequence_length": tokens},
+        "train": {"global_batch": 1, "steps": steps, "precision": "fp32"},
+    })
+    shape = config.model.shape(vocab=257, sequence_length=tokens)
+    check_layout(config.parallel, shape, global_batch=1, sequence_length=tokens)
+    one = MicroBatch(shape, Layout(), tokens, FORMATS["fp32"].compute.itemsize)
+    alone = activations.total(activations.stage(one, range(layers), first=True, last=True))
+    return LongTraining(config, shape, alone, train(config, shape, steps))
 
 
 def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:

@@ -9,9 +9,12 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from rich.table import Table
 from torch import Tensor
 
-from shoal.engine.device import synchronize
+from shoal.base.errors import UsageError
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import pick_device, synchronize
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.peak import DTYPES
@@ -20,12 +23,17 @@ from shoal.spec.catalog import Experts, model_shape
 
 KINDS = ("grouped", "loop")
 
+TARGETS = {8: 1.0, 64: 1.5}
+"""How many times as fast as the loop the grouped experts are at least, on CPU, by experts of a layer."""
+
 
 @dataclass(frozen=True)
 class ExpertsTiming:
     """One number of experts.
 
     Attributes:
+        ffn: width of an expert.
+        device: on which it was measured.
         seconds: by kind, median of a forward and backward, router included.
         ratio: of the loop's time to the grouped one's, median over turns.
         spread: the first and third quartile of it.
@@ -34,10 +42,22 @@ class ExpertsTiming:
 
     experts: int
     per_token: int
+    ffn: int
+    device: torch.device
     seconds: dict[str, float]
     ratio: float
     spread: tuple[float, float]
     difference: float
+
+    @property
+    def target(self) -> float | None:
+        """What the ratio should be; None where nothing is asked for."""
+        return TARGETS.get(self.experts) if self.device.type == "cpu" else None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the grouped experts are slower than they should be."""
+        return self.target is not None and self.ratio < self.target
 
 
 def measure(
@@ -79,7 +99,7 @@ def measure(
     difference = max(float((a - b).abs().max() / b.abs().max())
                      for a, b in zip(results["grouped"], results["loop"], strict=True))
     medians = {kind: median(times) for kind, times in seconds.items()}
-    return ExpertsTiming(count, per_token, medians, median(ratios), quartiles(ratios), difference)
+    return ExpertsTiming(count, per_token, ffn, device, medians, median(ratios), quartiles(ratios), difference)
 
 
 def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -97,3 +117,49 @@ def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tenso
 
 def _stacked(kind: str, gradients: tuple[Tensor, ...]) -> list[Tensor]:
     return list(gradients) if kind == "grouped" else [torch.stack(gradients[part::3]) for part in range(3)]
+
+
+def measure_counts(
+    counts: Sequence[int], precision: str, device: str, *,
+    per_token: int, tokens: int, hidden: int, width: int, repeats: int,
+) -> list[ExpertsTiming]:
+    """Time layers of different numbers of experts.
+
+    Args:
+        device: auto, cpu or cuda.
+        width: of all experts of a layer together.
+
+    Raises:
+        UsageError: there is no such device; a token goes to more experts than there are; or the width is no multiple.
+    """
+    chosen = pick_device(device)
+    if per_token > min(counts):
+        raise UsageError(f"bench experts --per-token {per_token}: more than --experts {min(counts)}.")
+    if uneven := [count for count in counts if width % count]:
+        raise UsageError(f"bench experts --width {width} is not a multiple of --experts {uneven[0]}.")
+    tune_process()  # as training does, for both
+    return [
+        measure(
+            count, precision, chosen, per_token=per_token, tokens=tokens, hidden=hidden, ffn=width // count,
+            repeats=repeats,
+        )
+        for count in counts
+    ]  # fmt: skip
+
+
+def table(timings: Sequence[ExpertsTiming], tokens: int, hidden: int, precision: str) -> Table:
+    """A row for each number of experts."""
+    first = timings[0]
+    title = f"{tokens} tokens, k {first.per_token}, h {hidden}, {precision} on {first.device.type}"
+    view = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left", title=title
+    )
+    for column in ("experts", "width", "loop ms", "grouped ms", "loop / grouped", "quartiles", "wanted", "off"):
+        view.add_column(column, justify="right")
+    for found in timings:
+        view.add_row(
+            str(found.experts), str(found.ffn), f"{1e3 * found.seconds['loop']:.2f}",
+            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", "{:.2f}-{:.2f}".format(*found.spread),
+            f"{found.target:.1f}" if found.target else "", f"{found.difference:.0e}",
+        )
+    return view

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import usable_cores
 from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
-from shoal.engine.optim.build import build, compilable, weight_decay
+from shoal.engine.optim.build import RULES, build, compilable, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.planning.cost.parameters import LocalParameter, StagePart, units_of
-from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
 
@@ -116,6 +120,64 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
                 seconds[name].append(time.perf_counter() - start)
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     return OptimizerTiming(rule, count, *({name: seconds[name] for name in side} for side in (ours, others)))
+
+
+def measure_rules(
+    rules: str, parameters: Sequence[int], model: str | None, turns: int, *, threads: int, products: bool,
+    say: Callable[[str], None],
+) -> list[OptimizerTiming]:
+    """Time some rules on some numbers of parameters.
+
+    Args:
+        rules: names with commas, or "all".
+        model: of the catalog, of whose layers as many are taken as have so many parameters; None as in `shapes_of`.
+        turns, products: as of `measure`.
+        threads: of the CPU.
+        say: told what is going on.
+
+    Raises:
+        UsageError: there is no such rule or model, or the model has experts.
+    """
+    names = sorted(RULES) if rules == "all" else [name.strip() for name in rules.split(",")]
+    for name in names:
+        if name not in RULES:
+            raise UsageError(f"bench optimizers --rules {rules}: no rule '{name}'; {did_you_mean(name, RULES)}")
+    shape = None if model is None else model_shape(model)
+    if shape is not None and shape.experts:
+        raise UsageError(f"bench optimizers --model {model}: it has experts; take a model without.")
+    tune_process()
+    torch.set_num_threads(threads)
+    timings = []
+    for count in parameters:
+        for name in names:
+            say(f"{name}, {count:,} parameters")
+            timings.append(measure(name, shapes_of(count, shape), turns, products=products))
+    return timings
+
+
+def table(timings: Sequence[OptimizerTiming]) -> Table:
+    """A row for each rule, number of parameters and contender of ours."""
+    view = Table(title="one update: shoal's on the flat shard, torch's by tensor")
+    for column in ("rule", "parameters", "shoal", "ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):
+        view.add_column(column, justify="left" if column in ("rule", "shoal", "rival", "met") else "right")
+    for timing in timings:
+        theirs = timing.rivals[timing.rival]
+        for name, ours in timing.ours.items():
+            each = [b / a for a, b in zip(ours, theirs, strict=True)]
+            low, _, high = quantiles(each, n=4) if len(each) > 1 else each * 3
+            ratio = timing.ratio(name)
+            view.add_row(
+                timing.rule, f"{timing.parameters / 1e6:.1f} M", "compiled" if name == "compiled" else "as it is",
+                f"{median(ours) * 1e3:.1f}", timing.rival, f"{median(theirs) * 1e3:.1f}", f"{ratio:.2f}",
+                f"{low:.2f} to {high:.2f}", f"{timing.target:.0f}",
+                "[green]yes" if ratio >= timing.target else "[red]no",
+            )
+    return view
+
+
+def cores_used(threads: int) -> str:
+    """Torch's version, and how many of the cores a step had."""
+    return f"torch {torch.__version__}, {threads} of {usable_cores()} cores"
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:

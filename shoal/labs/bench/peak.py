@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import get_args
 
 import torch
 from rich.table import Table
@@ -19,7 +20,7 @@ from shoal.labs.bench.crew import Step
 from shoal.labs.bench.step.workload import BenchPrecision
 
 SIDE = 2048
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[BenchPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PeakTiming:
         rate: FLOP/s.
     """
 
-    precision: str
+    precision: BenchPrecision
     library: str
     side: int
     rate: float
@@ -102,7 +103,7 @@ def measure_sides(sides: Sequence[int]) -> list[PeakTiming]:
     torchs: dict[str, Callable[[], AbstractContextManager[object]]] = {"as torch has it": by_mkl}
     libraries = torchs | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
     found = []
-    for precision in DTYPES:
+    for precision in get_args(BenchPrecision):
         for library, inside in (libraries if precision == "fp32" else {"as torch has it": nullcontext}).items():
             for side in sides:
                 with inside():

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from shoal.cli.bench.checkpoint import share
 from shoal.cli.main import main
-from shoal.labs.bench.checkpoint import KINDS, TARGET, Cost
+from shoal.labs.bench.checkpoint import KINDS, TARGET, Cost, SavingCosts
 
 
 def test_every_way_of_saving_is_measured_and_nothing_is_left(tmp_path, capsys, monkeypatch):
@@ -26,7 +25,8 @@ def test_every_way_of_saving_is_measured_and_nothing_is_left(tmp_path, capsys, m
 
 def test_the_share_is_of_a_step_that_saves_nothing():
     plain, saves = (Cost("", seconds, stall, stall, (1.0, 1.0, 1.0)) for seconds, stall in ((0.2, None), (0.4, 0.01)))
-    assert share(plain, plain) is None and share(saves, plain) == pytest.approx(0.05)
+    found = SavingCosts([plain, saves], [])
+    assert found.share(plain) is None and found.share(saves) == pytest.approx(0.05) and found.met
 
 
 @pytest.mark.parametrize(

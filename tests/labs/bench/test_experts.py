@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.cli.bench.experts import ExpertsOptions, experts
+from shoal.cli.bench.experts import ExpertsOptions, run
 from shoal.labs.bench.experts import measure
 from shoal.labs.bench.learning import switch
 from shoal.labs.bench.learning.switch import SwitchRun, config_of, draw, steps_to_dense, write_csv
@@ -33,7 +33,7 @@ def test_both_models_have_the_same_flops_but_for_the_router() -> None:
 def test_a_shape_without_layers_for_experts_is_refused(shape: tuple[int, int, int]) -> None:
     options = ExpertsOptions(learning=True, shape=shape)
     with pytest.raises(UsageError, match="--shape"):
-        experts(options, Console())
+        run(options, Console())
 
 
 def runs() -> list[SwitchRun]:

@@ -14,15 +14,18 @@ import torch
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.cli.bench import main, step
+from shoal.cli.bench import main
+from shoal.cli.bench import peak as peak_command
+from shoal.cli.bench import step as step_command
 from shoal.engine.models.products import _multiplies_faster
-from shoal.labs.bench import collectives, context, transport
+from shoal.labs.bench import collectives, context, peak, transport
 from shoal.labs.bench.attention import measure
 from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn, Failed
 from shoal.labs.bench.peak import MatmulWorkload
 from shoal.labs.bench.race import ContenderResult, Disagreement, Lap, Race, check_agreement, rows, run
-from shoal.labs.bench.step import torch_baselines
+from shoal.labs.bench.step import selection, torch_baselines
 from shoal.labs.bench.step.comparisons import NAMES, races
+from shoal.labs.bench.step.results import write
 from shoal.labs.bench.step.torch_pipelining import SCHEDULES
 from shoal.labs.bench.step.workload import Workload
 from shoal.labs.collectives.description import Collective
@@ -104,9 +107,9 @@ def test_share_of_a_peak_compares_flops():
 
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_peak_is_told_for_each_library_that_multiplies(tuned, monkeypatch):
-    monkeypatch.setattr(main, "tune_products", lambda: tuned)
+    monkeypatch.setattr(peak, "tune_products", lambda: tuned)
     out = io.StringIO()
-    assert main.matrix_peak(main.PeakOptions(sides=(64,)), Console(file=out, width=120)) == 0
+    assert peak_command.run(peak_command.PeakOptions(sides=(64,)), Console(file=out, width=120)) == 0
     assert out.getvalue().count("fp32") == 1 + tuned and out.getvalue().count("bf16") == 1
     assert ("oneDNN" in out.getvalue()) == tuned
 
@@ -214,13 +217,13 @@ def test_bad_input_is_refused_before_anything_starts(args, message):
 
 
 def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypatch):
-    def asked_to_end(options: main.PeakOptions, console: Console) -> int:
+    def asked_to_end(options: peak_command.PeakOptions, console: Console) -> int:
         with tempfile.TemporaryDirectory(dir=tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
         raise AssertionError("it goes on")
 
-    monkeypatch.setitem(main.COMMANDS, "peak", (main.PeakOptions, asked_to_end))
+    monkeypatch.setitem(main.COMMANDS, "peak", (peak_command.PeakOptions, asked_to_end))
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not this process, whatever the command does
     try:
         with pytest.raises(SystemExit, match="143"):
@@ -242,7 +245,7 @@ def test_table_is_written(tmp_path, ending):
     ours, theirs = lap("ours", [1.0]), lap("theirs", [2.0])
     table = rows(Race("x", (ours.contender,), (theirs.contender,), target=1.5), [ours, theirs])
     out = tmp_path / f"table.{ending}"
-    step.write(table, out)
+    write(table, out)
     if ending == "csv":
         records = list(csv.DictReader(out.open()))
         assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
@@ -257,7 +260,7 @@ def toy(name: str, **changes: bool) -> Race:
 
 
 def test_a_race_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(step, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
+    monkeypatch.setattr(selection, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
     out = tmp_path / "table.csv"
     assert main.main(["step", "--quick", "--out", str(out)]) == 1
     assert [record["race"] for record in csv.DictReader(out.open())] == ["dp", "dp", "single", "single"]
@@ -274,8 +277,8 @@ def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monk
 
     ours, theirs = lap("ours", [1.0]).contender, lap("theirs", [2.0]).contender
     every = [Race(name, (ours,), (theirs,), target=1.5) for name in ("dp", "tp")]
-    monkeypatch.setattr(step, "races", lambda *_, **__: every)
-    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr(selection, "races", lambda *_, **__: every)
+    monkeypatch.setattr(step_command, "run_race", run)
     out = tmp_path / "table.json"
     with pytest.raises(end):
         main.main(["step", "--out", str(out)])

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.cli.bench import relaxed as relaxed_command
-from shoal.cli.bench.relaxed import RelaxedOptions, relaxed
+from shoal.cli.bench.relaxed import RelaxedOptions, run
 from shoal.labs.bench.learning.relaxed import (
     METHODS,
     OVER_LINKS,
@@ -65,7 +65,7 @@ def test_a_loss_that_is_not_a_number_is_beyond_any_margin(end, code, monkeypatch
     runs = [replace(run, validation=end) if run.method == "hogwild" and run.seed == 0 else run for run in RUNS]
     monkeypatch.setattr(relaxed_command, "measure", lambda *_, **__: runs)
     console = Console(file=io.StringIO(), width=120)
-    assert relaxed(RelaxedOptions(only="hogwild", margin=0.5), console) == code
+    assert run(RelaxedOptions(only="hogwild", margin=0.5), console) == code
     assert ("beyond their margin: hogwild" in console.file.getvalue()) == bool(code)
 
 
@@ -93,4 +93,4 @@ def test_the_limit_of_a_run_grows_with_its_steps_and_how_slow_they_are_asked_to_
 ])
 def test_what_cannot_be_measured_is_refused(options, expected):
     with pytest.raises(UsageError, match=expected):
-        relaxed(RelaxedOptions.model_validate(options), Console(quiet=True))
+        run(RelaxedOptions.model_validate(options), Console(quiet=True))

@@ -7,9 +7,11 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from shoal.engine.data.batches import Dataset
 from shoal.engine.data.tokenizer import load_tokenizer
@@ -153,3 +155,35 @@ def draw(runs: Sequence[DepthsRun], title: str) -> str:
         title, [Panel("mixture of depths", lines, frozenset(dense))], x="training, TFLOP",
         y="validation loss, nats per token (thin: each seed)", highest=highest,
     )
+
+
+def table(runs: Sequence[DepthsRun], capacity: float, steps: int) -> Table:
+    """A row for each kind, means over the seeds.
+
+    Args:
+        capacity: the part of the tokens that pass through every other layer.
+        steps: of the longest run.
+    """
+    seeds = len({run.seed for run in runs})
+    view = Table(title=f"capacity {capacity:g} in every other layer, {steps} steps, mean of {seeds} seeds")
+    for column in ("model", "layers", "parameters", "FLOPs a token", "steps", "loss", "foreseen", "right", "recall"):
+        view.add_column(column, justify="left" if column == "model" else "right")
+    for kind in KINDS:
+        mine = of_kind(runs, kind)
+        loss = mean(run.losses[-1] for run in mine)
+        view.add_row(
+            kind, str(mine[0].layers), f"{mine[0].parameters:,}", f"{mine[0].flops:,}", str(mine[0].steps[-1]),
+            f"{loss:.3f}", *_foreseen(mine),
+        )
+    return view
+
+
+def _foreseen(runs: Sequence[DepthsRun]) -> list[str]:
+    """The cells of what was foreseen, empty for dense models."""
+    predictors = [run.predictor for run in runs if run.predictor]
+    if not predictors:
+        return [""] * 3
+    return [
+        f"{mean(run.foreseen for run in runs):.3f}", f"{mean(p.accuracy for p in predictors):.1%}",
+        f"{mean(p.recall for p in predictors):.1%}",
+    ]

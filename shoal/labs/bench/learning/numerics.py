@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
@@ -219,3 +220,19 @@ def draw(curves: Sequence[Curve], title: str) -> str:
 def _lines(curves: Sequence[Curve]) -> list[Points]:
     """The mean over the seeds, then each seed."""
     return with_mean([list(enumerate(curve.smooth(), 1)) for curve in curves])
+
+
+def table(found: Sequence[FormatResult], band: float, *, steps: int, seeds: int) -> Table:
+    """A row for each format."""
+    view = Table(title=f"{steps} steps, {seeds} seeds, nats per token")
+    view.add_column("")
+    for column in ("validation loss", "std", "from float32's", "most apart, training", "skipped steps", ""):
+        view.add_column(column, justify="right")
+    for row in found:
+        verdict = "within" if row.within(band) else "beyond"
+        view.add_row(
+            row.name, f"{row.validation:.4f}", f"{row.spread:.4f}", f"{row.difference:+.4f}", f"{row.apart:.4f}",
+            str(row.skipped or ""), verdict + " (as it should)" * (row.name in FAILS and verdict == "beyond")
+            + " (not judged)" * (row.name in SHOWN),
+        )
+    return view

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import csv
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch.distributed as dist
+from rich.table import Table
 
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
@@ -220,3 +221,21 @@ def draw(runs: Sequence[RelaxedRun], title: str) -> str:
 def _lines(runs: Sequence[RelaxedRun]) -> list[Points]:
     """The mean over the seeds, then each seed."""
     return with_mean([list(zip(run.times, run.losses, strict=True)) for run in runs])
+
+
+def table(rows: Sequence[Summary], margins: Mapping[str, float], title: str) -> Table:
+    """A row for each method.
+
+    Args:
+        margins: how far the loss of each may be above that of all-reduce.
+    """
+    view = Table(title=title)
+    view.add_column("sync")
+    for column in ("validation loss", "std", "against all-reduce", "margin", "seconds", "all-reduce's / these"):
+        view.add_column(column, justify="right")
+    for row in rows:
+        view.add_row(
+            row.method, f"{row.validation:.3f}", f"{row.spread:.3f}", f"{row.difference:+.3f}",
+            f"{margins[row.method]:.2f}", f"{row.seconds:.1f}", f"{row.faster:.2f}",
+        )
+    return view

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from rich.table import Table
+
 from shoal.labs.bench.learning.small import engine_and_validation, trained
 from shoal.report.panels import Panel, panels, with_mean
 from shoal.spec.config import RunConfig, build_config
@@ -121,3 +123,30 @@ def draw(runs: Sequence[SwitchRun], title: str) -> str:
         title, [Panel("equal FLOPs per token", lines, frozenset({"dense"}))], x="steps",
         y="validation loss, nats per token (thin: each seed)", highest=highest,
     )
+
+
+def describe(runs: Sequence[SwitchRun], steps: int) -> list[str]:
+    """A line for each kind: its size, its loss after all steps, and the tokens that found no room."""
+    lines = []
+    for kind in KINDS:
+        mine = [run for run in runs if run.kind == kind]
+        lines.append(
+            f"{kind:<7} {mine[0].parameters:,} parameters, {mine[0].flops:,} FLOPs per token, validation loss after "
+            f"{steps} steps {mean(run.losses[-1] for run in mine):.3f}, dropped {mean(run.dropped for run in mine):.1%}"
+        )
+    return lines
+
+
+def table(rows: Sequence[tuple[int, float, float]], steps: int) -> Table:
+    """A row for each seed.
+
+    Args:
+        rows: as of `steps_to_dense`.
+        steps: of each run.
+    """
+    view = Table(title="steps of Switch until it has the dense model's last loss")
+    for column in ("seed", "dense model's loss", f"steps, of {steps}", "times fewer"):
+        view.add_column(column, justify="right")
+    for seed, loss, needed in rows:
+        view.add_row(str(seed), f"{loss:.3f}", f"{needed:.0f}", f"{steps / needed:.2f}")
+    return view
