@@ -126,7 +126,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointContents:
     >>> import shoal
     >>> found = shoal.describe_checkpoint("runs/example/checkpoints/step-00000002")
     >>> found.step, found.files, found.tensors[0].name, found.tensors[0].shape
-    (2, 1, 'model.embed.token.weight', (256, 32))
+    (2, 1, 'model.embed.token.weight', (257, 32))
     """
     manifest = read_manifest(place(path))
     tensors = tuple(

@@ -11,10 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import TextIO
 
 from rich.console import Console
 
@@ -201,19 +202,30 @@ def _endure(
 
 @contextmanager
 def _captured(log: Path, show: bool) -> Iterator[Console]:
-    """Write what this process and its children print into a file; gives a console on the terminal itself."""
+    """Write what this process and its children print into a file; gives a console where stdout was."""
     sys.stdout.flush()
     sys.stderr.flush()
     ends = [os.dup(1), os.dup(2)]
-    with open(log, "ab", buffering=0) as file, open(ends[0], "w", closefd=False) as terminal:
+    with open(log, "a", buffering=1) as file, open(ends[0], "w", closefd=False) as terminal:
+        console = Console(
+            file=terminal if _is_fd_1(sys.stdout) else sys.stdout, highlight=False,
+            width=None if terminal.isatty() else 160, quiet=not show,
+        )
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            width = None if terminal.isatty() else 160
-            yield Console(file=terminal, highlight=False, width=width, quiet=not show)
+            with redirect_stdout(file), redirect_stderr(file):  # they need not be 1 and 2, as in a notebook
+                yield console
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for number, end in enumerate(ends, start=1):
                 os.dup2(end, number)
                 os.close(end)
+
+
+def _is_fd_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (AttributeError, OSError, ValueError):  # it is no file
+        return False
