@@ -229,7 +229,7 @@ def test_the_second_request_kills(folder, nursery):
 
 
 def test_torchrun_joins(folder, nursery):
-    """Its agent and workers are forks; in `test_train_command` they are interpreters of their own."""
+    """Its agent and workers are forks; in `tests.cli.run.test_train` they are interpreters of their own."""
     agent = ("--standalone", "--nproc-per-node", "2")
     order = json.dumps({"words": ["-m", "program"], "cwd": str(folder), "agent": agent})
     run = forked(nursery, "tests.trainings.forked", folder, "finish", **{ORDER: order})

@@ -2,7 +2,7 @@
 
 The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
 out is starting an interpreter, for the command, for the nursery of its ranks and for torchrun's workers. That is in
-`test_launch` (ranks that meet), in `test_train_command` (torchrun, a terminal) and in the tests of bad input.
+`test_launch` (ranks that meet), in `tests.cli.run.test_train` (torchrun, a terminal) and in the tests of bad input.
 """
 
 from __future__ import annotations
