@@ -69,7 +69,7 @@ def run(
         made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
         folder = broadcast(made, world())
         if member.local_rank == 0:
-            free(home(Path(folder), config.failover))  # as `shoal.cli.train` does
+            free(home(Path(folder), config.failover))  # as `shoal.launch.train` does
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)
