@@ -14,6 +14,7 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device, synchronize
 from shoal.engine.models.attention import AttentionCore
 from shoal.labs.bench.peak import DTYPES
+from shoal.labs.bench.step.workload import BenchPrecision
 
 KERNELS = ("sdpa", "explicit")
 
@@ -29,7 +30,7 @@ class AttentionTiming:
     """
 
     device: torch.device
-    precision: str
+    precision: BenchPrecision
     sequence_length: int
     seconds: dict[str, float]
     difference: float
@@ -45,7 +46,8 @@ class AttentionTiming:
 
 
 def measure(
-    sequence_length: int, precision: str, device: torch.device, *, tokens: int, heads: int, head_dim: int, repeats: int
+    sequence_length: int, precision: BenchPrecision, device: torch.device, *,
+    tokens: int, heads: int, head_dim: int, repeats: int,
 ) -> AttentionTiming:
     """Time both kernels in turn on ``tokens`` tokens, in as many sequences as they make (at least one)."""
     sequences = max(1, tokens // sequence_length)

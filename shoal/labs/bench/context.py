@@ -25,6 +25,7 @@ from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.labs.bench.peak import DTYPES
 from shoal.labs.bench.race import quartiles
+from shoal.labs.bench.step.workload import BenchPrecision
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.micro_batch import MicroBatch
@@ -50,7 +51,7 @@ class AttentionCase:
     heads: int
     kv_heads: int
     head_dim: int
-    precision: str = "fp32"
+    precision: BenchPrecision = "fp32"
     order: ContextOrder = "zig-zag"
 
 
@@ -239,7 +240,7 @@ def train(config: RunConfig, shape: ModelShape, steps: int) -> list[Kept]:
         return pool.run(_train, ranks, config, shape, steps, timeout=limit)
 
 
-def makes_room(alone: int, most: int, budget: float) -> bool:
+def makes_room(alone: float, most: float, budget: float) -> bool:
     """Whether every rank stays inside a budget [bytes] that one device would not."""
     return most <= budget < alone
 

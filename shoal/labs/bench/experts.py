@@ -19,6 +19,7 @@ from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.peak import DTYPES
 from shoal.labs.bench.race import quartiles
+from shoal.labs.bench.step.workload import BenchPrecision
 from shoal.spec.catalog import Experts, model_shape
 
 KINDS = ("grouped", "loop")
@@ -61,7 +62,7 @@ class ExpertsTiming:
 
 
 def measure(
-    count: int, precision: str, device: torch.device, *,
+    count: int, precision: BenchPrecision, device: torch.device, *,
     per_token: int, tokens: int, hidden: int, ffn: int, repeats: int,
 ) -> ExpertsTiming:
     """Time both in turn on the same weights and tokens."""
@@ -120,7 +121,7 @@ def _stacked(kind: str, gradients: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def measure_counts(
-    counts: Sequence[int], precision: str, device: str, *,
+    counts: Sequence[int], precision: BenchPrecision, device: str, *,
     per_token: int, tokens: int, hidden: int, width: int, repeats: int,
 ) -> list[ExpertsTiming]:
     """Time layers of different numbers of experts.
@@ -147,7 +148,7 @@ def measure_counts(
     ]  # fmt: skip
 
 
-def table(timings: Sequence[ExpertsTiming], tokens: int, hidden: int, precision: str) -> Table:
+def table(timings: Sequence[ExpertsTiming], tokens: int, hidden: int, precision: BenchPrecision) -> Table:
     """A row for each number of experts."""
     first = timings[0]
     title = f"{tokens} tokens, k {first.per_token}, h {hidden}, {precision} on {first.device.type}"

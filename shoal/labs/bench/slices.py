@@ -15,6 +15,7 @@ from shoal.engine.device import pick_device, synchronize
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.labs.bench.peak import DTYPES
+from shoal.labs.bench.step.workload import BenchPrecision
 from shoal.pipeline.sequence_slices import best_slices, fitted, pipeline_time
 from shoal.spec.catalog import ModelShape, model_shape
 
@@ -22,7 +23,7 @@ from shoal.spec.catalog import ModelShape, model_shape
 class TimedLayer:
     """One layer of a model, to be timed on slices of ``sequences`` sequences."""
 
-    def __init__(self, shape: ModelShape, sequences: int, precision: str, device: torch.device):
+    def __init__(self, shape: ModelShape, sequences: int, precision: BenchPrecision, device: torch.device):
         self.shape, self.sequences, self.dtype, self.device = shape, sequences, DTYPES[precision], device
         self.model = Transformer(shape.model_copy(update={"layers": 1, "vocab": 1}))
         initialise(self.model, seed=0)
@@ -82,7 +83,7 @@ class SliceTimings:
 
 
 def measure_model(
-    model: str, length: int, *, micro_batch: int, precision: str, repeats: int, device: str
+    model: str, length: int, *, micro_batch: int, precision: BenchPrecision, repeats: int, device: str
 ) -> SliceTimings:
     """Time slices through one layer of a model of the catalog.
 

@@ -132,6 +132,7 @@ def compare(
 def _speed(pool: Pool, layout: Layout, name: str) -> float:
     """Seconds of the reference just now on as many cores as a layout keeps busy, of what they were."""
     machine = nodes()[name]
+    assert machine.at_once and machine.reference, "a calibrated machine has both"
     ranks = pool.run(reference, min(layout.world_size, machine.at_once), REFERENCES, timeout=TIMEOUT)
     return median(max(each) for each in zip(*ranks, strict=True)) / machine.reference
 
