@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shoal.pipeline.program import Op
 from shoal.pipeline.simulator.columns import BACKWARD, FORWARD, INPUT, OPS, WEIGHT
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.report.timeline.palette import NAMES, SHADES, Paint
@@ -147,7 +148,7 @@ def legend(charts: Sequence[Chart]) -> list[tuple[Paint, str]]:
     order = list(NAMES)
     seen = {chart.paints[i] for chart in charts for i in np.unique(chart.paint[chart.end > chart.start])}
     used = sorted(seen, key=lambda p: (p.copy, order.index(p.op), p.shade))
-    named = {}
+    named: dict[tuple[Op, int], tuple[Paint, str]] = {}
     for paint in used:
         where = ", second copy" if paint.copy else ""
         named.setdefault((paint.op, paint.copy), (paint, NAMES[paint.op] + where))

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -150,17 +150,16 @@ class Chaos:
         last = self.steps - 1 - (every if kind.moment in (STAGING, COMMITTING) else 0)
         step = rng.randrange(first, max(first + 1, last))
         if kind.moment in (STAGING, COMMITTING):
-            first = Planted(kind.deed, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())
-            return [first]
+            return [Planted(kind.deed, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())]
         op, nth = self._action(rank, OPS_OF[kind.moment], rng)
-        shape = {"op": op, "nth": nth, "fraction": rng.random(), "seed": rng.randrange(2**31)}
+        fault = Planted(kind.deed, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
         if name == "lost-node":
-            return [Planted(kind.deed, rank, step, **shape, then=[rank])]
+            return [replace(fault, then=[rank])]
         if name == "returned-node":
             step = rng.randrange(max(1, self.steps - 2))
             back = Planted(kind.deed, 0, rng.randrange(step, self.steps), "F", attempt=1, then=[])
-            return [Planted(kind.deed, rank, step, **shape, then=[rank]), back]
-        return [Planted(kind.deed, rank, step, **shape)]
+            return [replace(fault, step=step, then=[rank]), back]
+        return [fault]
 
     def _action(self, rank: int, ops: str, rng: random.Random) -> tuple[str, int]:
         actions = self.actions[rank * len(self.actions) // self.ranks]
@@ -222,7 +221,8 @@ class Chaos:
             for process in alive:
                 process.kill()
             (folder / PROCESSES_FILE).unlink(missing_ok=True)  # nobody was left who could
-            if last(folder) is None or last(folder).name != last(self.reference).name:
+            found, wanted = last(folder), last(self.reference)
+            if found is None or wanted is None or found.name != wanted.name:
                 self._expect(trial, MENDED, self._supervise(folder, {}, resume=True))
         return trial
 

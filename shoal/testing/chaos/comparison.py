@@ -18,7 +18,7 @@ from shoal.training.resilience.heartbeat import read, record_path
 def last(run: Path) -> Path | None:
     """The checkpoint at the end of a run."""
     found = list_checkpoints(run / "checkpoints")
-    return found[-1].path if found else None
+    return Path(str(found[-1].path)) if found else None
 
 
 def differences(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:

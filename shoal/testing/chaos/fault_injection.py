@@ -165,7 +165,7 @@ class InjectedFault:
             case "flip" | "truncate" | "remove" as how:
                 self.trainer.states.wait()  # else a better one appears meanwhile
                 newest = list_checkpoints(folder / "checkpoints")[-1].path
-                damage(sorted(newest.glob("*.safetensors")), how, self.random)
+                damage(sorted(Path(str(newest)).glob("*.safetensors")), how, self.random)
                 end_here()
 
     def flip_shard(self) -> None:

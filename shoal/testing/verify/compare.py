@@ -226,7 +226,8 @@ class _Step:
 
     def _find(self, phase: str, place: str, errors: dict[str, float], what: str, allowed: float) -> None:
         """Note a finding if an error is beyond what is allowed; ``errors`` by rank in words."""
-        wrong = sorted((where for where, e in errors.items() if not e <= allowed), key=errors.get, reverse=True)
+        beyond = (where for where, error in errors.items() if not error <= allowed)
+        wrong = sorted(beyond, key=lambda where: errors[where], reverse=True)
         if wrong:
             error = errors[wrong[0]]
             others = f" and {len(wrong) - 1} more of {len(self.ranks)} ranks" if len(wrong) > 1 else ""
@@ -262,7 +263,7 @@ class _Step:
                 seen = {where: found.trace[key] for where, found in self.ranks if key in found.trace}
                 errors = {where: _relative(d, scale) for where, (d, scale, _) in seen.items()}
                 if any(not e <= self.gradient for e in errors.values()):
-                    where = max(errors, key=errors.get)
+                    where = max(errors, key=lambda where: errors[where])
                     what = f"{phase}: {_module_text(phase, order, i)}, micro-batch {seen[where][2]}"
                     self._find(phase, module, errors, what, self.gradient)
                     break

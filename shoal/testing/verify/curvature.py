@@ -16,6 +16,7 @@ from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import RunConfig
+from shoal.testing.verify.emulate import gradient_of
 from shoal.training.step.curvature import SHIFT
 
 
@@ -72,7 +73,7 @@ class PlainCurvature:
         self.model.zero_grad(set_to_none=False)  # the update holds on to them
         for i, batch in enumerate(batches):
             (loss(i, batch) / _count(batches)).backward()
-        return [p.grad.clone() for p in self.model.parameters()]
+        return [gradient_of(p).clone() for p in self.model.parameters()]
 
 
 def _count(batches: Sequence[Batch]) -> int:

@@ -38,7 +38,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         (name, stages)
         for name in ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
         for stages in ((1, 2, 3) if SCHEDULES[name].virtual is None else (None,))
-        if not SCHEDULES[name].refuses(pp, accumulation, stages or SCHEDULES[name].virtual)
+        if not SCHEDULES[name].refuses(pp, accumulation, stages or SCHEDULES[name].virtual or 1)
     ])
     depth = pp * (virtual or SCHEDULES[schedule].virtual) // SCHEDULES[schedule].copies
     zero = choose((0, 1, 2, 3))

@@ -57,9 +57,9 @@ def emulated_updates(
                     model, weights, (batch.tokens, batch.targets, batch.documents), tie_weights=False
                 )
                 for name, gradient in zip(weights, _gradients(loss / tokens, weights), strict=True):
-                    whole[owner(name, model.shape)].grad += gradient
+                    gradient_of(whole[owner(name, model.shape)]).add_(gradient)
                 total += loss.item()
-        norm = torch.stack([p.grad.norm() for p in whole.values()]).norm().item()
+        norm = torch.stack([gradient_of(p).norm() for p in whole.values()]).norm().item()
         update()
         versions.append({name: p.detach().clone() for name, p in whole.items()})
         yield total, norm
@@ -85,3 +85,9 @@ def stages_of(shape: ModelShape, program: Program) -> dict[str, int]:
         name: 0 if name.startswith(first) else depth - 1 if name.startswith(last) else layer_stage[name.split(".")[1]]
         for name in names
     }
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient that backward left in a parameter."""
+    assert parameter.grad is not None
+    return parameter.grad

@@ -117,7 +117,7 @@ def clip_per_rank(right: Callable) -> Callable:
 def count_copies(right: Callable) -> Callable:
     def square_norm(parameters: zero_engine.ShardedParameters) -> Tensor:
         gradients = [gradient for _, _, gradient in parameters.runs()]
-        return sum(gradient.double().square().sum() for gradient in gradients)
+        return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
 
     return square_norm
 

@@ -94,14 +94,14 @@ class RankReport:
 class Recorded:
     """Samples that remember which of them were asked for."""
 
-    def __init__(self, samples: Dataset):
-        self.samples = samples
-        self.asked: list[list[int]] = []
+    def __init__(self, data: Dataset):
+        self.data, self.asked = data, list[list[int]]()
+        self.vocab_size, self.samples, self.fingerprint = data.vocab_size, data.samples, data.fingerprint
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """As of the samples."""
         self.asked.append(list(indices))
-        return self.samples.batch(indices)
+        return self.data.batch(indices)
 
 
 def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:

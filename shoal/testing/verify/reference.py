@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.models.experts.balance import begin, rebalance, routers_of
-from shoal.engine.models.experts.router import SUMS
-from shoal.engine.models.mixture_of_depths import COUNTS, depths_of
+from shoal.engine.models.experts.router import SUMS, Router
+from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths, depths_of
 from shoal.engine.models.mixture_of_depths import begin as begin_depths
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.optim.build import build, rate_factor, weight_decay
@@ -31,7 +31,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
 from shoal.testing.verify.curvature import PlainCurvature
-from shoal.testing.verify.emulate import emulated_updates
+from shoal.testing.verify.emulate import emulated_updates, gradient_of
 from shoal.testing.verify.float8 import multiply_in_float8
 from shoal.testing.verify.routing_trace import Choices
 from shoal.testing.verify.trace import Tracer
@@ -145,7 +145,7 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     return build(config, Shards.of(
-        ((name, p.detach(), p.grad) for name, p in named.items()),
+        ((name, p.detach(), gradient_of(p)) for name, p in named.items()),
         lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
     ))
 
@@ -159,9 +159,10 @@ class PlainTorch:
              "rate": rate_factor(config, name)}
             for name, p in model.named_parameters()
         ]
-        options = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
-        make = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
-        self.optimizer = make(groups, lr=config.learning_rate, foreach=False, **options)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(groups, config.learning_rate, config.betas, config.eps, foreach=False)
+            if config.name == "adamw" else torch.optim.SGD(groups, config.learning_rate, foreach=False)
+        )
 
     def step(self, rate: float) -> None:
         """Make one update."""
@@ -202,7 +203,7 @@ def _step(
         gradients: dict[str, Tensor] = {}
 
         def one_update() -> None:
-            gradients.update((name, p.grad.clone()) for name, p in parameters.items())
+            gradients.update((name, gradient_of(p).clone()) for name, p in parameters.items())
             update(rate)
 
         each = len(batches) // program.microbatches
@@ -213,9 +214,9 @@ def _step(
         total, norm, gradients = _one_update(model, batches, max(1, sum(counts)), config)
         update(rate)
     for router in routers:
-        rebalance(router, router.tally[SUMS:])
-    routing = torch.stack([router.tally for router in routers]) if routers else torch.zeros(0, SUMS)
-    chosen = torch.stack([depth.tally for depth in depths]) if depths else torch.zeros(0, COUNTS + 1)
+        rebalance(router, _tally(router)[SUMS:])
+    routing = torch.stack([_tally(router) for router in routers]) if routers else torch.zeros(0, SUMS)
+    chosen = torch.stack([_tally(depth) for depth in depths]) if depths else torch.zeros(0, COUNTS + 1)
     weights = {name: p.detach() for name, p in parameters.items()} | dict(model.named_buffers())
     save_file(
         {f"gradient/{name}": t for name, t in gradients.items()} | {f"weight/{name}": t for name, t in weights.items()},
@@ -225,6 +226,12 @@ def _step(
         total / max(1, sum(counts)), norm, counts, routing, choices.taken(), chosen, _largest(gradients),
         _largest(weights),
     )
+
+
+def _tally(counted: Router | MixtureOfDepths) -> Tensor:
+    """What a router counted in a step that was begun."""
+    assert counted.tally is not None
+    return counted.tally
 
 
 def _one_update(
@@ -238,12 +245,12 @@ def _one_update(
         (loss / tokens).backward()
         total += loss.item()
     parameters = dict(model.named_parameters())
-    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm().item()
+    norm = torch.stack([gradient_of(p).norm() for p in parameters.values()]).norm().item()
     clip = config.optimizer.clip_norm
     if clip and norm > clip:
         for p in parameters.values():
-            p.grad *= clip / norm
-    return total, norm, {name: p.grad.clone() for name, p in parameters.items()}
+            gradient_of(p).mul_(clip / norm)
+    return total, norm, {name: gradient_of(p).clone() for name, p in parameters.items()}
 
 
 def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
