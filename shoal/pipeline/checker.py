@@ -250,8 +250,8 @@ def _check_versions(program: Program, rank: int) -> None:
 
 def _check_messages(program: Program) -> None:
     """Between two ranks and in one direction, messages match by their order alone: so the orders must agree."""
-    sent: dict[tuple, list[Action]] = {}
-    expected: dict[tuple, list[Action]] = {}
+    sent: dict[tuple[Op, int, int], list[Action]] = {}
+    expected: dict[tuple[Op, int, int], list[Action]] = {}
     for rank, actions in enumerate(program.actions):
         for a in actions:
             if a.op in SENDS:
@@ -278,7 +278,8 @@ def _play(program: Program, times: StageDurations, tied: bool) -> list[tuple[flo
         Op.BACKWARD_INPUT: times.input,
         Op.BACKWARD_WEIGHT: times.weight,
     }
-    at, clock, begun = ([kind() for _ in program.actions] for kind in (int, float, lambda: None))
+    at, clock = [0] * program.ranks, [0.0] * program.ranks
+    begun: list[float | None] = [None] * program.ranks
     there: dict[Action, float] = {}  # messages sent, results kept on the rank, stages reduced: and when
     waiting: dict[Action, list[int]] = {}  # the ranks that wait for one
     runnable = deque(range(program.ranks))

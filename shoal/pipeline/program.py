@@ -241,7 +241,9 @@ def add_transfers(program: Program) -> list[list[Action]]:
     return [_with_transfers(rank, order, program, waiting) for rank, order in enumerate(program.actions)]
 
 
-def _with_transfers(rank: int, order: Sequence[Action], program: Program, waiting: dict) -> list[Action]:
+def _with_transfers(
+    rank: int, order: Sequence[Action], program: Program, waiting: dict[tuple[Op, int, int], deque[Action]]
+) -> list[Action]:
     actions: list[Action] = []
     posted: set[Action] = set()
 

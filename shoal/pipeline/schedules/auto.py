@@ -49,12 +49,13 @@ def zb_auto(
             f"zb-auto: memory for {' '.join(map(str, limits))} activations on {ranks} pipeline ranks, which hold "
             f"{' '.join(map(str, held))} stages: each needs room for one of every stage that it holds, at least"
         )
-    best = None
+    best: tuple[tuple[float, float], list[list[Action]]] | None = None
     for choose_for in _ways(ranks, microbatches, limits, placement):
         play = Play(ranks, microbatches, times, placement, kept)
         cost = play.run(choose_for(play))
         if best is None or cost < best[0]:
             best = (cost, play.orders)
+    assert best is not None, "there is always a way"
     return best[1]
 
 
@@ -72,10 +73,10 @@ def _ways(
         halves = [partial(zero_bubble.within, memory=held) for held in (memory, ranks)]
         for order in (*halves, partial(one_f_one_b.one_f_one_b, virtual=1)):
             orders = [order(rank, ranks, microbatches) for rank in range(ranks)]
-            yield lambda play, orders=orders: follow(play, orders)
+            yield partial(follow, orders=orders)
     for patience in (0.0, 0.5, 1.0):
         for lead in (2, 1, microbatches):
-            yield lambda play, patience=patience, lead=lead: _rules(play, limits, patience, lead)
+            yield partial(_rules, limits=limits, patience=patience, lead=lead)
 
 
 def _rules(play: Play, limits: list[int], patience: float, lead: int) -> Choice:

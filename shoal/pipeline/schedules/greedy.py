@@ -22,7 +22,7 @@ class Play:
         self.stages = [[s for s, holder in enumerate(placement) if holder == rank] for rank in range(ranks)]
         last = len(placement) - 1
         # When what the k-th forward or backward of a stage needs has reached it.
-        self.arrived = {(op, s): [] for op in (F, I) for s in range(last + 1)}
+        self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for op in (F, I) for s in range(last + 1)}
         self.arrived[F, 0] = [0.0] * microbatches
         self.done = {(op, s): 0 for op in (F, I, W) for s in range(last + 1)}
         self.alive = [0.0] * ranks
@@ -36,7 +36,8 @@ class Play:
             the longest time from a rank's first computation to its last, and the time of the whole step.
         """
         ranks = range(len(self.stages))
-        busy_until, begun = [0.0] * len(ranks), [None] * len(ranks)
+        busy_until = [0.0] * len(ranks)
+        begun: list[float | None] = [None] * len(ranks)
         events = [(0.0, rank) for rank in ranks]
         while events:
             now, rank = heapq.heappop(events)

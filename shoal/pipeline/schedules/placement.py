@@ -25,7 +25,9 @@ def bidirectional(ranks: int, virtual: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def closed_form(name: str, source: str, order: Order, placement: Callable, **more: Any) -> Schedule:
+def closed_form(
+    name: str, source: str, order: Order, placement: Callable[[int, int], tuple[int, ...]], **more: Any
+) -> Schedule:
     """A schedule of which each rank's order can be written down without the others'."""
 
     def orders(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:

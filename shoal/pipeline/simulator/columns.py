@@ -113,7 +113,7 @@ def of_schedule(
     placement = schedule.placement(ranks, virtual)
     program = Program((), placement, microbatches, copies=schedule.copies, parts=parts, gathers=gathers)
     if schedule.order is None:
-        orders = schedule.orders(ranks, microbatches, virtual)
+        orders: Iterable[list[Action]] = schedule.orders(ranks, microbatches, virtual)
     else:
         orders = (schedule.order(rank, ranks, microbatches, virtual) for rank in range(ranks))
     return _columns(program, (_whole(in_slices(order, parts), program, rank) for rank, order in enumerate(orders)))
@@ -152,7 +152,7 @@ def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
 
 def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> None:
     """Write down behind which row each result is sent."""
-    made: dict[tuple, int] = {}
+    made: dict[tuple[bool, int, int, int], int] = {}
     passed = -1
     for action in order:
         what = action[1:4]
@@ -224,7 +224,8 @@ def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray
     sends = np.append(-1, sends[:-1])
     found += (sends >= columns.offset[columns.rank]) & (sent[sends] > 0)
     made, taken = backward & here[stage], backward & here_behind[stage]
-    return found + _sums(made.astype(int) - taken, columns) - made
+    total: np.ndarray = found + _sums(made.astype(int) - taken, columns) - made
+    return total
 
 
 def _sums(numbers: np.ndarray, columns: Columns) -> np.ndarray:
@@ -236,4 +237,5 @@ def _counted(made: np.ndarray, of: Integers) -> Integers:
     """[rows] how many there were before of the same, where those of the same follow each other."""
     before = np.cumsum(made) - made
     begins = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
-    return before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))
+    counted: Integers = before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))
+    return counted

@@ -81,14 +81,17 @@ def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int =
                 f"slow link {a}-{b}: activations only pass between pipeline ranks of one replica; "
                 f"rank {a} meets {', '.join(str(k * dp * tp + x) for k in range(pp) if k != i) or 'nobody'}"
             )
-        factors = links.setdefault(x // tp, {})
+        slow = links.setdefault(x // tp, {})
         for pair in ((i, j), (j, i)):
-            factors[pair] = max(factors.get(pair, factor if tp == 1 else 1.0), factor)
+            slow[pair] = max(slow.get(pair, factor if tp == 1 else 1.0), factor)
     return _group(disturbance, compute, links, pp, dp)
 
 
-def _group(disturbance: Disturbance, compute: dict, links: dict, pp: int, dp: int) -> DistinctReplicas:
-    groups: dict[tuple, list[int]] = {}
+def _group(
+    disturbance: Disturbance, compute: dict[int, dict[int, float]], links: dict[int, dict[tuple[int, int], float]],
+    pp: int, dp: int,
+) -> DistinctReplicas:  # fmt: skip
+    groups: dict[tuple[object, ...], list[int]] = {}
     disturbed = range(dp) if disturbance.jitter else sorted(compute.keys() | links.keys())
     for replica in disturbed:
         own = (replica,) if disturbance.jitter else ()

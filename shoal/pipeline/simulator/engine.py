@@ -8,6 +8,7 @@ number of sweeps is the longest chain of events, not their number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -171,7 +172,7 @@ class EventGraph:
         for kind in range(kinds):
             at, to = kind * rows, kinds * rows + kind * sent
             factors = replicas.compute[kind][rank]
-            if disturbance.jitter:
+            if random is not None:
                 factors = factors * _noise(random, disturbance.jitter, rows)
             duration[at : at + rows] = np.where(own, base * factors, base)
             factor = _link_factors(replicas.links[kind], source, target, columns.ranks)
@@ -238,13 +239,16 @@ def _meet(following: np.ndarray, waits_for: np.ndarray, meetings: np.ndarray, ba
     return _lanes(following, begins + base, ends + base)
 
 
-def _link_factors(slow: dict, source: np.ndarray, target: np.ndarray, ranks: int) -> np.ndarray | float:
+def _link_factors(
+    slow: Mapping[tuple[int, int], float], source: np.ndarray, target: np.ndarray, ranks: int
+) -> np.ndarray | float:
     if not slow:
         return 1.0
     factor = np.ones((ranks, ranks))
     for pair, value in slow.items():
         factor[pair] = value
-    return factor[source, target]
+    factors: np.ndarray = factor[source, target]
+    return factors
 
 
 def _noise(random: np.random.Generator, deviation: float, n: int) -> np.ndarray:

@@ -67,7 +67,8 @@ class Replay:
         for here, behind, needed in sweeps.each:
             np.maximum(end[behind], end[needed] + flight[here], out=end[here])
             end[here] += duration[here]
-        return end.max(axis=0)
+        last: np.ndarray = end.max(axis=0)
+        return last
 
     def busy(self, times: np.ndarray) -> np.ndarray:
         """[ranks, sets] time in computations."""
@@ -79,7 +80,8 @@ class Replay:
         table = np.zeros((len(OPS), *times.shape[1:]))
         table[[FORWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER]] = times
         table[BACKWARD] = table[INPUT] + table[WEIGHT]
-        return table[self.columns.op, self.columns.stage]
+        durations: np.ndarray = table[self.columns.op, self.columns.stage]
+        return durations
 
 
 class _Sweeps(NamedTuple):

@@ -78,14 +78,15 @@ def _fits(s: EqualStages) -> bool:
 FITS = "T_W <= T_F <= T_B, m >= 2p"
 
 
-def _both_ways(half: Callable[[EqualStages], float]) -> dict:
+def _both_ways(source: str, half: Callable[[EqualStages], float]) -> Theory:
     """(PP/2 - 1)(F&B + B - 3W), with B the whole backward: half = PP/2 ranks from each end to the middle."""
-    return {
-        "idle": lambda s: (half(s) - 1) * (s.pair + s.whole - 3 * s.w),
-        "alive": lambda s: int(2 * half(s)) + 1,
-        "needs": "pairs computed at once, F&B >= B, T_W <= T_F <= T_B, m even and >= 4p",
-        "holds": lambda s: (s.pair or 0) >= s.whole and s.w <= s.f <= s.b and s.m % 2 == 0 and s.m >= 4 * s.p,
-    }
+    return Theory(
+        source,
+        idle=lambda s: (half(s) - 1) * ((s.pair or 0.0) + s.whole - 3 * s.w),
+        alive=lambda s: int(2 * half(s)) + 1,
+        needs="pairs computed at once, F&B >= B, T_W <= T_F <= T_B, m even and >= 4p",
+        holds=lambda s: (s.pair or 0) >= s.whole and s.w <= s.f <= s.b and s.m % 2 == 0 and s.m >= 4 * s.p,
+    )
 
 
 THEORY = {
@@ -137,6 +138,6 @@ THEORY = {
         needs="T_F = T_B = T_W, m >= 2p",
         holds=lambda s: s.f == s.b == s.w and s.m >= 2 * s.p,
     ),
-    "dualpipe": Theory("DeepSeek-AI 2024, table 2: (PP/2-1)(F&B + B - 3W)", **_both_ways(lambda s: s.p / 2)),
-    "dualpipev": Theory("DualPipe's, on half as many ranks", **_both_ways(lambda s: s.p)),
+    "dualpipe": _both_ways("DeepSeek-AI 2024, table 2: (PP/2-1)(F&B + B - 3W)", lambda s: s.p / 2),
+    "dualpipev": _both_ways("DualPipe's, on half as many ranks", lambda s: s.p),
 }

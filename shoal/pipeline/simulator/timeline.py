@@ -127,12 +127,14 @@ class Timeline:
         """[kinds, ranks] from each rank's first computation to the end of its last."""
         computing = self.columns.op <= COMPUTING
         first = self._by_rank(np.where(computing, self.start, np.inf), np.minimum)
-        return self._by_rank(np.where(computing, self.end, -np.inf), np.maximum) - first
+        span: np.ndarray = self._by_rank(np.where(computing, self.end, -np.inf), np.maximum) - first
+        return span
 
     @cached_property
     def stall(self) -> np.ndarray:
         """[kinds, ranks] idle time within each rank's own span."""
-        return self.own_span - self.busy
+        stall: np.ndarray = self.own_span - self.busy
+        return stall
 
     @cached_property
     def critical_path(self) -> list[tuple[Interval, int]]:

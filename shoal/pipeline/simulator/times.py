@@ -114,7 +114,8 @@ class MessageTimes:
     def between(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The time and the latency of each message. [messages] each"""
         time, latency = (
-            np.broadcast_to(np.asarray(given, float), source.shape) if np.ndim(given) == 0 else given[source, target]
+            given[source, target] if isinstance(given, np.ndarray) and given.ndim
+            else np.broadcast_to(np.asarray(given, float), source.shape)
             for given in (self.time, self.latency)
         )
         return time, latency
