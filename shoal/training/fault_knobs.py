@@ -110,7 +110,8 @@ class Watch:
         self.factor, self.death = handicaps.factors.get(rank, 1.0), handicaps.deaths.get(rank)
         self.pace, self.times = handicaps.pace, RankTimes()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
-        self._step, engine.step, self._clock = engine.step, self.step, Stopwatch(engine.mesh.device)
+        self._step, self._clock = engine.step, Stopwatch(engine.mesh.device)
+        setattr(engine, "step", self.step)  # noqa: B010 -- wrapped for this run alone
         engine.runtime.recorders.append(self)
 
     def step(self, number: int, **options: bool) -> object:

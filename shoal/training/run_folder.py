@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from shoal.base.errors import UsageError
@@ -41,8 +42,8 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
     Raises:
         UsageError: the folder is there and is not empty.
     """
+    folder = folder or _fresh_folder(config)
     try:
-        folder = folder or _fresh_folder(config)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_free(folder):
             raise FileExistsError
@@ -112,10 +113,10 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
 
 def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
     """What may not change and did, between the config that a run was started with and the one to go on with."""
-    order = {
+    order: dict[str, Callable[[RunConfig], object]] = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
-        **{f"data.{name}": (lambda c, name=name: getattr(c.data, name)) for name in _DATA_ORDER},
+        **{f"data.{name}": attrgetter(f"data.{name}") for name in _DATA_ORDER},
     }
     for name, value in order.items():
         if value(first) != value(config):

@@ -58,6 +58,7 @@ class States:
             report=report,
         )
         self.memory: InMemoryCheckpointer | None = None
+        self._stalled, self._saved = 0.0, -1
         if fresh:
             self._begin(None)
 
@@ -175,7 +176,7 @@ class States:
             self.folder,
             group=self._new_group(),
             node_ranks=self.config.failover.node_ranks,
-            keep=restored and restored.save,
+            keep=restored.save if restored else None,
             report=self.report,
         )
         self.memory.prepare(self.engine.state())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,9 @@ class Trainer:
         return Engine(self.config, self.shape, self.mesh, self.samples["train"])
 
     def _recorded(self) -> AbstractContextManager:
-        due = self.histograms and self.histograms.due(self.step)
-        return self.histograms.recording(self.step) if due else nullcontext()
+        if self.histograms and self.histograms.due(self.step):
+            return self.histograms.recording(self.step)
+        return nullcontext()
 
     def _close(self) -> None:
         self.states.close()
@@ -217,7 +218,7 @@ class Trainer:
     def _after_step(self, result: StepResult, timer: StepTimer, peak: float | None, *, last: bool) -> None:
         every = self.config.train.validate_every
         self.validation_loss = self.validation_dropped = None
-        if result.skipped:
+        if result.skipped and self.engine.loss_scale:
             self.display.note(
                 f"step {self.step} skipped: a gradient overflowed with loss scale {result.loss_scale:g}, "
                 f"now {self.engine.loss_scale.value:g}"
@@ -268,10 +269,13 @@ class Trainer:
             mfu=rate * self.shape.flops_per_token(length) / peak if peak else None,
             validation_loss=self.validation_loss,
             validation_dropped=self.validation_dropped,
-            **(routed.metrics() if routed else {}),
-            **(foreseen.metrics() if foreseen else {}),
         )
-        self.writer.write(metrics)
+        if routed:
+            metrics = replace(metrics, **routed.metrics())
+        if foreseen:
+            metrics = replace(metrics, **foreseen.metrics())
+        if self.writer:
+            self.writer.write(metrics)
         self.display.step(metrics)
 
     def _peak(self) -> float | None:

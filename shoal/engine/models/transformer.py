@@ -145,7 +145,8 @@ class Transformer(nn.Module):
         self.loss = CrossEntropy()
         self.labels: Callable[[Tensor, Tensor], Tensor] | None = None
         """Makes the targets of (logits, targets), where these are not what the loss is to be of."""
-        self.sequences, self.seed = 1, 0
+        self.sequences: float = 1
+        self.seed = 0
         if shape.tied:
             self.head.weight = self.embed.token.weight
 

@@ -48,15 +48,17 @@ def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
     n = {name: int(r[name]) for name in whole}
     try:
         shape = ModelShape(
-            family="llama" if r["gated"] else "gpt", max_sequence=n["s"], tied=bool(r["tied"]),
-            **{name: n[name] for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")},
+            family="llama" if r["gated"] else "gpt", max_sequence=n["s"], tied=bool(r["tied"]), layers=n["layers"],
+            hidden=n["hidden"], heads=n["heads"], kv_heads=n["kv_heads"], head_dim=n["head_dim"], ffn=n["ffn"],
+            vocab=n["vocab"],
         )  # fmt: skip
-        layout = Layout(
-            dp=n["dp"], tp=n["tp"], pp=n["pp"], cp=n["cp"], zero=int(r["zero"]), micro_batch=n["b"],
-            zero_shard=int(shards) if r["zero"] else None, recompute=RECOMPUTE[int(r["recompute"])],
-            sequence_parallel=bool(r["sequence_parallel"]) and n["tp"] > 1,
-            **({"schedule": "interleaved-1f1b", "virtual_stages": int(r["virtual"])} if r["virtual"] > 1 else {}),
-        )  # fmt: skip
+        virtual = int(r["virtual"])
+        layout = Layout.model_validate({
+            "dp": n["dp"], "tp": n["tp"], "pp": n["pp"], "cp": n["cp"], "zero": int(r["zero"]), "micro_batch": n["b"],
+            "zero_shard": int(shards) if r["zero"] else None, "recompute": RECOMPUTE[int(r["recompute"])],
+            "sequence_parallel": bool(r["sequence_parallel"]) and n["tp"] > 1,
+            "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b", "virtual_stages": virtual if virtual > 1 else None,
+        })  # fmt: skip
         batch = n["b"] * int(r["microbatches"]) * n["dp"]
         precision = "fp8" if r["fp8"] else "bf16"
         run = EstimatedRun(shape, layout, _cluster(point, constants), n["s"], batch, precision)

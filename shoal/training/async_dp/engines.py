@@ -81,7 +81,7 @@ class ReplicaEngine(Engine):
         batches = []
         for m in range(self.microbatches):
             start = (step * self.microbatches + m) * n
-            batches.append(self.samples.batch(self.sampler(np.arange(start, start + n))).to(self.mesh.device))
+            batches.append(self.samples.batch(self.sampler(np.arange(start, start + n)).tolist()).to(self.mesh.device))
         tokens = self.count(batches)
         result = None
 

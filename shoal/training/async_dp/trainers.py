@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from threading import Thread
 
 import torch
@@ -15,6 +16,7 @@ from shoal.training.async_dp.engines import CompressedEngine, LocalEngine, Repli
 from shoal.training.async_dp.unsynchronised import COLUMNS, FreeEngine
 from shoal.training.fault_knobs import RankTimes, who_waits
 from shoal.training.records.metrics import StepMetrics
+from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.engine import Engine, StepResult
 from shoal.training.trainer import Trainer
@@ -46,7 +48,7 @@ class LocalTrainer(Trainer):
     def _engine(self) -> Engine:
         return LocalEngine(self.config, self.shape, self.mesh, self.samples["train"])
 
-    def _after_step(self, result: StepResult, timer: object, peak: float | None, *, last: bool) -> None:
+    def _after_step(self, result: StepResult, timer: StepTimer, peak: float | None, *, last: bool) -> None:
         if isinstance(result, ReplicaResult) and result.met:
             super()._after_step(result, timer, peak, last=last)
         else:
@@ -105,6 +107,11 @@ class FreeTrainer(Trainer):
             self.told_at = time.perf_counter()
         self._meet()
 
+    @property
+    def _times(self) -> RankTimes:
+        assert self.watch is not None, "a relaxed run watches its times"
+        return self.watch.times
+
     def _free_steps(self) -> None:
         engine, queue = self.engine, self.engine.queue
         while (ticket := queue.take(engine.replica)) is not None:
@@ -114,14 +121,14 @@ class FreeTrainer(Trainer):
                 engine.sampler = engine.sampler_of(ticket.slot)
             self.beat.phase(Phase.STEP)
             result = engine.step(ticket.step)
-            self.beat.stepped(ticket.step + 1, self.watch.times.total)
+            self.beat.stepped(ticket.step + 1, self._times.total)
             self._tell(result)
             if self.first:
                 self._show(result)
 
     def _tell(self, result: ReplicaResult) -> None:
         """Write this replica's row of the board."""
-        times, stale = self.watch.times, self.engine.method.staleness
+        times, stale = self._times, self.engine.method.staleness
         row = self.engine.board[self.engine.replica]
         row += torch.tensor([1, result.loss * result.tokens, result.tokens, result.gradient_norm, 0, 0, 0, 0, 0])
         row[4:] = torch.tensor([times.computing, times.total, stale.updates, stale.total, stale.most])
@@ -162,10 +169,15 @@ class FreeTrainer(Trainer):
             staleness=news["stale"] / updates if updates else None,
             stalest=int(board[:, COLUMNS.index("stalest")].max()) if updates else None,
         )
-        self.writer.write(metrics)
+        if self.writer:
+            self.writer.write(metrics)
         self.display.step(metrics)
 
     # ---- together ----------------------------------------------------------------------------------------------
+
+    def _has_come(self, other: int) -> bool:
+        window = self.engine.window
+        return window.get(self.engine.arrived + other) >= self.meetings or not window.alive(other)
 
     def _meet(self) -> list[int]:
         """Wait for all that live; returns them, as the first rank saw it.
@@ -179,7 +191,7 @@ class FreeTrainer(Trainer):
         decided, who = counter + n, counter + n + 1
         if self.first:
             for other in range(1, n):
-                window.until(lambda o=other: window.get(counter + o) >= self.meetings or not window.alive(o))
+                window.until(partial(self._has_come, other))
             living = [o for o in range(n) if window.get(counter + o) >= self.meetings and window.alive(o, now=True)]
             window.set(who, sum(1 << o for o in living))
             window.set(decided, self.meetings)

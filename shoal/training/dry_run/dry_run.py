@@ -36,6 +36,7 @@ from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import Spread, spread
 from shoal.engine.parallel.mixture_of_depths import chosen_spread
 from shoal.pipeline.program import Action
+from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.time.traffic import evenly_taken
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -100,7 +101,8 @@ class MemoryRecorder:
     """Hears of a runtime's actions, and notes what each did to memory, and most of all that was alive between them."""
 
     def __init__(self, tracker: Tracker):
-        self.tracker, self.moments, self.between = tracker, [], 0
+        self.tracker, self.between = tracker, 0
+        self.moments: list[ActionMemory] = []
         tracker.rewind()
 
     def begin(self, action: Action) -> None:
@@ -123,7 +125,8 @@ class DryEngine(Engine):
         for stage in self.stages:
             for router in routers_of(stage.module):
                 spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
-                router._choose = partial(_evenly, router, router._choose, spread or self.spread)
+                evenly = partial(_evenly, router, router._choose, spread or self.spread)
+                setattr(router, "_choose", evenly)  # noqa: B010 -- scores without values choose nothing
             for depth in depths_of(stage.module):
                 depth.highest = _taken
 
@@ -179,7 +182,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
 def _check_even(config: RunConfig, shape: ModelShape) -> None:
     """Refuse experts that context-parallel ranks cannot give equally many tokens: then what one sends tells nothing of
     what it is sent."""
-    layout, experts, s = config.parallel, shape.experts, config.data.sequence_length
+    layout, experts, s = config.parallel, experts_of(shape), config.data.sequence_length
     for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
         each = spread(layout, tokens)
         lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})
@@ -253,7 +256,7 @@ class _FusedNorm(torch.autograd.Function):
 def _fused_norms() -> Iterator[None]:
     """RMSNorm as CUDA has it, where torch's CPU has it in parts; also where backward computes it again."""
     parts = F.rms_norm
-    F.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
+    setattr(F, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight))  # noqa: B010 -- patched
     try:
         yield
     finally:

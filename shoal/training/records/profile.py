@@ -223,14 +223,17 @@ def _profile(paths: Sequence[Path]) -> Profile:
     for path in paths:
         header, *lines = map(json.loads, path.read_text().splitlines())
         actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
-        times = [[[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")]
+        begin, arrived, end = times = tuple(
+            [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")
+        )
         if any(len(step) != len(actions) for steps in times for step in steps):
             raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
-        place = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
-        ranks.append(RankProfile(*place, actions, tuple(int(line["step"]) for line in lines), *times))
+        number, pp, dp, tp = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
+        recorded = tuple(int(line["step"]) for line in lines)
+        ranks.append(RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end))
         headers.append(header)
     by_stage = {rank.pp: rank.actions for rank in ranks}
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
     world = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
     pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
     stages = 1 + max(values["stage_rank"])

@@ -72,7 +72,7 @@ class MemorySlot:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / PART).unlink(missing_ok=True)
         self.reserve(size)
-        return self._memory
+        return self.written()
 
     def reserve(self, size: int) -> None:
         """Have that memory already: getting it takes longer than writing it.
@@ -86,6 +86,7 @@ class MemorySlot:
 
     def written(self) -> torch.Tensor:
         """What `room` gave last."""
+        assert self._memory is not None, "room() comes first"
         return self._memory
 
     def commit(self, part: bytes) -> None:

@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,14 @@ from shoal.training.resilience.host_memory_dir import make_home
 from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
 from shoal.training.resilience.memory_slot import CompleteSlot, SlotRecord
 
-_LOADED = {"convert": True, "optional": ("precision.",)}
-"""How: a run may go on in other number formats, and what one alone keeps of its numbers begins anew."""
+
+class _Loaded(TypedDict):
+    convert: bool
+    optional: tuple[str, ...]
+
+
+_LOADED: _Loaded = {"convert": True, "optional": ("precision.",)}
+"""A run may go on in other number formats, and what one format alone keeps of its numbers begins again."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def _load_from_memory(
         CheckpointError: on every rank: a part of it is nowhere; or as `load`.
     """
     rank = rank_of(group)
-    told = broadcast(_put_together(save) if rank == 0 else None, group)
+    told = broadcast(_put_together(save or _Save()) if rank == 0 else None, group)
     if "error" in told:
         raise CheckpointError(told["error"])
     first = places.first_here(rank)
@@ -222,4 +228,4 @@ def _receive(path: Path, source: int, group: Group) -> None:
     data = torch.empty(int(size), dtype=torch.uint8)
     for part in in_messages(data):
         dist.recv(part, group=group, group_src=source)
-    storage.write(path, [memoryview(data.numpy())])
+    storage.write(path, [memoryview(data.numpy().data)])

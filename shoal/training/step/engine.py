@@ -93,15 +93,6 @@ class Engine(EngineState):
             updates.loss, updates.norm, rate, updates.tokens, updates.stopped, loss_scale, updates.skipped
         )
 
-    def make_batches(self, step: int) -> list[Batch]:
-        """This replica's samples of a step, micro-batch after micro-batch, on the host."""
-        return [self._batch(self.samples, step, m) for m in range(self.microbatches)]
-
-    def _batch(self, samples: Dataset, step: int, microbatch: int) -> Batch:
-        """This replica's samples of one micro-batch, on the host: consecutive replicas take consecutive runs."""
-        start = self.first_sample(step, microbatch)
-        return samples.batch(range(start, start + self.config.parallel.micro_batch))
-
     def _count(self, batches: Sequence[Batch], update_of: Sequence[int]) -> list[int]:
         """Unmasked targets of each update's micro-batches, of all replicas."""
         counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Dataset
+from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.data.prefetch import Ahead
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
@@ -76,15 +76,14 @@ class EngineState:
         self.estimating = False  # passes are under way that estimate the Hessian, and are none of the step's own
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
         self.runtime = self._runtime(self.program)
-        engine = weakref.ref(self)  # the thread that makes them must not own the engine
-        self._ahead = lambda step: engine().make_batches(step)
+        self._ahead = _batches_of(weakref.ref(self))  # the thread that makes them must not own the engine
         self.skip(Skips())
         self.shift = 0  # places on among the replicas, whose samples this one takes: to compute a step twice
 
     def skip(self, skips: Skips) -> None:
         """Leave out these batches of the data from now on."""
         self.skips = skips
-        self.batches_of = Ahead(self._ahead, self.config.train.steps)
+        self.batches_of: Callable[[int], list[Batch]] = Ahead(self._ahead, self.config.train.steps)
 
     def _initialise(self) -> None:
         initialise(self.parameters, self.shape, self.config.train.seed)
@@ -99,12 +98,27 @@ class EngineState:
             tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )
 
+    def make_batches(self, step: int) -> list[Batch]:
+        """This replica's samples of a step, micro-batch after micro-batch, on the host."""
+        n = self.config.parallel.micro_batch
+        starts = (self.first_sample(step, m) for m in range(self.microbatches))
+        return [self.samples.batch(range(start, start + n)) for start in starts]
+
     def first_sample(self, step: int, microbatch: int) -> int:
         """The global index of the first sample of one of this replica's micro-batches."""
         layout = self.config.parallel
         replica = (self.mesh.index("dp") + self.shift) % layout.dp
         place = (microbatch * layout.dp + replica) * layout.micro_batch
         return self.skips.batch(step) * self.config.train.global_batch + place
+
+
+def _batches_of(reference: weakref.ref[EngineState]) -> Callable[[int], list[Batch]]:
+    def make(step: int) -> list[Batch]:
+        engine = reference()
+        assert engine is not None, "an engine that is gone asks for no batches"
+        return engine.make_batches(step)
+
+    return make
 
 
 def attention_kernel(

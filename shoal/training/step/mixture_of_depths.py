@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, in_host_memory
 from shoal.engine.models.mixture_of_depths import COUNTS, begin, depths_of
 from shoal.engine.parallel.apply import LocalStage
+from shoal.planning.cost.optional_parts import depths_of as depths_part
 from shoal.spec.catalog import ModelShape
 
 
@@ -30,7 +32,7 @@ class Foreseen:
     expected: float
     loss: float
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """By the names of `StepMetrics`."""
         return {
             "depth_accuracy": self.accuracy, "depth_recall": self.recall, "depth_expected": self.expected,
@@ -50,7 +52,7 @@ class DepthsRouting:
 
     def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
         self.mesh, self.shape = mesh, shape
-        self.layers = shape.depths.layers(shape.layers)
+        self.layers = depths_part(shape).layers(shape.layers)
         self.here = [depth for stage in stages for depth in depths_of(stage.module)]
         self.totals = torch.zeros(len(self.layers), COUNTS + 1, dtype=torch.float64)
 
@@ -63,6 +65,7 @@ class DepthsRouting:
         """All backwards of the step are done on all ranks: count."""
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for depth in self.here:
+            assert depth.tally is not None, "begin() comes first"
             totals[self.layers.index(depth.layer)] += depth.tally
         self.totals = in_host_memory(all_reduce(totals, self.mesh.group("world")))
 
@@ -74,5 +77,5 @@ class DepthsRouting:
         """
         right, found, expected, loss = self.totals.mean(0).tolist()
         tokens = sequences * length
-        chosen = sequences * self.shape.depths.taken(length)
+        chosen = sequences * depths_part(self.shape).taken(length)
         return Foreseen(right / tokens, found / chosen, expected / tokens, loss / sequences)

@@ -65,9 +65,12 @@ class OneUpdate:
         if not math.isfinite(self.loss) or not (math.isfinite(self.norm) or (scale and not scale.exhausted)):
             smallest = f" with the smallest loss scale, {scale.value:g}" if scale else ""
             raise NonFinite(f"step {self.number}: loss {self.loss:g}, gradient norm {self.norm:g}{smallest}")
-        for counted in filter(None, (engine.routing, engine.depths)):
-            counted.count()
+        if engine.routing:
+            engine.routing.count()
+        if engine.depths:
+            engine.depths.count()
         if not math.isfinite(self.norm):
+            assert scale is not None, "without a scale a norm that is not finite was raised above"
             self.skipped = True
             scale.overflowed()
             return
@@ -86,6 +89,7 @@ class OneUpdate:
 
     def update(self) -> None:
         """Step the optimizer."""
+        assert self.rate is not None, "a dry step updates nothing"
         self.engine.optimizer.step(self.rate)
         if self.engine.mesh.layout.zero in (0, 3):
             # There is no GATHER, but what is computed with may be a copy, in another number format or on the device.
@@ -139,8 +143,8 @@ class ManyUpdates(OneUpdate):
         loss_sum, stop, *norms = read(all_reduce(mine, mesh.group("world")))
         self.loss, self.stopped = loss_sum / self.tokens, stop > 0
         if not all(map(math.isfinite, (loss_sum, *norms))):
-            mine = (self.spoilt, -mesh.index("pp"), mesh.describe())
-            found = all_gather(mine, world() if mesh.layout.world_size > 1 else None)
+            first_spoilt = (self.spoilt, -mesh.index("pp"), mesh.describe())
+            found = all_gather(first_spoilt, world() if mesh.layout.world_size > 1 else None)
             first = min(((v, s, where) for v, s, where in found if v), default=(0, 0, "no rank"))
             raise NonFinite(
                 f"step {self.number}: loss {self.loss:g}; the gradient of update {first[0]} of "

@@ -16,6 +16,7 @@ from shoal.engine.models.experts.balance import begin, begin_validation, rebalan
 from shoal.engine.models.experts.router import SUMS, Router
 from shoal.engine.parallel.apply import LocalStage
 from shoal.pipeline.program import Program
+from shoal.planning.cost.optional_parts import experts_of
 from shoal.spec.catalog import ModelShape
 
 
@@ -55,9 +56,10 @@ class Routed:
         """
         sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
         given = loads.sum(1, keepdim=True).clamp(min=1)
-        tokens = sequences * sum(shape.taken(layer, length) for layer in shape.experts.layers(shape.layers))
-        wanted = tokens if shape.experts.gate == "expert-choice" else float(loads.sum() + sums[0])
-        busiest = (loads / given).max() * shape.experts.count
+        experts = experts_of(shape)
+        tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.layers))
+        wanted = tokens if experts.gate == "expert-choice" else float(loads.sum() + sums[0])
+        busiest = (loads / given).max() * experts.count
         mean = sums[1:] / (sequences * len(totals))
         return Routed(
             float(sums[0]) / max(1, wanted), float((loads == 0).double().mean()), float(busiest),
@@ -78,11 +80,12 @@ class Routing:
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
         self.mesh, self.shape = mesh, shape
-        self.layers = shape.experts.layers(shape.layers)
+        experts = experts_of(shape)
+        self.layers = experts.layers(shape.layers)
         self.routers: list[tuple[Router, bool]] = [
             (router, stage.index < program.depth) for stage in stages for router in routers_of(stage.module)
         ]
-        self.totals = torch.zeros(len(self.layers), SUMS + shape.experts.count, dtype=torch.float64)
+        self.totals = torch.zeros(len(self.layers), SUMS + experts.count, dtype=torch.float64)
 
     def begin(self) -> None:
         """A step begins."""

@@ -27,7 +27,7 @@ class RoutingContext(NamedTuple):
         samples: [b] int64, which samples of the data the sequences are; None draws nothing.
     """
 
-    sequences: int = 1
+    sequences: float = 1
     seed: int = 0
     samples: Tensor | None = None
 

@@ -129,4 +129,5 @@ def share_states(rule: Rule, window: Window) -> None:
                 base = piece.tensor if piece.tensor._base is None else piece.tensor._base
                 seen.setdefault(base.data_ptr(), base)
     for base in seen.values():
-        base.set_(window.tensor(base.numel(), base.dtype).view(base.shape))
+        shared = window.tensor(base.numel(), base.dtype).view(base.shape)
+        base.set_(shared)  # type: ignore[call-overload]  # torch takes a tensor too

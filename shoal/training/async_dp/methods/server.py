@@ -91,8 +91,8 @@ class Server(Method):
         if self.bound == 0:
             what = "ps-bsp waits for every worker in every step"
             self.window.until(lambda: self._version(0) >= step, everyone, what)
-        elif self.bound is not None:
-            self.window.until(lambda: step - self.slowest() <= self.bound)
+        elif (bound := self.bound) is not None:
+            self.window.until(lambda: step - self.slowest() <= bound)
         for k in self.rules:
             with self.window.lock(self._locks + k):
                 self._pulled[k] = self._version(k)

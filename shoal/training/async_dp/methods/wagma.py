@@ -14,6 +14,7 @@ for itself, which gives the same mean where all are in time.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.shm.window import Window
@@ -92,13 +93,13 @@ class GroupAverage(Method):
             self._wait_for(member, self._done, step + 1 - late)
             if self.window.alive(member):
                 members.append(member)
-        total = None
+        total: list[Tensor] = []
         for member in sorted(members):  # in one order: members who read the same get the same bits
             version, weights = self._read(member, step + 1)
             ages.append(max(0, step + 1 - version))
-            total = weights if total is None else [a.add_(b) for a, b in zip(total, weights, strict=True)]
-        for weights, summed in zip(self.flat.weights, total, strict=True):
-            torch.div(summed, len(members), out=weights)
+            total = [a.add_(b) for a, b in zip(total, weights, strict=True)] if total else weights
+        for mine, summed in zip(self.flat.weights, total, strict=True):
+            torch.div(summed, len(members), out=mine)
         if self._is_global(step + 1):
             self.window.set(self._read_all + self.replica, step + 1)
         self.staleness.add(sum(ages) / len(ages), max(ages))
