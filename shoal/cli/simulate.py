@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -37,7 +38,8 @@ def run(options: SimulateOptions) -> int:
     _reject_unread(options)
     names = [options.schedule or ("" if options.csv else "1f1b"), *options.compare.split(",")]
     names = [name for name in names if name]
-    sizes: dict[str, Any] = {name: getattr(options, name) for name in ("pp", "microbatches", "virtual_stages", "dp", "tp")}
+    fields = ("pp", "microbatches", "virtual_stages", "dp", "tp")
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in fields}
     disturbance: dict[str, Any] = {
         "stragglers": {rank: factor for (rank,), factor in _factors("straggler", options.straggler, "RANK=FACTOR")},
         "slow_links": {(a, b): factor for (a, b), factor in _factors("slow-link", options.slow_link, "A-B=FACTOR")},

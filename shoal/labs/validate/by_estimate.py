@@ -57,7 +57,8 @@ def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
             "dp": n["dp"], "tp": n["tp"], "pp": n["pp"], "cp": n["cp"], "zero": int(r["zero"]), "micro_batch": n["b"],
             "zero_shard": int(shards) if r["zero"] else None, "recompute": RECOMPUTE[int(r["recompute"])],
             "sequence_parallel": bool(r["sequence_parallel"]) and n["tp"] > 1,
-            "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b", "virtual_stages": virtual if virtual > 1 else None,
+            "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b",
+            "virtual_stages": virtual if virtual > 1 else None,
         })  # fmt: skip
         batch = n["b"] * int(r["microbatches"]) * n["dp"]
         precision = "fp8" if r["fp8"] else "bf16"
