@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.base.errors import UsageError
     from shoal.engine.checkpoint.whole import describe_checkpoint, load_checkpoint, verify_checkpoint
     from shoal.engine.data.prepare import describe_data, train_tokenizer
+    from shoal.labs.autoshard.operators import plan_operators
     from shoal.labs.calibration.calibrate import calibrate
     from shoal.labs.explain.subjects import explain
     from shoal.labs.validate.by_dry_run import dry_run
@@ -59,6 +60,7 @@ _HOMES = {
     "estimate": "shoal.planning.describe",
     "plan": "shoal.planning.search.planner",
     "LayoutPlanner": "shoal.planning.search.planner",
+    "plan_operators": "shoal.labs.autoshard.operators",
     "goodput": "shoal.planning.goodput.forecast",
     "dry_run": "shoal.labs.validate.by_dry_run",
     "calibrate": "shoal.labs.calibration.calibrate",
@@ -104,6 +106,7 @@ __all__ = [
     "load_config",
     "model_shape",
     "plan",
+    "plan_operators",
     "sample",
     "save_config",
     "simulate",

@@ -7,12 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.base.units import show_bytes, show_seconds
+from shoal.labs.autoshard.intra.ilp import SECONDS
+from shoal.labs.autoshard.pipelined import StagePlan
 from shoal.labs.autoshard.plan import ShardingPlan
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import fits
 from shoal.report.planning.tables import run_toml, table
+from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.layout import Layout
+
+EXACT = 1e-10
+"""The largest difference in float64 of a plan that computes what one device does."""
 
 LYING = ["weight", "kept", "multiplied as", "optimizer state"]
 
@@ -97,15 +103,17 @@ def _rivals(plan: ShardingPlan, others: Sequence[Other]) -> Iterator[list[str]]:
 
 
 def for_train(
-    model: str, run: EstimatedRun, plan: ShardingPlan, others: Sequence[Other], sequences: int
-) -> Iterator[str]:
+    model: str, shape: ModelShape, machine: Cluster, sequence_length: int, batch: int, precision: str,
+    plan: ShardingPlan, others: Sequence[Other], sequences: int,
+) -> Iterator[str]:  # fmt: skip
     """The best split by hand that `shoal train` takes, as a run.
 
     Args:
-        model: of the catalog.
-        run: its layout is not looked at.
+        model: of the catalog; ``shape`` is what was planned of it.
+        batch: sequences of a step.
         sequences: of a micro-batch, of all devices together.
     """
+    run = EstimatedRun(shape, Layout(), machine, sequence_length, batch, precision)
     taken: list[tuple[str, ShardingPlan, Layout]] = []
     for other in others:
         if other.plan and other.layout and sequences % other.layout.dp == 0:
@@ -122,3 +130,41 @@ def for_train(
     yield f"The best of these for `shoal train`, {name}: {beside}."
     yield ""
     yield from run_toml(model, run, layout).splitlines()
+
+
+def stage_lines(
+    name: str, precision: str, machine: Cluster, microbatches: int, stages: Sequence[StagePlan], layers: int,
+    seconds: float, single_seconds: float,
+) -> list[str]:  # fmt: skip
+    """All that is said of a plan in stages.
+
+    Args:
+        single_seconds: of a step without stages; infinite if that does not fit.
+    """
+    said = [
+        f"{name}: {layers} layers of operators; {precision}, AdamW",
+        machine.describe(),
+        f"{len(stages)} stages, {microbatches} micro-batches: {show_seconds(seconds)} a step; without stages "
+        + (show_seconds(single_seconds) if single_seconds < float("inf") else "it does not fit"),
+    ]
+    for number, stage in enumerate(stages):
+        devices = f"device {stage.rank}" + (f" to {stage.rank + stage.stage.devices - 1}" * (stage.stage.devices > 1))
+        said += ["", f"stage {number}: layers {stage.stage.first} to {stage.stage.last - 1} on {devices}, mesh "
+                  f"{stage.plan.mesh or '1'}: {show_seconds(stage.stage.seconds)} a micro-batch, "
+                  f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
+        said += table(LYING, list(weights(stage.plan)))
+    return said
+
+
+def nothing_fits(what: str, capacity: str, proven: bool) -> str:
+    """What is said where no plan was found."""
+    if proven:
+        return f"No {what} needs as little as {capacity} on a device."
+    return f"Time was up ({SECONDS:.0f} s each) before any {what} within {capacity} a device was found."
+
+
+def verdict(ranks: int, largest: float, name: str, compared: str) -> str:
+    """Whether differences on all ranks are small, in words."""
+    right = largest <= EXACT
+    words = "as one device computes it" if right else f"not what one device computes: {name} is off"
+    return f"\nrun on {ranks} ranks in float64, {words}: {compared}; largest difference {largest:.1e} ({name})"
