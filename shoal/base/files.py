@@ -10,10 +10,11 @@ import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.base.errors import UsageError
 
+T = TypeVar("T")
 LARGEST = 64 << 20  # bytes: what is read whole is never more
 
 
@@ -134,7 +135,7 @@ def read_json(path: str | Path) -> Any:
     return _parsed(path, "JSON", json.loads)
 
 
-def _parsed(path: str | Path, kind: str, parse: Callable[[str], Any]) -> Any:
+def _parsed(path: str | Path, kind: str, parse: Callable[[str], T]) -> T:
     content = read_bytes(path)
     try:
         return parse(content.decode())

@@ -131,7 +131,8 @@ def _negated(name: str) -> str:
 
 def _misfit(option: Option, texts: list[str]) -> str | None:
     """What a config's loader says of a value, None where it fits."""
-    line = create_model("Line", __base__=Section, **{option.key: (option.field.annotation, option.field)})
+    fields: dict[str, Any] = {option.key: (option.field.annotation, option.field)}
+    line = create_model("Line", __base__=Section, **fields)
     said = []
     for kind in option.kinds:
         try:

@@ -105,13 +105,14 @@ def plain(section: type[BaseModel]) -> Any:
 
     fields, documented = {}, docstrings(section)
     for name, field in section.model_fields.items():
-        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        kind = plain(field.annotation) if nested else field.annotation
+        kind: Any = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = plain(kind)
         about = field.description or documented.get(name)
         about = about and _paragraphs(about)
         marks = [tyro.conf.Positional if mark is POSITIONAL else mark for mark in field.metadata]
         fields[name] = Annotated[(kind, *marks, tyro.conf.arg(help=about))]
-    values = TypedDict(section.__name__, fields)  # type: ignore[operator]
+    values: Any = TypedDict(section.__name__, fields)  # type: ignore[misc]  # its name is known at run time alone
     values.__doc__ = section.__doc__
     return values
 

@@ -133,6 +133,7 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(dedent(inspect.getsource(getattr(kind, "made_from", None) or kind))).body
+        assert isinstance(tree, ast.ClassDef)
         for field, below in pairwise(tree.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):

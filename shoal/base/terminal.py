@@ -6,7 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def print_what_can_be() -> None:
@@ -26,7 +29,9 @@ def _told() -> None:
 
 
 def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
-    raw = getattr(out.buffer, "raw", out.buffer) if isinstance(out, io.TextIOWrapper) else None
+    if not isinstance(out, io.TextIOWrapper):
+        return out
+    raw = getattr(out.buffer, "raw", out.buffer)
     if not isinstance(raw, io.FileIO) or isinstance(raw, _Lasting):
         return out
     out.flush()
@@ -41,7 +46,7 @@ def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
 class _Lasting(io.FileIO):
     told: Callable[[], None]
 
-    def write(self, content: bytes | memoryview) -> int | None:
+    def write(self, content: ReadableBuffer, /) -> int:
         try:
             return super().write(content)
         except BrokenPipeError:
@@ -49,4 +54,4 @@ class _Lasting(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             self.told()
-            return len(content)
+            return memoryview(content).nbytes

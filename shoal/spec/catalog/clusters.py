@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, Pos
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from shoal.spec.catalog.links import Link, link
-from shoal.spec.catalog.tables import entries, forgets
+from shoal.spec.catalog.tables import entries, forgets, wrong
 
 NETWORKS = {
     "IB100": "infiniband-edr", "IB200": "infiniband-hdr", "IB400": "infiniband-ndr", "IB800": "infiniband-xdr",
@@ -135,10 +135,10 @@ class Cluster:
     def describe(self) -> str:
         """In words, for the head of a table."""
         what = f"{self.size:,} x {self.accelerator.name}"
-        if self.torus:
-            return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}"
         if self.inside is None:
             return what
+        if self.torus:
+            return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}"
         out = f", {self.nodes:,} nodes with {self.nics} x {self.nic.name}" if self.nic else ""
         return f"{what}, {self.inside.name} inside {'each node' if self.nic else 'the node'}{out}"
 
@@ -170,8 +170,8 @@ def cluster(name: str) -> Cluster:
     given = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", name, re.IGNORECASE)
     wanted, per_node, rest = given.groups() if given else (None, None, name)
     if wanted is None and per_node is None:
-        if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and _known(pod[1]) in _pods():
-            return _slice(name, nodes()[_known(pod[1])], int(pod[2]))
+        if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and (kind := _known(pod[1])) in _pods():
+            return _slice(name, nodes()[kind], int(pod[2]))
         if rest in accelerator_names():
             return Cluster(name, accelerator(rest), 1, 1)
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
@@ -197,7 +197,8 @@ def cluster(name: str) -> Cluster:
         count, each = each // node.per_node, node.per_node
     if each > node.per_node:
         raise UsageError(f"cluster '{name}': a node has at most {node.per_node} {kind}, not {each}.")
-    nic = link(NETWORKS[network.upper()] if network else node.nic) if count > 1 and (network or node.nic) else None
+    adapter = NETWORKS[network.upper()] if network else node.nic
+    nic = link(adapter) if count > 1 and adapter else None
     if count > 1 and nic is None:
         raise UsageError(f"cluster '{name}': node type {kind} has no nic.\n  Name a network: {', '.join(NETWORKS)}.")
     nics = max(1, (node.nics or node.per_node) * each // node.per_node)
@@ -231,6 +232,8 @@ def _network(name: str) -> bool:
 
 
 def _slice(name: str, node: Node, count: int) -> Cluster:
+    if node.dimensions is None or node.most is None:
+        raise wrong("nodes", node.name, "a pod needs both dimensions and most")
     chips, left = divmod(count, node.cores_per_chip)
     if left or not chips or chips > node.most:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
@@ -83,14 +83,14 @@ class ModelShape(BaseModel):
     def parameters(self) -> int:
         """Exact number of trainable parameters, a tied head counted once."""
         experts = self.experts
-        held = self._block() * experts.count if experts else 0
+        held = self._block(experts) * experts.count if experts else 0
         return self._dense_parameters() + self._sparse_layers() * held
 
     def active_parameters(self) -> int:
         """Those that one token meets: the experts that it is not given to are left out. The embedding counts whole, and
         so do layers that only some tokens pass through."""
         experts = self.experts
-        met = self._block() * experts.per_token if experts else 0
+        met = self._block(experts) * experts.per_token if experts else 0
         return self._dense_parameters() + self._sparse_layers() * met
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -112,42 +112,50 @@ class ModelShape(BaseModel):
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
-        return self.experts is not None and self.experts.sparse(layer)
+        return self._experts_of(layer) is not None
 
     def skips(self, layer: int) -> bool:
         """Whether only some tokens pass through a layer."""
-        return self.depths is not None and self.depths.skips(layer)
+        return self._depths_of(layer) is not None
 
     def taken(self, layer: int, sequence_length: int) -> int:
         """How many of a sequence's tokens pass through a layer."""
-        return self.depths.taken(sequence_length) if self.skips(layer) else sequence_length
+        depths = self._depths_of(layer)
+        return depths.taken(sequence_length) if depths else sequence_length
 
     def router(self, layer: int) -> int:
         """Parameters that decide which tokens pass through a layer, and that foresee it."""
-        return self.hidden + self.depths.predictor * (self.hidden + 1) if self.skips(layer) else 0
+        depths = self._depths_of(layer)
+        return self.hidden + depths.predictor * (self.hidden + 1) if depths else 0
 
     def layer_matrices(self, layer: int) -> int:
         """Parameters of one layer that take part in the matrix products of one token that passes through it."""
-        h, experts = self.hidden, self.experts
-        if not self.sparse(layer):
+        h, experts = self.hidden, self._experts_of(layer)
+        if experts is None:
             return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
         routers = 2 if experts.gate == "noisy-top-k" else 1
         met = experts.per_token + experts.shared
-        return self._attention_matrices() + met * self._block() + routers * h * experts.count
+        return self._attention_matrices() + met * self._block(experts) + routers * h * experts.count
 
     def mean_layer_matrices(self) -> float:
         """The mean of `layer_matrices` over the layers and the tokens that may pass through them."""
         if self.experts is None and self.depths is None:  # all alike
             return float(self.layer_matrices(0))
-        parts = (self.depths.capacity if self.skips(i) else 1 for i in range(self.layers))
-        return sum(part * self.layer_matrices(i) for i, part in enumerate(parts)) / self.layers
+        depths = [self._depths_of(i) for i in range(self.layers)]
+        return sum((of.capacity if of else 1) * self.layer_matrices(i) for i, of in enumerate(depths)) / self.layers
+
+    def _experts_of(self, layer: int) -> Experts | None:
+        return self.experts if self.experts and self.experts.sparse(layer) else None
+
+    def _depths_of(self, layer: int) -> Depths | None:
+        return self.depths if self.depths and self.depths.skips(layer) else None
 
     def _matrices_of_block(self) -> int:
         return 3 if self.family == "llama" else 2
 
-    def _block(self) -> int:
+    def _block(self, experts: Experts) -> int:
         """Parameters of one expert."""
-        return self.hidden * self.experts.ffn * self._matrices_of_block()
+        return self.hidden * experts.ffn * self._matrices_of_block()
 
     def _sparse_layers(self) -> int:
         return len(self.experts.layers(self.layers)) if self.experts else 0
@@ -173,7 +181,7 @@ class ModelShape(BaseModel):
         total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
         if self.experts is not None:
             routers = 2 if self.experts.gate == "noisy-top-k" else 1
-            shared = self.experts.shared * self._block()
+            shared = self.experts.shared * self._block(self.experts)
             if gpt and shared:
                 shared += self.experts.shared * self.experts.ffn + h
             total += self._sparse_layers() * (routers * h * self.experts.count + shared - block)
@@ -205,11 +213,11 @@ _ABOUT = {"published_parameters", "published_to", "published_active", "off_becau
 
 @forgets
 @cache
-def _catalog() -> Mapping[str, dict]:
+def _catalog() -> Mapping[str, dict[str, Any]]:
     return table("models")
 
 
-def _entry(name: str) -> dict:
+def _entry(name: str) -> dict[str, Any]:
     if name not in _catalog():
         raise UsageError(f"model.name = '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
     found = _catalog()[name]

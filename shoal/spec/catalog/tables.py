@@ -17,20 +17,18 @@ from pydantic import BaseModel, ValidationError
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
 
-
-
-class _Cached(Protocol):
-    def cache_clear(self) -> None: ...
-
-
 T = TypeVar("T")
-Reading = TypeVar("Reading", bound=_Cached)
+Reading = TypeVar("Reading", bound="_Cached")
 Model = TypeVar("Model", bound=BaseModel)
 FOLDER = Path(__file__).parent
 KINDS = ("accelerators", "links", "nodes", "models", "software")
 _own: dict[str, dict[str, dict[str, Any]]] = {}
 _file = ""  # that a user's tables are from
-_caches: list[Callable[[], Any]] = []
+_caches: list[Callable[[], None]] = []
+
+
+class _Cached(Protocol):
+    def cache_clear(self) -> None: ...
 
 
 class OnDemand(Mapping[str, T]):

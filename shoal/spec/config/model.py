@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model
 
@@ -13,23 +14,31 @@ from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token to, unless it is given
 
 
-def _all_optional(name: str, of: type[BaseModel], about: str) -> type[Section]:
-    """A section with the fields of a part of `ModelShape`, each of which may be left out."""
-    fields = {
+def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
+    """Give a section the fields of a part of `ModelShape`, each of which may be left out."""
+    fields: dict[str, Any] = {
         field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, None)
         for field, info in of.model_fields.items()
     }
-    section = create_model(name, __base__=Section, __doc__=about, **fields)
-    section.made_from = of
-    return section
+
+    def with_fields(section: type[Section]) -> type[Section]:
+        made = create_model(
+            section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields
+        )
+        made.made_from = of
+        return made
+
+    return with_fields
 
 
-ExpertsConfig = _all_optional(
-    "ExpertsConfig", Experts, "Override any part of `Experts`; count makes a dense model one with experts."
-)
-DepthsConfig = _all_optional(
-    "DepthsConfig", Depths, "Override any part of `Depths`; capacity makes some layers of a model take some tokens."
-)
+@_override(Experts)
+class ExpertsConfig(Section):
+    """Override any part of `Experts`; count makes a dense model one with experts."""
+
+
+@_override(Depths)
+class DepthsConfig(Section):
+    """Override any part of `Depths`; capacity makes some layers of a model take some tokens."""
 
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
@@ -114,10 +123,10 @@ class ModelConfig(Section):
             raise UsageError(f"model.experts.{name} = {value}, but model {self.name} has no experts.\n"
                              "  Set model.experts.count, the experts of a layer.")
         values = {"ffn": shape.ffn} if shape.experts is None else shape.experts.model_dump()
-        gate = given.get("gate", values.get("gate"))
-        if "gate" in given and gate in _EXPERTS_PER_TOKEN:
-            values["per_token"] = _EXPERTS_PER_TOKEN[gate]
+        if (chosen := given.get("gate")) in _EXPERTS_PER_TOKEN:
+            values["per_token"] = _EXPERTS_PER_TOKEN[chosen]
         experts = Experts(**values | given)
+        gate = experts.gate
         if not experts.layers(shape.layers):
             raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} "
                              f"and every = {experts.every}.\n  Make them smaller.")
@@ -129,7 +138,7 @@ class ModelConfig(Section):
                              f"  Leave it out, or choose the gate top-k.")
         for name in ("score", "normalise", "scale", "bias_update"):
             value = getattr(experts, name)
-            if gate not in (None, "top-k") and value != Experts.model_fields[name].default:
+            if gate != "top-k" and value != Experts.model_fields[name].default:
                 raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"
                                  f"  Leave it out, or choose the gate top-k.")
         if gate == "expert-choice" and experts.balance_loss:
