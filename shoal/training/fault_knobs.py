@@ -16,7 +16,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.device import Stopwatch
 from shoal.pipeline.program import COMPUTE, Action
 from shoal.spec.config import TrainConfig
-from shoal.training.step.engine import Engine
+from shoal.training.step.engine import Engine, StepResult
 
 MOST = 1000  # times as slow: of longer sleeps a run would only look hung
 
@@ -111,19 +111,19 @@ class Watch:
         self.pace, self.times = handicaps.pace, RankTimes()
         self._of_step = sum(action.op in COMPUTE for action in engine.runtime.actions)
         self._step, self._clock = engine.step, Stopwatch(engine.mesh.device)
-        setattr(engine, "step", self.step)  # noqa: B010 -- wrapped for this run alone
+        engine.step = self.step  # type: ignore[method-assign, assignment]  # it returns what the engine's own does
         engine.runtime.recorders.append(self)
 
-    def step(self, number: int, **options: bool) -> object:
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult | None:
         """The engine's step, unless this rank dies first."""
-        if self.death is not None and number >= self.death:
+        if self.death is not None and step >= self.death:
             os.kill(os.getpid(), signal.SIGKILL)
         self._begins: list[Any] = []
         self._ends: list[Any] = []
         self._slept = 0.0
         self._clock.start()
         whole = [self._clock.mark()]
-        result = self._step(number, **options)
+        result = self._step(step, stop=stop, dry=dry)
         begin, end = self._clock.seconds([*whole, self._clock.mark()])
         self.times.computing += self._computed() + self._slept
         self.times.total += end - begin

@@ -48,7 +48,7 @@ def engine_on(device: LateDevice) -> SimpleNamespace:
     actions = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.REDUCE, 0, 0)]
     runtime = SimpleNamespace(actions=actions, recorders=[])
 
-    def step(number: int) -> None:
+    def step(number: int, *, stop: bool, dry: bool) -> None:
         for action in actions:
             for recorder in runtime.recorders:
                 recorder.begin(action)

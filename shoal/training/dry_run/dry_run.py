@@ -7,7 +7,7 @@ collectives, and the bytes that are alive at every moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,7 +126,7 @@ class DryEngine(Engine):
             for router in routers_of(stage.module):
                 spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
                 evenly = partial(_evenly, router, router._choose, spread or self.spread)
-                setattr(router, "_choose", evenly)  # noqa: B010 -- scores without values choose nothing
+                router._choose = evenly  # type: ignore[method-assign]  # scores without values choose nothing
             for depth in depths_of(stage.module):
                 depth.highest = _taken
 
@@ -252,11 +252,17 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+def _fused_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _FusedNorm.apply(input, weight)
+
+
 @contextmanager
 def _fused_norms() -> Iterator[None]:
     """RMSNorm as CUDA has it, where torch's CPU has it in parts; also where backward computes it again."""
     parts = F.rms_norm
-    setattr(F, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight))  # noqa: B010 -- patched
+    F.rms_norm = _fused_norm
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ class Tracker(TorchDispatchMode):
         peak: most bytes alive since `rewind`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.flops: Counter[str] = Counter()
         self.alive = self.peak = 0
@@ -54,11 +54,15 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> Tracker:
         # Resizing a storage in place, as ZeRO-3 does with what it gathers, is no operation of torch's.
         self._resize = torch.UntypedStorage.resize_
-        setattr(torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size))  # noqa: B010
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            return self._resized(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # torch has no hook for it
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010 -- types have no place for a patch
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # as it was
         super().__exit__(*exception)
 
     def rewind(self) -> int:
