@@ -87,7 +87,7 @@ def read(
     try:
         with redirect_stderr(StringIO()):  # what tyro says of errors: `explain` says it in other words
             return tyro.cli(
-                TypedDict("Arguments", fields),  # type: ignore[operator]
+                TypedDict("Arguments", fields),  # type: ignore[operator]  # its fields are known at run time alone
                 default=default, prog=prog, description=what.strip(), args=args,
             )
     except SystemExit as end:

@@ -78,4 +78,5 @@ def mix(colour: str, other: str, part: float) -> str:
 
 def channels(colour: str) -> tuple[int, int, int]:
     """Red, green and blue of ``#rrggbb``, 0 to 255."""
-    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))  # type: ignore[return-value]
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return red, green, blue

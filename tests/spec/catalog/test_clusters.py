@@ -95,6 +95,15 @@ def test_users_add_their_own(own):
     assert "abacus" not in accelerator_names()
 
 
+def test_a_pod_without_its_size_is_refused(own):
+    own.write_text(
+        '[nodes.heap]\naccelerator = "tpu-v5p"\ninside = "ici-v5p"\ndimensions = 3\nsource = "mine"\n'
+    )
+    tables.add_catalog(own)
+    with pytest.raises(UsageError, match=r"own.toml: \[nodes.heap\] a pod needs both dimensions and most"):
+        cluster("heap-8")
+
+
 MINE = """
 [models.mine]
 family = "llama"
