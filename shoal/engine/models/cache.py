@@ -15,10 +15,10 @@ class Slice:
     """One slice of some sequences: the keys and values that it finds, and those that it leaves to the next.
 
     What a slice finds are leaves of autograd, so that its backward ends there, whatever the slices before it still
-    have to do. Backward takes the slices from the last to the first, each from its own output and from what it left:
+    have to do. Backward takes the slices from the last to the first, each from its own output and from what it left::
 
-    >>> torch.autograd.backward([loss, *last.left()], [None, *last.gradients()])
-    >>> torch.autograd.backward([loss, *first.left()], [None, *first.gradients()])
+        torch.autograd.backward([loss, *last.left()], [None, *last.gradients()])
+        torch.autograd.backward([loss, *first.left()], [None, *first.gradients()])
 
     Args:
         before: the slice before, computed by the same modules; None for the first.
