@@ -111,4 +111,4 @@ def run(options: AutoOptions) -> int:
         return 0
     difference = operators.run_plan(found, module, inputs)
     console.print(Text(listing.verdict(*difference)), soft_wrap=True)
-    return 0 if difference.largest <= listing.EXACT else 1
+    return 0 if difference.exact else 1

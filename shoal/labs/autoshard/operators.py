@@ -17,7 +17,7 @@ from shoal.labs.autoshard.execute import compare, reference, worst_of
 from shoal.labs.autoshard.intra.ilp import NothingFits, solve
 from shoal.labs.autoshard.intra.price import Prices
 from shoal.labs.autoshard.intra.problem import GIVEN, UPDATE, Builder, Bytes
-from shoal.labs.autoshard.listing import Other
+from shoal.labs.autoshard.listing import EXACT, Other
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse_mesh
 from shoal.labs.autoshard.pipelined import Pipelined, StagePlan, compare_stages, grids
 from shoal.labs.autoshard.plan import ShardingPlan, plan_of
@@ -46,6 +46,11 @@ class Difference(NamedTuple):
     largest: float
     name: str
     compared: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the plan computes what one device does, but for rounding."""
+        return self.largest <= EXACT
 
 
 class OperatorPlan(NamedTuple):

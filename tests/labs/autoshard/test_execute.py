@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from shoal.base.errors import UsageError
-from shoal.cli.plan_auto import verdict
 from shoal.engine.models.transformer import initialise
 from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.execute import compare, reference, worst_of
 from shoal.labs.autoshard.intra.ilp import solve
+from shoal.labs.autoshard.listing import verdict
 from shoal.labs.autoshard.notation.notation import NamedMesh
+from shoal.labs.autoshard.operators import Difference
 from shoal.labs.autoshard.plan import plan_of, shard
 from shoal.labs.autoshard.rivals import rivals
 from tests.labs.autoshard.modules import MLP, Attention, LoRA, Odd, any_plan, builder, transformer
@@ -67,7 +67,7 @@ def test_a_wrong_move_is_seen(pool):
     assert worst_of(pool.run(compare, 4, broken, given, expected))[0] > 1e-6
 
 
-def test_what_is_no_number_is_seen(pool, capsys):
+def test_what_is_no_number_is_seen(pool):
     """A NaN in a block of one rank, behind differences that are none."""
     module, inputs = example("mlp")
     graph = graph_of(module, inputs)
@@ -76,10 +76,12 @@ def test_what_is_no_number_is_seen(pool, capsys):
     given["input x"] = given["input x"].index_fill(0, torch.tensor([7]), torch.nan)
     results = pool.run(compare, 4, plan, given, expected)
     assert any(np.isfinite(list(errors.values())).any() for errors in results)
-    assert verdict(results, "outputs", Console()) == 1
-    assert "not what one device computes: given " in capsys.readouterr().out
-    assert verdict([{"first": 1e-14, "second": float("nan"), "third": 1e-15}], "outputs", Console()) == 1
-    assert "second is off" in capsys.readouterr().out
+    found = Difference(4, *worst_of(results), "outputs")
+    assert not found.exact and "not what one device computes: given " in verdict(*found)
+    one = [{"first": 1e-14, "second": float("nan"), "third": 1e-15}]
+    found = Difference(1, *worst_of(one), "outputs")
+    assert not found.exact and "second is off" in verdict(*found)
+    assert Difference(1, 1e-14, "first", "outputs").exact
 
 
 def test_what_is_frozen_has_no_gradient_and_no_state():
