@@ -123,9 +123,9 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     with search_progress("asking") as progress:
         if options.fewest:
-            answer = planner.fewest(progress)
-            print(fewest_line(planner, answer))
-            return 0 if answer else 1
+            fewest = planner.fewest(progress)
+            print(fewest_line(planner, fewest))
+            return 0 if fewest else 1
         if options.budget:
             paid = planner.within_budget(options.budget, options.tokens, options.price, progress)
             print("\n".join(budget_lines(planner, paid)))

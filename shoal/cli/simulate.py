@@ -79,7 +79,7 @@ def _check(options: SimulateOptions) -> int:
     from shoal.labs.validate import published_bubbles
 
     assert options.check is not None
-    lines, error = published_bubbles.table(published_bubbles.read(options.check))
+    lines, error = published_bubbles.compare(published_bubbles.read(options.check))
     console = Console()
     console.print("\n".join(lines), highlight=False)
     console.print(f"mean absolute error: {error:.3f} points (hundredths of the step)")

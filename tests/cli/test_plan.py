@@ -8,11 +8,9 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.pipeline.from_layout import check_schedule
-from shoal.planning.search.fixed import check_fixed
 from shoal.planning.search.planner import LayoutPlanner
-from shoal.planning.search.queries import fewest, machines, what_if
 from shoal.planning.search.search import search
-from shoal.planning.search.space import LayoutSpace
+from shoal.planning.search.space import LayoutSpace, check_fixed
 from shoal.report.planning import tables
 from shoal.report.planning.tables import table
 from shoal.spec.catalog import model_shape
@@ -61,10 +59,11 @@ def test_the_toml_trains_as_it_is(
 
 
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
-    problem = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=8).run
-    answer = fewest(problem, FEW)
-    assert answer.found.memory.reserved <= 85.44e9
-    smaller = [n for n in (1, 2, 4, 8, 16) if n < answer.run.cluster.size]
+    planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=8)
+    planner.space = FEW
+    plan = planner.fewest()
+    assert plan.found.memory.reserved <= 85.44e9
+    smaller = [n for n in (1, 2, 4, 8, 16) if n < plan.run.cluster.size]
     assert smaller, "8 B parameters do not fit on one device"
     for size in smaller:
         name = f"{size}xH100" if size > 1 else "h100-sxm"
@@ -72,13 +71,14 @@ def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:
 
 
 def test_more_of_anything_never_makes_it_slower() -> None:
-    problem = LayoutPlanner("llama-3.2-1b", "2x4xA100", global_batch=16).run
-    seconds = {words: answer.found.seconds for words, answer in what_if(problem, FEW) if answer}
+    planner = LayoutPlanner("llama-3.2-1b", "2x4xA100", global_batch=16)
+    planner.space = FEW
+    seconds = {words: plan.found.seconds for words, plan in planner.what_if().items() if plan}
     plain = seconds.pop("as it is")
     for words, changed in seconds.items():
         assert changed <= plain if words.startswith("twice") else changed >= plain, words
     assert seconds["twice the arithmetic"] < 0.8 * plain
-    times = [answer.found.seconds for answer in machines(problem, FEW)]
+    times = [plan.found.seconds for plan in planner.doubling()]
     assert times == sorted(times, reverse=True) and len(times) == 2
 
 

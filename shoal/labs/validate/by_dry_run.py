@@ -1,23 +1,37 @@
-"""A dry run: one rank's real model on fake tensors, counted, beside the estimate and the same rank as it runs here."""
+"""A dry run: one rank's real model on fake tensors, counted, beside the formulas and the same rank as it runs here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_bytes
+from shoal.engine.collectives.dry_groups import DryMesh
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.precision.policy import POLICIES
+from shoal.launch.worker_pool import Pool
+from shoal.pipeline.from_layout import program_of, slices_of
+from shoal.planning.cost.counts import RankCounts
+from shoal.planning.cost.time.traffic import Sent
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
-
-if TYPE_CHECKING:
-    from shoal.planning.cost.time.traffic import Sent
-    from shoal.spec.config import RunConfig
-    from shoal.spec.layout import Layout
-    from shoal.training.dry_run.dry_run import Counted
+from shoal.report.planning.tables import table
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig, build_config
+from shoal.spec.layout import Layout
+from shoal.training.dry_run import dry_run as execution
+from shoal.training.dry_run.dry_run import Counted
+from shoal.training.dry_run.tracker import Tracker
+from shoal.training.step.engine import Engine
+from shoal.training.step.engine_state import attention_kernel
 
 MOST_RANKS = 8  # that are started on one machine to be measured
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,15 +69,14 @@ class DryRun:
             here = self.measured.steps[-1].peak
             yield f"  the same run here {show_bytes(here):>8}, {100 * (step.peak / here - 1):+.2f} % was counted dry"
         yield "collectives of the step"
-        beside = "  (by formula)" if self.sent else ""
-        yield f"  {'axis':<13}{'kind':<16}{'calls':>8}{'bytes of each':>24}{'sent':>10}{beside}"
+        rows = []
         for (axis, kind), sent in sorted(step.sent.items()):
             sizes = {size: calls for (a, k, size), calls in step.calls.items() if (a, k) == (axis, kind)}
-            each = show_bytes(min(sizes))
-            each += f" to {show_bytes(max(sizes))}" if len(sizes) > 1 else ""
-            yield f"  {axis:<13}{kind:<16}{sum(sizes.values()):>8,}{each:>24}{show_bytes(sent):>10}" + (
-                f"  ({show_bytes(self.sent.get((axis, kind), 0))})" if self.sent else ""
-            )
+            each = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))}" if len(sizes) > 1 else show_bytes(*sizes)
+            formula = f"  ({show_bytes(self.sent.get((axis, kind), 0))})" if self.sent else ""
+            rows.append((axis, kind, f"{sum(sizes.values()):,}", each, show_bytes(sent) + formula))
+        head = ("axis", "kind", "calls", "bytes of each", "sent  (by formula)" if self.sent else "sent")
+        yield from (f"  {line}" for line in table(head, rows, right=2))
 
 
 def dry_run(
@@ -103,7 +116,58 @@ def dry_run(
         raise UsageError(f"--rank {rank}: {run.layout.equation()}; ranks are 0 to {world - 1}")
     if measure and world > MOST_RANKS:
         raise UsageError(f"--measure: {world} ranks; at most {MOST_RANKS} are started on one machine.\n  Leave it out.")
-    from shoal.labs.validate.counted_rank import count_rank  # which needs torch
-
     estimate = Estimate(run)
-    return DryRun(estimate, *count_rank(estimate, config, rank, steps, measure=measure))
+    config = _config(estimate, config)
+    counted = execution.dry_run(config, run.shape, rank, steps=steps, as_here=measure)
+    measured = _measured_ranks(config, run.shape, steps)[rank] if measure else None
+    mesh = DryMesh(config.parallel, rank)
+    formulas = _formulas(config, estimate, mesh, as_here=measure)
+    flops, sent = _if_known(formulas.flops), _if_known(formulas.sent)
+    return DryRun(estimate, mesh.index("pp"), counted, measured, flops, sent)
+
+
+def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
+    """The run that was estimated, to be executed on tokens that do not matter."""
+    run, base = estimate.run, config or build_config({"data": {"source": "synthetic"}})
+    return base.model_copy(
+        update={
+            "parallel": run.layout,
+            "data": base.data.model_copy(update={"source": "synthetic", "sequence_length": run.sequence_length}),
+            "train": base.train.model_copy(update={"global_batch": run.global_batch, "precision": run.precision}),
+            "optimizer": base.optimizer.model_copy(update={"name": run.optimizer}),
+        }
+    )
+
+
+def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: bool) -> RankCounts:
+    """What formulas say that a rank does in a step, with attention as torch has it on the CPU or on CUDA."""
+    run, device = estimate.run, torch.device("cpu" if as_here else "cuda")
+    kernel = attention_kernel(config.train.attention, device, POLICIES[run.precision].compute)
+    s = run.sequence_length
+    slices = slices_of(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
+    program = program_of(run.layout, run.microbatches, len(slices))
+    one = replace(estimate.forward, kernel=kernel)
+    return RankCounts(
+        one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
+    )
+
+
+def _if_known(formula: Callable[[], T]) -> T | None:
+    """What a formula says, if there is one for the run."""
+    try:
+        return formula()
+    except ValueError:
+        return None
+
+
+def _measured_ranks(config: RunConfig, shape: ModelShape, steps: int) -> list[Counted]:
+    """The same steps of every rank, in processes of this machine."""
+    with Pool(config.parallel.world_size) as pool:
+        return pool.run(_measure, config.parallel.world_size, config, shape, steps, timeout=600)
+
+
+def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
+    mesh = Mesh(config.parallel, dist.get_rank(), transport="backend")
+    with Tracker() as tracker:
+        engine = Engine(config, shape, mesh, execution.samples_of(config, shape))
+        return execution.count(engine, tracker, steps)

@@ -74,16 +74,12 @@ class FitProblem:
         self.bytes = np.array([p.bytes or np.nan for p in keep])
         self.oom = np.array([p.oom for p in keep])
         self.kinds = np.array([p.memory_kind for p in keep])
-        self._taken: dict[bytes, Runs[np.ndarray]] = {}
         self.parameters = [
             Parameter(name, index)
             for name, of in constants.constants.items()
             if of.fitted == what
-            for index in (self._seen(of.by) if of.by else [None])
+            for index in (sorted(set(self.runs.code(of.by))) if of.by else [None])
         ]
-
-    def _seen(self, by: str) -> list[int]:
-        return sorted(set(self.runs.code(by)))
 
     def start(self) -> np.ndarray:
         """Logarithms to begin with: the constants as they are."""
@@ -121,19 +117,13 @@ class FitProblem:
             rows: of these points alone.
         """
         constants, rows = self.constants_at(logs), np.arange(len(self.points)) if rows is None else rows
-        runs, weight = self._runs(rows), self.weight[rows]
+        runs, weight = self.runs.take(rows), self.weight[rows]
         if self.what == "time":
             return weight * np.clip(np.log(step(runs, constants).seconds / self.seconds[rows]), -3, 3)
         size, part = _memory(runs, self.kinds[rows], constants)
         known = np.nan_to_num(np.clip(np.log(size / self.bytes[rows]), -3, 3))
         short = np.clip(np.where(self.oom[rows], -np.log(part), np.log(part)) + 0.01, 0, 0.6)
         return np.concatenate([weight * known, 0.7 * weight * short])
-
-    def _runs(self, rows: np.ndarray) -> Runs[np.ndarray]:
-        key = rows.tobytes()
-        if key not in self._taken:
-            self._taken[key] = self.runs.take(rows)
-        return self._taken[key]
 
     def jacobian(self, logs: np.ndarray, small: float = 1e-4) -> np.ndarray:
         """[residuals, parameters] by differences, each over the points that its parameter reaches."""
@@ -228,11 +218,10 @@ def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:
     tables = {}
     for name, of in constants.constants.items():
         table = of.model_dump(exclude_none=True, exclude={"value"})
-        if of.by in ("generation", "network", "software"):
-            reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names_of(of.by)))
-            table["value"] = {names_of(of.by)[i]: float(f"{constants[name][i]:.4g}") for i in reached}
-        elif of.by:
-            table["value"] = {key: float(f"{v:.4g}") for key, v in zip(names_of(of.by), constants[name], strict=True)}
+        if of.by:
+            names = names_of(of.by)
+            reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names))
+            table["value"] = {names[i]: float(f"{constants[name][i]:.4g}") for i in reached}
         else:
             table["value"] = float(f"{float(constants[name]):.4g}")
         tables[name] = table

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
 from pathlib import Path
 
 import numpy as np
 
-from shoal.labs.validate.score import Errors, Scored, by, totals
-from shoal.report.page import Fragment, page
+from shoal.labs.validate.score import Scored, by, totals
+from shoal.report.planning.page_parts import html_table, write
 from shoal.report.svg import FAINT, GRID, INK, Canvas
 
 COLOURS = (
@@ -40,7 +39,7 @@ def write_page(path: Path, scored: Scored, left: int) -> None:
         _sources(scored),
     ]
     lead = f"{len(scored.points):,} published points, estimated; {left:,} could not be."
-    path.write_text(page("Validation", lead, [Fragment(part) for part in parts]), encoding="utf-8")
+    write(path, "Validation", lead, parts)
 
 
 def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: str, what: str) -> str:
@@ -75,9 +74,8 @@ def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: st
     for factor, dash in ((1.0, ""), (1.1, "4 3"), (1 / 1.1, "4 3")):
         ends = 10**low * max(1, 1 / factor), 10**high / max(1, factor)
         style = {"stroke_dasharray": dash} if dash else {}
-        canvas.add(
-            "line", x1=x(ends[0]), y1=y(ends[0] * factor), x2=x(ends[1]), y2=y(ends[1] * factor), stroke=INK, **style
-        )
+        (x1, y1), (x2, y2) = ((x(end), y(end * factor)) for end in ends)
+        canvas.add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=INK, **style)
     for i, file in enumerate(files):
         canvas.add("circle", cx=SIZE + 16, cy=20 + 18 * i, r=4, fill=COLOURS[i % len(COLOURS)])
         canvas.text(SIZE + 26, 24 + 18 * i, file, size=11)
@@ -88,23 +86,7 @@ def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: st
 
 
 def _sources(scored: Scored) -> str:
-    rows = []
-    for name, part in by(scored, lambda p: f"{p.file}, {p.quality}").items():
-        cells = "".join(f"<td>{cell}</td>" for cell in (*_cells(part.time), *_cells(part.memory)))
-        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("source", *("times", "median", "90 %", "bias"), *("memory", "median", "90 %", "bias"))
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _cells(errors: Errors) -> Sequence[str]:
-    if not errors.rows:
-        return [""] * 4
-    return [
-        f"{errors.rows:,}",
-        f"{100 * errors.median:.1f} %",
-        f"{100 * errors.ninetieth:.1f} %",
-        f"{100 * errors.bias:+.1f} %",
-    ]
+    errors = ("median", "90 %", "bias")
+    parts = by(scored, lambda p: f"{p.file}, {p.quality}")
+    rows = [[name, *part.time.cells()[:-1], *part.memory.cells()[:-1]] for name, part in parts.items()]
+    return html_table(rows, ("source", "times", *errors, "memory", *errors))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from shoal.pipeline.simulator.columns import Columns, of_program, of_schedule
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
+from shoal.report.planning.tables import table
 
 FILE = "zero_bubble.csv"
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
@@ -47,7 +48,7 @@ class Printed:
     ranks: int
     microbatches: int
     virtual: int
-    times: tuple[float, float, float, float]
+    times: tuple[float, ...]
     bubble: float
     kept: float = 1.0
 
@@ -69,18 +70,10 @@ def read(folder: Path) -> list[Printed]:
 
 
 def _printed(row: dict[str, str], match: re.Match) -> Printed:
-    bubble, forward, backward_input, backward_weight, message = map(float, match.groups())
-    heads, seq, hidden = (int(row[name]) for name in ("heads", "seq", "hidden"))
-    return Printed(
-        row=row["row_id"],
-        method=row["schedule"],
-        ranks=int(row["pp"]),
-        microbatches=int(row["num_microbatches"]),
-        virtual=int(row["vpp"]),
-        times=(forward, backward_input, backward_weight, message),
-        bubble=bubble,
-        kept=kept_for_weight(seq, hidden, heads),
-    )
+    bubble, *times = map(float, match.groups())
+    ranks, microbatches, virtual = (int(row[name]) for name in ("pp", "num_microbatches", "vpp"))
+    kept = kept_for_weight(*(int(row[name]) for name in ("seq", "hidden", "heads")))
+    return Printed(row["row_id"], row["schedule"], ranks, microbatches, virtual, tuple(times), bubble, kept)
 
 
 def kept_for_weight(seq: int, hidden: int, heads: int) -> float:
@@ -112,19 +105,14 @@ def _columns(printed: Printed) -> Columns:
     return of_program(Program(tuple(map(tuple, orders)), looped(p, 1), m))
 
 
-def table(printed: Iterable[Printed]) -> tuple[list[str], float]:
+def compare(printed: Iterable[Printed]) -> tuple[list[str], float]:
     """Lines that compare row by row, and the mean absolute error in points (hundredths of the step)."""
-    lines = [f"{'row':<18}{'method':<8}{'p':>4}{'m':>5}{'v':>3}{'printed':>10}{'simulated':>11}{'error':>8}"]
-    errors: list[float] = []
+    rows, errors = [], []
     for row in printed:
         bubble = played(row).bubble_of_slowest_rank
         errors.append(100 * (bubble - row.bubble))
-        sizes = f"{row.ranks:>4}{row.microbatches:>5}{row.virtual:>3}"
-        rates = f"{100 * row.bubble:>8.2f} %{100 * bubble:>9.2f} %{errors[-1]:>+8.2f}"
-        lines.append(f"{row.row:<18}{row.method:<8}{sizes}{rates}")
-    return lines, mean_absolute(errors)
-
-
-def mean_absolute(errors: Sequence[float]) -> float:
-    """The mean of what errors are without their sign."""
-    return sum(map(abs, errors)) / len(errors)
+        sizes = f"{row.ranks}", f"{row.microbatches}", f"{row.virtual}"
+        rates = f"{100 * row.bubble:.2f} %", f"{100 * bubble:.2f} %", f"{errors[-1]:+.2f}"
+        rows.append((row.row, row.method, *sizes, *rates))
+    head = ("row", "method", "p", "m", "v", "printed", "simulated", "error")
+    return table(head, rows, right=2), sum(map(abs, errors)) / len(errors)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.labs.validate import words
-from shoal.labs.validate.words import Row, number, stated
+from shoal.labs.validate import columns
+from shoal.labs.validate.columns import Row, number, stated
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.links import link
@@ -82,23 +82,15 @@ def read_row(row: Row, file: str) -> Point:
     batch, run = _parallel(row, known)
     run |= _model(row, known, software) | _hardware(row, software)
     gpus = int(stated(row, "n_gpus"))
-    size, kind = words.memory(row)
-    seconds, oom = words.seconds(row, batch * run["s"], gpus), row.get("status") == "oom"
+    size, kind = columns.memory(row)
+    seconds, oom = columns.seconds(row, batch * run["s"], gpus), row.get("status") == "oom"
     if seconds is None and size is None and not oom:
         raise Inexpressible("neither time nor memory")
-    return Point(
-        row.get("row_id") or "",
-        file,
-        row.get("model") or "",
-        row.get("quality") or "",
-        gpus,
-        run,
-        None if oom else seconds,
-        None if oom else size,
-        kind,
-        oom,
-        tuple(dict.fromkeys(known.assumed)),
-    )
+    row_id, model, quality = (row.get(name) or "" for name in ("row_id", "model", "quality"))
+    if oom:
+        seconds = size = None
+    assumed = tuple(dict.fromkeys(known.assumed))
+    return Point(row_id, file, model, quality, gpus, run, seconds, size, kind, oom, assumed)
 
 
 class _Known:
@@ -120,9 +112,9 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
     if gpus > 8 and number(row, "tp") is None:
         raise Inexpressible("tp not stated")
     tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
-    stage = words.zero_stage(row)
+    stage = columns.zero_stage(row)
     dp = number(row, "dp") or gpus / (tp * pp * cp)
-    shard = words.shards(row, stage, dp) * (cp if stage == 3 else 1)
+    shard = columns.shards(row, stage, dp) * (cp if stage == 3 else 1)
     if stage == 3 and dp * tp * pp * cp < gpus:  # sharded inside each of the replicas that are counted
         shard = gpus / (dp * tp * pp * cp)
         dp *= shard
@@ -134,7 +126,7 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
             raise Inexpressible("global_batch not stated")
         batch = each * count * dp
     each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
-    warmup, alive = words.bubble(row)
+    warmup, alive = columns.bubble(row)
     return batch, {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "zero": stage, "shard": shard, "ep": number(row, "ep") or 1,
         "virtual": max(1.0, known("vpp", 1)) if pp > 1 else 1, "warmup": warmup, "alive": alive, "b": each,
@@ -144,45 +136,45 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
 
 def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
     """What the model decides, and what is recomputed of it."""
-    mode = words.recomputed(row)
+    mode = columns.recomputed(row)
     if mode is None:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
     if not mode:
         known.assumed.append("recompute")
     hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
-    gated = words.gated(row)
-    experts, active, width = words.experts(row)
+    gated = columns.gated(row)
+    experts, active, width = columns.experts(row)
     return {
         "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": stated(row, "seq"),
         "kv_heads": number(row, "kv_heads") or heads, "head_dim": number(row, "head_dim") or hidden / heads,
         "ffn": width or known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
-        "tied": words.tied(row), "experts": experts, "active": active,
+        "tied": columns.tied(row), "experts": experts, "active": active,
         "recompute": RECOMPUTE.index(mode or software.recompute),
-        "attention": ATTENTION.index(words.attention(row, software.attention)),
-        "fused_norm": words.fused_norm(row, software.name),
+        "attention": ATTENTION.index(columns.attention(row, software.attention)),
+        "fused_norm": columns.fused_norm(row, software.name),
     }  # fmt: skip
 
 
 def _hardware(row: Row, software: Software) -> dict[str, Any]:
     """What accelerators, links and software decide."""
-    found = words.machine(row)
+    found = columns.machine(row)
     if found is None:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
     machine, node = found
-    per_node, peak = words.per_node(row, node), machine.dense_flops(machine.half)
+    per_node, peak = columns.per_node(row, node), machine.dense_flops(machine.half)
     memory = number(row, "gpu_mem_gb")
     return {name: getattr(software, name) for name in FACTS} | {
         "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
-        "network": NETWORKS.index(words.network(row)), "peak": peak, "attainable": machine.matmul_efficiency,
+        "network": NETWORKS.index(columns.network(row)), "peak": peak, "attainable": machine.matmul_efficiency,
         "peak8": machine.peak_flops.get("fp8", peak),
-        "fp8": words.eight_bits(row), "hbm": machine.memory_bandwidth,
+        "fp8": columns.eight_bits(row), "hbm": machine.memory_bandwidth,
         "memory": memory * 1e9 if memory else machine.memory_bytes,
-        "inside": link(node.inside).bandwidth, "nic": words.leaving(row, node, per_node), "per_node": per_node,
-        "crowded": software.crowded and words.network(row) == "efa-slow",
-        "reduced_apart": software.reduced_apart * words.repaired(row),
-        "ties_first": software.balanced and not words.repaired(row),
-        "gathers_kept": words.gathers_kept(row, software.gathers_kept),
+        "inside": link(node.inside).bandwidth, "nic": columns.leaving(row, node, per_node), "per_node": per_node,
+        "crowded": software.crowded and columns.network(row) == "efa-slow",
+        "reduced_apart": software.reduced_apart * columns.repaired(row),
+        "ties_first": software.balanced and not columns.repaired(row),
+        "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     }  # fmt: skip
 

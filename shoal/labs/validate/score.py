@@ -55,6 +55,13 @@ class Errors:
             *(float(v) for v in (np.median(size), np.quantile(size, 0.9), np.median(error), inside.mean())),
         )
 
+    def cells(self) -> list[str]:
+        """What a table says of them, in the order of the attributes; nothing where there are none."""
+        if not self.rows:
+            return [""] * 5
+        parts = f"{100 * self.median:.1f} %", f"{100 * self.ninetieth:.1f} %", f"{100 * self.bias:+.1f} %"
+        return [f"{self.rows:,}", *parts, f"{100 * self.inside:.0f} %"]
+
 
 @dataclass(frozen=True)
 class Scored:

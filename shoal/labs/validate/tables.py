@@ -12,6 +12,7 @@ from shoal.labs.validate.fit import at_bounds
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Errors, Scored, by, totals
 from shoal.labs.validate.validation import Validation
+from shoal.report.planning.tables import table
 
 HEADS = (
     "times", "median", "90 %", "bias", "in 80 %", "memory", "median", "90 %", "bias", "in 80 %", "did not fit",
@@ -26,7 +27,7 @@ def fit_lines(found: Validation) -> list[str]:
     return [
         *(f"  {line}" for line in at_bounds(found.constants, found.points)),
         "\nModels that a fit had not seen:\n",
-        *table(totals(found.unseen) | by(found.unseen, lambda p: p.file)),
+        *_rows(totals(found.unseen) | by(found.unseen, lambda p: p.file)),
         "\nAll of them, by constants from all:\n",
     ]
 
@@ -45,7 +46,7 @@ def _score(scored: Scored, left: Left) -> list[str]:
     sizes = by(scored, lambda p: f"{_size(p.gpus)} accelerators, {p.quality}")
     good, families = scored.where(lambda p: p.quality == "A").best
     lines = [
-        *table(totals(scored) | sources | sizes),
+        *_rows(totals(scored) | sources | sizes),
         f"\nPredicted best layout within 5 % of the measured best: {good} of {families} families of quality A.",
         f"{len(scored.points):,} rows scored, {sum(left.values()):,} not.",
     ]
@@ -76,9 +77,7 @@ def _worst(scored: Scored, count: int) -> list[str]:
     for file, part in by(scored.where(lambda p: p.seconds is not None), lambda p: p.file).items():
         lines.append(f"\n{file}: the largest errors of its times")
         errors = part.seconds / part.measured_seconds
-        order = sorted(
-            range(len(errors)), key=lambda i: -abs(errors[i] - 1) if errors[i] > 1 else 1 - 1 / errors[i]
-        )
+        order = sorted(range(len(errors)), key=lambda i: 1 - max(errors[i], 1 / errors[i]))
         for i in order[:count]:
             p, run = part.points[i], part.points[i].run
             layout = ", ".join(
@@ -90,32 +89,16 @@ def _worst(scored: Scored, count: int) -> list[str]:
 
 def _size(gpus: int) -> str:
     """A range of numbers of accelerators, as a label that sorts."""
-    low = next((n for n in (1025, 257, 129, 33, 9) if gpus >= n), 1)
-    return {1: "   1 to    8", 9: "   9 to   32", 33: "  33 to  128", 129: " 129 to  256", 257: " 257 to 1024"}.get(
-        low, "1025 and more"
-    )
+    ends = [(8, "   1 to    8"), (32, "   9 to   32"), (128, "  33 to  128"), (256, " 129 to  256"),
+            (1024, " 257 to 1024")]  # fmt: skip
+    return next((label for end, label in ends if gpus <= end), "1025 and more")
 
 
-def table(rows: Mapping[str, Scored]) -> list[str]:
-    """Lines of one width, a head first."""
-    cells = [["", *HEADS]]
-    for name, scored in rows.items():
+def _rows(scores: Mapping[str, Scored]) -> list[str]:
+    """A line for each of these, a head first."""
+    rows = []
+    for name, scored in scores.items():
         count, precision, recall = scored.out_of_memory
         oom = [f"{count:,}", f"{precision:.3f}", f"{recall:.3f}"] if count else [""] * 3
-        cells.append([name, *_errors(scored.time), *_errors(scored.memory), *oom])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return [
-        "  ".join(f"{cell:>{w}}" if i else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
-    ]
-
-
-def _errors(errors: Errors) -> list[str]:
-    if not errors.rows:
-        return [""] * 5
-    return [
-        f"{errors.rows:,}",
-        *(f"{100 * e:.1f} %" for e in (errors.median, errors.ninetieth)),
-        f"{100 * errors.bias:+.1f} %",
-        f"{100 * errors.inside:.0f} %",
-    ]
+        rows.append([name, *scored.time.cells(), *scored.memory.cells(), *oom])
+    return table(["", *HEADS], rows, right=1)

@@ -1,23 +1,56 @@
-"""A model and a cluster by their names, and the best layouts for them: the public side of the search."""
+"""Search the layouts of a model on a cluster, by their names, and answer other questions about clusters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
 
 from shoal.base.errors import UsageError
+from shoal.planning.cost.flops import dollars, layer_flops
+from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import with_positions
 from shoal.planning.estimable import check_device, check_names, check_trained
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.fixed import check_fixed
-from shoal.planning.search.queries import Answer, BudgetAnswer, fewest, on_nodes, what_if, within_budget
 from shoal.planning.search.search import Plan, Progressing, search
-from shoal.planning.search.space import LayoutSpace, layouts
+from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
 from shoal.spec.catalog import model_shape
+from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.layout import Layout
 from shoal.spec.layout.layout import MOST_RANKS
+
+HOUR = 3600.0
+MOST_NODES = 4096  # that `fewest` tries
+
+
+class BudgetAnswer(NamedTuple):
+    """What some money pays for.
+
+    Attributes:
+        budget: dollars.
+        price: dollars for a device and hour.
+        tokens, steps: of the whole training.
+        found: the fastest that the budget pays for; None if it pays for nothing.
+        plans: the best on 1, 2, 4, ... nodes, and the one found; fewest devices first.
+    """
+
+    budget: float
+    price: float
+    tokens: float
+    steps: float
+    found: Plan | None
+    plans: list[Plan]
+
+    def seconds(self, plan: Plan) -> float:
+        """Of the whole training."""
+        return plan.found.seconds * self.steps
+
+    def dollars(self, plan: Plan) -> float:
+        """That the whole training costs."""
+        return dollars(self.seconds(plan), plan.run.cluster.size, self.price)
 
 
 class LayoutPlanner:
@@ -83,13 +116,75 @@ class LayoutPlanner:
             )
         return search(run, self.space, count=count, progress=progress)
 
-    def fewest(self, progress: Progressing | None = None) -> Answer | None:
-        """Find the fewest devices of the cluster's kind on which the model fits; None if it fits on none."""
-        return fewest(self.run, self.space, progress)
+    def best_on(self, cluster: Cluster, progress: Progressing | None = None, within: float = inf) -> Plan | None:
+        """Find the fastest layout on another cluster; None if none fits, or takes at most ``within`` seconds a step."""
+        run = replace(self.run, cluster=cluster)
+        plan = search(run, self.space, count=1, within=within, progress=progress)
+        return plan if plan.best else None
 
-    def what_if(self, progress: Progressing | None = None) -> dict[str, Answer | None]:
+    def sized(self, nodes: int, per_node: int | None = None) -> Cluster:
+        """Return the same kind of cluster with another number of nodes, or a part of one.
+
+        Raises:
+            UsageError: of a torus, which is a slice of a pod; or of several nodes, where nothing says what joins them.
+        """
+        machine = self.run.cluster
+        if machine.torus:
+            raise UsageError(
+                f"cluster '{machine.name}': slices of a pod have sizes of their own.\n  Plan them one by one."
+            )
+        if nodes > 1 and machine.nic is None:
+            raise UsageError(
+                f"cluster '{machine.name}' is one node, which says nothing of a network."
+                f"\n  Name two, as 2x{machine.name}."
+            )
+        each = per_node or machine.per_node
+        nics = max(1, machine.nics * each // machine.per_node)
+        return replace(machine, nodes=nodes, per_node=each, nics=nics, nic=machine.nic if nodes > 1 else None)
+
+    def on_nodes(self, nodes: Sequence[int], progress: Progressing | None = None) -> list[Plan | None]:
+        """Find the best layout on each of some numbers of nodes; None where nothing fits.
+
+        Raises:
+            UsageError: the cluster cannot have so many nodes.
+        """
+        return [self.best_on(machine, progress) for machine in [self.sized(count) for count in nodes]]
+
+    def fewest(self, progress: Progressing | None = None) -> Plan | None:
+        """Find the fewest devices of the cluster's kind on which the model fits; None if it fits on none.
+
+        Tried are one device, one more of its node at a time, then one more node; but no fewer than the weights alone
+        need.
+        """
+        run, machine = self.run, self.run.cluster
+        sizes = [(1, each) for each in range(1, machine.per_node + 1)]
+        if machine.nic:
+            sizes += [(nodes, machine.per_node) for nodes in range(2, MOST_NODES + 1)]
+        weights, room = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
+        enough = (self.sized(nodes, each) for nodes, each in sizes if nodes * each * room >= weights)
+        return next(filter(None, (self.best_on(cluster, progress) for cluster in enough)), None)
+
+    def what_if(self, progress: Progressing | None = None) -> dict[str, Plan | None]:
         """Find the best layout on the cluster as it is, and with one thing of it changed; None where nothing fits."""
-        return dict(what_if(self.run, self.space, progress))
+        machine = self.run.cluster
+        chip = machine.accelerator
+
+        def accelerator(**changed: Any) -> Cluster:
+            return replace(machine, accelerator=chip.model_copy(update=changed))
+
+        cases = {"as it is": machine}
+        for place, link in (("network between nodes", "nic"), ("links inside a node", "inside")):
+            if found := getattr(machine, link):
+                for word, factor in (("twice", 2), ("half", 0.5)):
+                    wider = found.model_copy(update={"bandwidth": factor * found.bandwidth})
+                    cases[f"{word} the {place}"] = replace(machine, **{link: wider})
+        cases |= {
+            "twice the memory": accelerator(memory_bytes=2 * chip.memory_bytes),
+            "half the memory": accelerator(memory_bytes=0.5 * chip.memory_bytes),
+            "twice the memory's bandwidth": accelerator(memory_bandwidth=2 * chip.memory_bandwidth),
+            "twice the arithmetic": accelerator(peak_flops={kind: 2 * peak for kind, peak in chip.peak_flops.items()}),
+        }
+        return {words: self.best_on(changed, progress) for words, changed in cases.items()}
 
     def within_budget(
         self, budget: float, tokens: float | None = None, price: float | None = None,
@@ -105,15 +200,42 @@ class LayoutPlanner:
         Raises:
             UsageError: neither the catalog nor the caller has a price.
         """
-        return within_budget(self.run, self.space, budget, tokens=tokens, price=price, progress=progress)
+        run = self.run
+        hourly = price or run.cluster.accelerator.dollars_per_hour
+        if not hourly:
+            raise UsageError(f"--budget: {run.cluster.accelerator.name} has no price in the catalog.\n  Give --price.")
+        tokens = tokens or 20 * run.shape.parameters()
+        steps = tokens / run.tokens
+        of_size = {plan.run.cluster.size: plan for plan in self.doubling(progress)}
+        found = self.affordable(budget / hourly * HOUR / steps, progress)
+        if found:
+            of_size[found.run.cluster.size] = found
+        return BudgetAnswer(budget, hourly, tokens, steps, found, [of_size[size] for size in sorted(of_size)])
 
-    def on_nodes(self, nodes: Sequence[int], progress: Progressing | None = None) -> list[Answer | None]:
-        """Find the best layout on each of some numbers of nodes; None where nothing fits.
+    def doubling(self, progress: Progressing | None = None) -> Iterator[Plan]:
+        """Find the best on 1, 2, 4, ... nodes up to the cluster's, where the run fits."""
+        nodes = self.run.cluster.nodes
+        counts = [1 << power for power in range((nodes - 1).bit_length())]
+        return filter(None, self.on_nodes([*counts, nodes], progress))
 
-        Raises:
-            UsageError: the cluster cannot have so many nodes.
+    def affordable(self, device_seconds: float, progress: Progressing | None = None) -> Plan | None:
+        """Find the fastest on any number of nodes up to the cluster's whose step takes so many device-seconds at most.
+
+        Neither time nor price need fall or rise evenly with the nodes: a batch divides into some replicas, and not
+        into others. So every number is asked for a layout that is cheap enough and faster than the best before, until
+        the products of the layers alone would take too long at the accelerators' peak.
         """
-        return on_nodes(self.run, nodes, self.space, progress)
+        run, found = self.run, None
+        layers = [layer_flops(run.shape, run.sequence_length, layer) for layer in range(run.shape.layers)]
+        flops = 3 * run.tokens * sum(layer.projections + layer.mlp for layer in layers)  # attention may be halved
+        products = flops / run.cluster.accelerator.dense_flops(run.products)
+        for nodes in range(run.cluster.nodes, 0, -1):
+            machine = self.sized(nodes)
+            most = min(device_seconds / machine.size, found.found.seconds if found else inf)
+            if products / machine.size > most:
+                break
+            found = self.best_on(machine, progress, most) or found
+        return found
 
 
 def plan(

@@ -83,6 +83,11 @@ class Plan:
     pruned: int = 0
     seconds: float = 0.0
 
+    @property
+    def found(self) -> PricedLayout:
+        """The best layout, where something fits."""
+        return self.best[0]
+
 
 def family(layout: Layout) -> tuple:
     """What tells two layouts of a list apart; in the rest each is the best of its kind."""

@@ -10,6 +10,7 @@ import numpy as np
 from shoal.planning.goodput.forecast import GoodputForecast
 from shoal.planning.goodput.model import DAY, HOUR, TrainingJob, best_interval, effective, goodput, play
 from shoal.report.lines import lines
+from shoal.report.planning.tables import table
 from shoal.report.svg import Canvas
 
 TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", "simulated", "spares", "nodes there",
@@ -18,7 +19,7 @@ TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", 
 
 def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
     """What `shoal goodput` prints: a row for each number of devices."""
-    rows = [TITLES]
+    rows = []
     for found in forecasts:
         job = found.job
         rows.append((
@@ -27,14 +28,13 @@ def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
             f"{100 * found.simulated:.1f} %", f"{job.spares} nodes, +{100 * job.spare_share:.1f} %",
             f"{100 * found.available:.1f} %", f"{100 * found.goodput:.1f} %",
         ))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(TITLES))]
     first = forecasts[0].job
     return [
         f"a device fails every {first.mtbf / HOUR:,.0f} hours; a save stops training for "
         f"{show_time(first.checkpoint)}"
         + (f" and is written {show_time(first.flush)} later" if first.flush else "")
         + f", a restart takes {show_time(first.restart)}, a repair {show_time(first.repair)}",
-        "", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows),
+        "", *table(TITLES, rows, right=0),
     ]
 
 
@@ -52,20 +52,17 @@ def show_time(seconds: float) -> str:
 
 def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
     """Draw the time that counts: over the interval, with the simulation's points and the best, and over the devices."""
-    span = np.geomspace(30, 6 * HOUR, 60)
-    curves = {f"{job.devices:,} devices": [(float(t), 100 * effective(job, t)) for t in span] for job in jobs}
+    span = [float(t) for t in np.geomspace(30, 6 * HOUR, 60)]
+    curves = {f"{job.devices:,} devices": [(t, 100 * effective(job, t)) for t in span] for job in jobs}
+    simulated = {
+        f"{job.devices:,} simulated":
+        [(t, 100 * play(replace(job, spares=None), t, failures=2000, seed=seed)) for t in span[::3]] for job in jobs
+    }
     marks = [(best_interval(job), 100 * effective(job, best_interval(job)), "best") for job in jobs]
-    curves = {name: [(x, max(y, 0.1)) for x, y in points] for name, points in curves.items()}
-    for job in jobs:  # the simulation, over the curves
-        chosen = span[::3]
-        alone = replace(job, spares=None)
-        points = [(float(t), 100 * play(alone, t, failures=2000, seed=seed)) for t in chosen]
-        curves[f"{job.devices:,} simulated"] = [(x, max(y, 0.1)) for x, y in points]
-    names = frozenset(name for name in curves if name.endswith("simulated"))
     left = lines(
-        "Time that counts, by the work between saves", curves, width=640, height=330, marks=marks, from_zero=True,
-        dashed=names, x=("work between saves, seconds (log scale)", lambda x: f"{x:,.0f}"),
-        y=("", lambda y: f"{y:.0f} %"),
+        "Time that counts, by the work between saves", curves | simulated, width=640, height=330, marks=marks,
+        from_zero=True, dashed=frozenset(simulated), y=("", lambda y: f"{y:.0f} %"),
+        x=("work between saves, seconds (log scale)", lambda x: f"{x:,.0f}"),
     )  # fmt: skip
     counts = np.geomspace(1000, 100_000, 25)
     kinds = {

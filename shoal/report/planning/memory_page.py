@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.base.units import show_bytes
 from shoal.planning.estimate import Estimate
-from shoal.report.page import Fragment, page
+from shoal.report.planning.page_parts import html_table, write
 from shoal.report.svg import FAINT, GRID, Canvas
 
 if TYPE_CHECKING:
@@ -20,17 +19,12 @@ KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"
 
 
 def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured: Counted | None) -> None:
-    """Write it as one file."""
-    run = estimate.run
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{show_bytes(size)}</td></tr>" for name, size in counted.held.items() if size
-    )
-    lead = f"{counted.where} of {run.layout.world_size:,}; {run.layout.describe()}; {len(counted.steps)} steps."
-    parts = [
-        "<h2>Memory, action by action</h2>", memory_profile(counted, measured),
-        "<h2>Between steps</h2>", f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>',
-    ]
-    path.write_text(page("Dry run", lead, [Fragment(part) for part in parts]), encoding="utf-8")
+    """Write the page as one file."""
+    rows = [(name, show_bytes(size)) for name, size in counted.held.items() if size]
+    layout = estimate.run.layout
+    lead = f"{counted.where} of {layout.world_size:,}; {layout.describe()}; {len(counted.steps)} steps."
+    parts = ["<h2>Memory, action by action</h2>", memory_profile(counted, measured)]
+    write(path, "Dry run", lead, [*parts, "<h2>Between steps</h2>", html_table(rows)])
 
 
 def memory_profile(counted: Counted, measured: Counted | None = None) -> str:

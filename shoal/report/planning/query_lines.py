@@ -6,40 +6,40 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.flops import DAY
-from shoal.planning.search.planner import LayoutPlanner
-from shoal.planning.search.queries import Answer, BudgetAnswer
+from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
+from shoal.planning.search.search import Plan
 from shoal.report.planning.tables import estimate_of, table, words
 
 
-def mfu_of(answer: Answer) -> float:
-    """Model FLOPs utilisation of the best layout."""
-    return estimate_of(answer.plan, answer.found).mfu
+def mfu_of(plan: Plan) -> float:
+    """Return the model FLOPs utilisation of the best layout."""
+    return estimate_of(plan, plan.found).mfu
 
 
-def fewest_line(planner: LayoutPlanner, answer: Answer | None) -> str:
+def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
     """The fewest devices that hold the model."""
     name = planner.run.cluster.accelerator.name
-    if answer is None:
+    if plan is None:
         return f"{planner.model} does not fit on any number of {name} that was tried."
     return (
-        f"{answer.run.cluster.size} x {name} are the fewest that hold {planner.model}: "
-        f"{show_seconds(answer.found.seconds)} a step, {show_bytes(answer.found.memory.reserved)} on the fullest, "
-        f"{words(answer.found.layout)}"
+        f"{plan.run.cluster.size} x {name} are the fewest that hold {planner.model}: "
+        f"{show_seconds(plan.found.seconds)} a step, {show_bytes(plan.found.memory.reserved)} on the fullest, "
+        f"{words(plan.found.layout)}"
     )
 
 
-def what_if_lines(answers: Mapping[str, Answer | None]) -> list[str]:
+def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
     """The best layout on each kind of hardware, beside the first."""
     rows, first = [], None
-    for what, answer in answers.items():
-        if answer is None:
+    for what, plan in plans.items():
+        if plan is None:
             rows.append([what, "does not fit", "", "", "", ""])
             continue
-        found = answer.found
+        found = plan.found
         first = first or found.seconds
         rows.append([
             what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %",
-            f"{100 * mfu_of(answer):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
+            f"{100 * mfu_of(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
         ])  # fmt: skip
     return table(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
 
@@ -47,11 +47,11 @@ def what_if_lines(answers: Mapping[str, Answer | None]) -> list[str]:
 def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
     """What a training takes and costs on each number of devices, and what the budget pays for."""
     rows = []
-    for answer in paid.answers:
-        cost = paid.dollars(answer)
+    for plan in paid.plans:
+        cost = paid.dollars(plan)
         rows.append([
-            f"{answer.run.cluster.size:,}", f"{paid.seconds(answer) / DAY:,.1f}", f"${cost:,.0f}",
-            "" if cost <= paid.budget else "over budget", words(answer.found.layout),
+            f"{plan.run.cluster.size:,}", f"{paid.seconds(plan) / DAY:,.1f}", f"${cost:,.0f}",
+            "" if cost <= paid.budget else "over budget", words(plan.found.layout),
         ])  # fmt: skip
     yield from table(["devices", "days", "dollars", "", "best layout"], rows)
     yield ""
@@ -65,7 +65,7 @@ def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
 
 
 def map_lines(
-    planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Answer | None]]
+    planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> list[str]:
     """The best layout of every model on every number of nodes.
 
@@ -74,8 +74,8 @@ def map_lines(
     """
     rows = [
         [planner.model, f"{count * planner.run.cluster.per_node:,}",
-         f"{100 * mfu_of(answer):.1f} %" if answer else "", words(answer.found.layout) if answer else "does not fit"]
-        for planner, answers in zip(planners, found, strict=True)
-        for count, answer in zip(nodes, answers, strict=True)
+         f"{100 * mfu_of(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]
+        for planner, plans in zip(planners, found, strict=True)
+        for count, plan in zip(nodes, plans, strict=True)
     ]  # fmt: skip
     return table(["model", "devices", "MFU", "best layout"], rows)

@@ -121,8 +121,12 @@ def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
     })
 
 
-def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """Columns, as wide as they need; in a narrower terminal the widest have several lines in a row."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> list[str]:
+    """Lines of columns that are as wide as they need; in a narrower terminal the widest are wrapped.
+
+    Args:
+        right: the columns from this one on are aligned to the right.
+    """
     every = [head, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]
     if sys.stdout.isatty():
@@ -133,5 +137,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     for row in every:
         cells = [[c] if len(c) <= width else wrap(c, width) for c, width in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(c.ljust(w) for c, w in zip(parts, widths, strict=True)).rstrip())
+            padded = [c.ljust(w) if right is None or i < right else c.rjust(w)
+                      for i, (c, w) in enumerate(zip(parts, widths, strict=True))]  # fmt: skip
+            lines.append("  ".join(padded).rstrip())
     return lines

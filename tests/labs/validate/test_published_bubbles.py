@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.labs.validate.published_bubbles import Printed, kept_for_weight, played, read, table
+from shoal.labs.validate.published_bubbles import Printed, compare, kept_for_weight, played, read
 
 FOLDER = Path(__file__).parents[4] / "shared" / "measured"
 
@@ -52,7 +52,7 @@ def test_the_table_of_published_rates() -> None:
         warnings.warn(f"{FOLDER} is not here: compared with the transcribed rows alone", stacklevel=1)
     printed = read(FOLDER) if FOLDER.is_dir() else TRANSCRIBED
     assert len(printed) >= 33
-    lines, error = table(printed)
+    lines, error = compare(printed)
     assert len(lines) == len(printed) + 1
     assert error < 0.1
     assert max(abs(float(line.split()[-1])) for line in lines[1:]) <= 0.5

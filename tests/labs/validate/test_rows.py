@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.labs.validate import words
+from shoal.labs.validate import columns
 from shoal.labs.validate.rows import Inexpressible, read_folder, read_row
 from shoal.labs.validate.score import score
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
@@ -115,8 +115,8 @@ def test_times_from_throughput_and_none_from_what_did_not_fit() -> None:
 )
 def test_what_leaves_a_node(text: str, per_accelerator: float, kind: str) -> None:
     given = {"interconnect": text}
-    assert words.leaving(given, nodes()["H100"], 8) == pytest.approx(per_accelerator)
-    assert words.network(given) == kind
+    assert columns.leaving(given, nodes()["H100"], 8) == pytest.approx(per_accelerator)
+    assert columns.network(given) == kind
     assert kind in NETWORKS
 
 

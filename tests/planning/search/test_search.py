@@ -18,10 +18,19 @@ from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.fixed import check_fixed
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.search import PricedLayout, Search, family, order, search
-from shoal.planning.search.space import LEVELS, LayoutSpace, layout_of, layouts, meshes, shardings, splits, works
+from shoal.planning.search.space import (
+    LEVELS,
+    LayoutSpace,
+    check_fixed,
+    layout_of,
+    layouts,
+    meshes,
+    shardings,
+    splits,
+    works,
+)
 from shoal.report.planning.tables import estimate_of
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster

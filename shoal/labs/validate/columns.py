@@ -1,4 +1,4 @@
-"""What publications call things: accelerators, networks, kernels, what is recomputed, how data is parallel."""
+"""Read the columns of a published row: accelerators, networks, kernels, what is recomputed, how data is parallel."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def machine(row: Row) -> tuple[Accelerator, Node] | None:
 
 
 def per_node(row: Row, node: Node) -> float:
-    """Accelerators that share a fast switch: as published, but of racks that are one such domain all, whose servers are
-    what publications count."""
+    """Accelerators that share a fast switch: as published, but for racks of which publications count the servers."""
     return float(node.per_node) if node.per_node > 8 else number(row, "gpus_per_node") or node.per_node
 
 
@@ -190,10 +189,8 @@ def memory(row: Row) -> tuple[float | None, str]:
     if size is None or not text:
         return None, ""
     unit = 2**30 if any(word in text for word in ("GiB", "MiB", "reserved", "smi")) else 1e9
-    kind = (
-        "first" if "rank0" in text else "process" if "smi" in text else "allocated" if "alloc" in text else "reserved"
-    )
-    return size * unit, kind
+    kinds = {"rank0": "first", "smi": "process", "alloc": "allocated"}
+    return size * unit, next((kind for word, kind in kinds.items() if word in text), "reserved")
 
 
 def repaired(row: Row) -> bool:
@@ -201,14 +198,9 @@ def repaired(row: Row) -> bool:
     return "after_pp_fix=False" not in (row.get("note") or "")
 
 
-def schedule_works(row: Row) -> bool:
-    """Whether a pipeline runs as it should."""
-    return repaired(row) or (number(row, "pp") or 1) == 1
-
-
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:
-    """Of a step; None where the publication has none, or has one that is no measure of a schedule."""
-    if row.get("quality") == "M" or not schedule_works(row):
+    """Of a step; None where the publication has none, or its pipeline did not run as it should."""
+    if row.get("quality") == "M" or not (repaired(row) or (number(row, "pp") or 1) == 1):
         return None
     rate = number(row, "tokens_per_s_per_gpu")
     return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)

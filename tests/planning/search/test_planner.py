@@ -7,37 +7,39 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.planning.run import EstimatedRun
-from shoal.planning.search.queries import affordable, best, fewest, sized
+from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import LayoutSpace
-from shoal.spec.catalog import model_shape
-from shoal.spec.catalog.clusters import cluster
-from shoal.spec.layout import Layout
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 SMALL = "--global-batch 30 --seq 512 --fix recompute=none,micro-batch=1"
 
 
+def planner(*names: str, global_batch: int, space: LayoutSpace = FEW) -> LayoutPlanner:
+    found = LayoutPlanner(*names, global_batch=global_batch)
+    found.space = space
+    return found
+
+
 def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
-    run = EstimatedRun(model_shape("llama-2-13b"), Layout(), cluster("2x8xH100"), 4096, 12)
-    assert fewest(run, FEW).run.cluster.size == 3
-    assert all(best(replace(run, cluster=sized(run.cluster, 1, n)), FEW) is None for n in (1, 2))
+    asked = planner("llama-2-13b", "2x8xH100", global_batch=12)
+    assert asked.fewest().run.cluster.size == 3
+    assert all(asked.best_on(asked.sized(1, n)) is None for n in (1, 2))
 
 
 def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 sequences divide into 2, 6 and 10 replicas: 4 nodes are dearer than 5, and 2 than 3."""
-    run = EstimatedRun(model_shape("llama-3.2-1b"), Layout(), cluster("5x2xH100"), 4096, 30)
     few = replace(FEW, fixed={"recompute": "selective"})
-    every = [best(replace(run, cluster=sized(run.cluster, n)), few) for n in range(1, 6)]
-    prices = [answer.found.seconds * answer.run.cluster.size for answer in every]
+    asked = planner("llama-3.2-1b", "5x2xH100", global_batch=30, space=few)
+    every = [asked.best_on(asked.sized(n)) for n in range(1, 6)]
+    prices = [plan.found.seconds * plan.run.cluster.size for plan in every]
     assert prices[1] > prices[2] and prices[3] > prices[4], "they do not rise with the nodes"
     for limit in (1.0001 * prices[2], 1.0001 * prices[4], 0.99 * min(prices)):
-        cheap = [answer for answer, price in zip(every, prices, strict=True) if price <= limit]
-        found = affordable(run, few, limit)
-        fastest = min(cheap, key=lambda answer: answer.found.seconds, default=None)
+        cheap = [plan for plan, price in zip(every, prices, strict=True) if price <= limit]
+        found = asked.affordable(limit)
+        fastest = min(cheap, key=lambda plan: plan.found.seconds, default=None)
         assert (found and found.found.seconds) == (fastest and fastest.found.seconds)
-    monkeypatch.setattr("shoal.planning.search.queries.best", None)
-    assert affordable(run, few, 0.1 * min(prices)) is None, "nothing is sought where the products alone take longer"
+    monkeypatch.setattr(asked, "best_on", None)
+    assert asked.affordable(0.1 * min(prices)) is None, "nothing is sought where the products alone take longer"
 
 
 def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:
