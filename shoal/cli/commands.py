@@ -52,7 +52,7 @@ COMMANDS: dict[str, Command] = {
         "InspectOptions", ("data",),
     ),
     "bench": Command(
-        "shoal.cli.bench.main", "main", "Measure shoal against torch's own implementations: shoal bench step",
+        "shoal.cli.bench", "main", "Measure shoal against torch's own implementations: shoal bench step",
     ),
     "simulate": Command(
         "shoal.cli.simulate", "run",

@@ -197,7 +197,7 @@ def test_data(called, capsys):
 def test_bench_forwards_everything(monkeypatch):
     calls = []
     bench = types.SimpleNamespace(main=lambda *args, **options: calls.append((args, options)) or 0)
-    monkeypatch.setitem(sys.modules, "shoal.cli.bench.main", bench)
+    monkeypatch.setitem(sys.modules, "shoal.cli.bench", bench)
     assert main(["bench", "step", "--seconds", "3"]) == 0
     assert calls == [((["step", "--seconds", "3"],), {})]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 
+from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import pick_device, synchronize
+from shoal.engine.device import pick_device
 from shoal.engine.models.attention import AttentionCore
-from shoal.labs.bench.peak import DTYPES
-from shoal.labs.bench.step.workload import BenchPrecision
+from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 
 KERNELS = ("sdpa", "explicit")
 
@@ -24,87 +26,75 @@ class AttentionTiming:
     """Forward and backward of causal attention.
 
     Attributes:
-        device: on which it was measured.
         seconds: by kernel, median.
         difference: largest difference of the two outputs, relative to the largest output.
     """
 
-    device: torch.device
     precision: BenchPrecision
     sequence_length: int
     seconds: dict[str, float]
     difference: float
 
-    @property
-    def fastest(self) -> str:
-        return min(self.seconds, key=self.seconds.__getitem__)
 
-    @property
-    def gain(self) -> float:
-        """Time of sdpa over that of explicit."""
-        return self.seconds["sdpa"] / self.seconds["explicit"]
+class AttentionBenchmark(Benchmark):
+    """Causal attention forward and backward, torch's fused kernel against the explicit one."""
 
+    lengths: NonEmpty[PositiveInt] = (128, 256, 512, 1024, 2048)
+    """Sequence lengths."""
 
-def measure(
-    sequence_length: int, precision: BenchPrecision, device: torch.device, *,
-    tokens: int, heads: int, head_dim: int, repeats: int,
-) -> AttentionTiming:
-    """Time both kernels in turn on ``tokens`` tokens, in as many sequences as they make (at least one)."""
-    sequences = max(1, tokens // sequence_length)
-    shape = (sequences, heads, sequence_length, head_dim)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, gradient = (
-        torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4)
-    )
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    cores = {kernel: AttentionCore() for kernel in KERNELS}
-    seconds: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
-    outputs = {}
-    for repeat in range(repeats + 1):
+    tokens: PositiveInt = 2048
+    """Tokens in all, in sequences of each length."""
+
+    heads: PositiveInt = 8
+    """Query and key heads."""
+
+    head_dim: PositiveInt = 32
+    """Width of one head."""
+
+    repeats: PositiveInt = 7
+    """Measurements of each; the median counts."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Time the kernels for each dtype and length."""
+        device = pick_device(self.device)
+        if device.type == "cpu":
+            tune_process()
+        timings = [self.measure(length, precision, device) for precision in DTYPES for length in self.lengths]
+        title = f"causal attention, forward and backward, {self.tokens} tokens, on {device}"
+        console.print(make_table(title, timings, {
+            "dtype": lambda timing: timing.precision,
+            "sequence": lambda timing: timing.sequence_length,
+            "sdpa ms": lambda timing: f"{timing.seconds['sdpa'] * 1e3:.2f}",
+            "explicit ms": lambda timing: f"{timing.seconds['explicit'] * 1e3:.2f}",
+            "sdpa / explicit": lambda timing: f"{timing.seconds['sdpa'] / timing.seconds['explicit']:.2f}",
+            "difference": lambda timing: f"{timing.difference:.0e}",
+            "faster": lambda timing: min(KERNELS, key=timing.seconds.__getitem__),
+        }))
+        return True
+
+    def measure(self, length: int, precision: BenchPrecision, device: torch.device) -> AttentionTiming:
+        """Time both kernels in turn, on as many sequences of a length as the tokens make (at least one)."""
+        shape = (max(1, self.tokens // length), self.heads, length, self.head_dim)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, gradient = (torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        cores = {kernel: AttentionCore() for kernel in KERNELS}
+        outputs: dict[str, torch.Tensor] = {}
+
+        def attend(kernel: str) -> None:
+            out = cores[kernel](*inputs, None)
+            torch.autograd.grad(out, inputs, gradient)
+            outputs[kernel] = out.detach()
+
         for kernel, core in cores.items():
             core.kernel = kernel
-            synchronize(device)
-            start = time.perf_counter()
-            out = core(*inputs, None)
-            torch.autograd.grad(out, inputs, gradient)
-            synchronize(device)
-            if repeat > 0:  # the first warms up
-                seconds[kernel].append(time.perf_counter() - start)
-            outputs[kernel] = out.detach().float()
-    difference = (outputs["sdpa"] - outputs["explicit"]).abs().max() / outputs["sdpa"].abs().max()
-    medians = {kernel: median(times) for kernel, times in seconds.items()}
-    return AttentionTiming(device, precision, sequence_length, medians, float(difference))
-
-
-def measure_lengths(
-    lengths: Sequence[int], device: str, *, tokens: int, heads: int, head_dim: int, repeats: int
-) -> list[AttentionTiming]:
-    """Time both kernels for each dtype and sequence length.
-
-    Args:
-        device: auto, cpu or cuda.
-
-    Raises:
-        UsageError: there is no such device.
-    """
-    chosen = pick_device(device)
-    if chosen.type == "cpu":
-        tune_process()
-    return [
-        measure(length, precision, chosen, tokens=tokens, heads=heads, head_dim=head_dim, repeats=repeats)
-        for precision in DTYPES for length in lengths
-    ]  # fmt: skip
-
-
-def table(timings: Sequence[AttentionTiming], tokens: int) -> Table:
-    """A row for each dtype and length."""
-    view = Table(title=f"causal attention, forward and backward, {tokens} tokens, on {timings[0].device}")
-    for column in ("dtype", "sequence", "sdpa ms", "explicit ms", "sdpa / explicit", "difference", "faster"):
-        view.add_column(column, justify="right")
-    for timing in timings:
-        times = [f"{timing.seconds[kernel] * 1e3:.2f}" for kernel in KERNELS]
-        view.add_row(
-            timing.precision, str(timing.sequence_length), *times, f"{timing.gain:.2f}", f"{timing.difference:.0e}",
-            timing.fastest,
+        seconds = time_in_turns(
+            {kernel: partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device
         )
-    return view
+        fused, explicit = (outputs[kernel].float() for kernel in KERNELS)
+        difference = (fused - explicit).abs().max() / fused.abs().max()
+        medians = {kernel: median(times) for kernel, times in seconds.items()}
+        return AttentionTiming(precision, length, medians, float(difference))

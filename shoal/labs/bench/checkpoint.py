@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +17,20 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-from rich.table import Table
+from pydantic import Field, PositiveInt
+from rich.console import Console
 
+from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.crew import TIMEOUT, Contender, ContenderProcesses
-from shoal.labs.bench.race import Lap, check_agreement, quartiles
+from shoal.labs.bench.benchmark import VERDICTS, Benchmark, Say, check_folder, make_table
+from shoal.labs.bench.crew import TIMEOUT, Contender
+from shoal.labs.bench.race import check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
 from shoal.labs.bench.step.shoal_engine import build
 from shoal.labs.bench.step.workload import Workload
 from shoal.launch.worker_pool import Pool
+from shoal.spec.catalog import model_shape
+from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import restore
 from shoal.training.step.engine import Engine
@@ -43,110 +47,129 @@ TARGET = 0.05
 
 
 @dataclass(frozen=True)
-class Cost:
+class SavingCost:
     """What one way of saving costs.
 
     Attributes:
         name: a key of `KINDS`.
         seconds: of a step, the mean of a turn, median over turns.
-        stall: seconds that a save holds up the slowest rank, median over saves without the first; None without saves.
-        first: of the first save, which allocates its memory.
-        ratio: of a turn's time to that of the turn without saves beside it, median and quartiles.
+        plain: the same of a step that saves nothing.
+        ratios: of each turn's time to that of the turn without saves beside it.
+        stalls: seconds that each save holds up the slowest rank; the first one also allocates its memory.
     """
 
     name: str
     seconds: float
-    stall: float | None
-    first: float | None
-    ratio: tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class SavingCosts:
-    """What all ways of saving cost.
-
-    Attributes:
-        costs: of each way, the first of which saves nothing.
-        restoring: seconds to go on from the memory of the next node, of each measurement.
-    """
-
-    costs: list[Cost]
-    restoring: list[float]
-
-    def share(self, cost: Cost) -> float | None:
-        """What a save holds up, as part of a step that saves nothing."""
-        return None if cost.stall is None else cost.stall / self.costs[0].seconds
+    plain: float
+    ratios: list[float]
+    stalls: list[float]
 
     @property
-    def met(self) -> bool:
-        """Whether no way of saving holds up more than the target."""
-        return all((part := self.share(cost)) is None or part <= TARGET for cost in self.costs[1:])
+    def share(self) -> float | None:
+        """What a save holds up, as part of a step that saves nothing: the median without the first; None if none."""
+        return median(self.stalls[1:]) / self.plain if len(self.stalls) > 1 else None
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.share is None else self.share <= TARGET
 
 
-def measure_model(
-    model: str, *, sequences: int, ranks: int, every: int, turns: int, disk: Path, memory: Path,
-    say: Callable[[str], None],
-) -> SavingCosts:
-    """Measure what saving and restoring a model costs; arguments as `measure` has them.
+class CheckpointBenchmark(Benchmark):
+    """Training steps that save nothing, on disk, in memory, and in another node's memory, in turn; exit code 1 if a
+    save holds up more than 5 % of a step."""
 
-    Args:
-        model: of the catalog.
-        sequences: of 256 tokens in a step, over all ranks.
-    """
-    workload = Workload(model, sequences=sequences)
-    costs = measure(workload, ranks, every, turns, disk, memory, say=say)
-    return SavingCosts(costs, seconds_to_restore(workload, ranks, memory, repeats=RESTORES))
+    turns: PositiveInt = 8
+    """Turns of each; what is compared are medians over all."""
 
+    every: int = Field(10, ge=2)
+    """Steps between two saves, and in a turn."""
 
-def measure(
-    workload: Workload, ranks: int, every: int, turns: int, disk: Path, memory: Path, say: Callable[[str], None]
-) -> list[Cost]:
-    """Let the ways of saving take turns.
+    sequences: PositiveInt = 8
+    """Sequences of 256 tokens in a step, over all ranks: a multiple of the ranks."""
 
-    Args:
-        every: steps between two saves, and in a turn.
-        turns: of each, after one that warms up.
-        disk, memory: folders on a disk and in memory, in which folders of its own are made and removed.
-        say: told what is going on.
+    ranks: PositiveInt = 2
+    """Ranks of one thread, each of which is a node where states go to another."""
 
-    Raises:
-        Disagreement: they computed different losses.
-    """
-    with ExitStack() as stack:
-        folder = {
-            kind: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk if kind == "disk" else memory)))
-            for kind in KINDS.values()
-        }
-        contenders = [
-            Contender(name, partial(saving, kind=kind, folder=folder[kind], every=every), workload, ranks)
-            for name, kind in KINDS.items()
-        ]
-        crews = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
-        laps = [Lap(contender) for contender in contenders]
-        for turn in range(turns + 1):
-            say(f"turn {turn} of {turns}")
-            for crew, lap in zip(crews, laps, strict=True):
-                lap.turns.append(crew.run(every))
+    model: str = "bench-10m"
+    """A model of the catalog."""
+
+    disk: Path = Path(tempfile.gettempdir())
+    """A folder on the disk to save on."""
+
+    memory: Path = FailoverConfig().memory_folder
+    """A folder in memory (tmpfs)."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Measure what saving and restoring costs."""
+        if self.sequences % self.ranks:
+            raise UsageError(
+                f"bench checkpoint --sequences {self.sequences}: give a multiple of --ranks {self.ranks}."
+            )
+        check_folder(self.disk, "bench checkpoint --disk")
+        check_folder(self.memory, "bench checkpoint --memory")
+        model_shape(self.model)  # refuses a model that does not exist
+        costs = self.measure(say)
+        restoring = self.seconds_to_restore()
+        console.print(make_table(f"a training that saves every {self.every} steps", costs, {
+            "saved": lambda cost: cost.name,
+            "ms / step": lambda cost: f"{cost.seconds * 1e3:.1f}",
+            "time": lambda cost: f"x {median(cost.ratios):.3f}",
+            "quartiles": lambda cost: "{:.3f} to {:.3f}".format(*quartiles(cost.ratios)),
+            "a save holds up ms": lambda cost: f"{median(cost.stalls[1:]) * 1e3:.2f}" if cost.stalls[1:] else "",
+            "the first": lambda cost: f"{cost.stalls[0] * 1e3:.1f}" if cost.stalls else "",
+            "of a step": lambda cost: "" if cost.share is None else f"{cost.share:.1%}",
+            "target": lambda cost: "" if cost.share is None else f"{TARGET:.0%}",
+            "met": lambda cost: VERDICTS[cost.met],
+        }))
+        console.print(
+            f"restored on {self.ranks} ranks in {median(restoring):.3f} s (median of {len(restoring)}), "
+            "from the next node's memory where there is one", highlight=False,
+        )
+        return all(cost.met is not False for cost in costs)
+
+    def measure(self, say: Say) -> list[SavingCost]:
+        """Let the ways of saving take turns; in a turn of each there is one save.
+
+        Raises:
+            Disagreement: they computed different losses.
+        """
+        with ExitStack() as stack:
+            folders = {
+                kind: Path(stack.enter_context(
+                    tempfile.TemporaryDirectory(dir=self.disk if kind == "disk" else self.memory)
+                )) for kind in KINDS.values()
+            }
+            contenders = [
+                Contender(
+                    name, partial(saving, kind=kind, folder=folders[kind], every=self.every),
+                    Workload(self.model, sequences=self.sequences), self.ranks,
+                ) for name, kind in KINDS.items()
+            ]  # fmt: skip
+            laps = take_turns(contenders, self.turns, self.every, self.every, say)
+            stalls = [_stalls(folder, self.ranks) for folder in folders.values()]
         check_agreement(laps, tolerance=0.0)
-        times = [[sum(turn.seconds) for turn in lap.turns[1:]] for lap in laps]
+        plain, *_ = turns = [[sum(turn.seconds) for turn in lap.turns] for lap in laps]
         return [
-            _cost(name, times[i], times[0], every, _stalls(folder[kind], ranks))
-            for i, (name, kind) in enumerate(KINDS.items())
-        ]
+            SavingCost(
+                name, median(times) / self.every, median(plain) / self.every,
+                [a / b for a, b in zip(times, plain, strict=True)], held_up,
+            ) for name, times, held_up in zip(KINDS, turns, stalls, strict=True)
+        ]  # fmt: skip
 
-
-def _cost(name: str, times: list[float], plain: list[float], every: int, stalls: list[float]) -> Cost:
-    ratios = [a / b for a, b in zip(times, plain, strict=True)]
-    low, high = quartiles(ratios)
-    later = median(stalls[1:]) if len(stalls) > 1 else None
-    return Cost(name, median(times) / every, later, stalls[0] if stalls else None, (median(ratios), low, high))
+    def seconds_to_restore(self) -> list[float]:
+        """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""
+        limit = TIMEOUT * (1 + RESTORES)  # to build, and to restore each time, takes no longer than a first step
+        workload = Workload(self.model, sequences=self.sequences)
+        with tempfile.TemporaryDirectory(dir=self.memory) as folder, Pool(self.ranks, tune_process) as pool:
+            every = pool.run(_restored, self.ranks, workload, Path(folder), timeout=limit)
+        return slowest_rank(every)["restore"]
 
 
 def _stalls(folder: Path, ranks: int) -> list[float]:
     """Of each save, on the rank that was held up longest."""
     files = [folder / f"stalls-{rank}" for rank in range(ranks)]
-    told = [[float(word) for word in file.read_text().split()] for file in files if file.exists()]
-    return [max(save) for save in zip(*told, strict=True)] if told else []
+    seconds = [[float(word) for word in file.read_text().split()] for file in files if file.exists()]
+    return [max(save) for save in zip(*seconds, strict=True)]
 
 
 def saving(workload: Workload, rank: int, ranks: int, *, kind: str, folder: Path, every: int) -> Callable[[int], float]:
@@ -176,15 +199,7 @@ def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int
     return lambda number: kept.save(number, engine.state(), {})
 
 
-def seconds_to_restore(workload: Workload, ranks: int, memory: Path, repeats: int) -> list[float]:
-    """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""
-    limit = TIMEOUT * (1 + repeats)  # to build, and to restore each time, takes no longer than a first step
-    with tempfile.TemporaryDirectory(dir=memory) as folder, Pool(ranks, tune_process) as pool:
-        every = pool.run(_restored, ranks, workload, Path(folder), repeats, timeout=limit)
-        return [max(times) for times in zip(*every, strict=True)]
-
-
-def _restored(workload: Workload, folder: Path, repeats: int) -> list[float]:
+def _restored(workload: Workload, folder: Path) -> dict[str, list[float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     engine = build(workload, rank, ranks, dp=ranks, zero=1, bucket_mb=8)
     group = dist.new_group(backend="gloo") if ranks > 1 else None
@@ -193,37 +208,12 @@ def _restored(workload: Workload, folder: Path, repeats: int) -> list[float]:
     kept.wait()
     if ranks > 1 and rank == 0:
         shutil.rmtree(folder / "home" / "node-00000")
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin = time.perf_counter()
+
+    def go_on() -> None:
         found, _ = restore(folder / "checkpoints", folder / "home", engine.state(), group=group, model=None)
         engine.restored(1)
-        seconds.append(time.perf_counter() - begin)
         assert found is not None and found.step == 1
+
+    seconds = time_in_turns({"restore": go_on}, RESTORES, warmup=0, prepare=lambda name: dist.barrier())
     kept.close()
     return seconds
-
-
-def table(found: SavingCosts, every: int) -> Table:
-    """A row for each way of saving."""
-    view = Table(title=f"a training that saves every {every} steps")
-    view.add_column("saved")
-    for column in ("ms / step", "time", "quartiles", "a save holds up ms", "the first", "of a step", "target"):
-        view.add_column(column, justify="right")
-    for cost in found.costs:
-        middle, low, high = cost.ratio
-        view.add_row(
-            cost.name, f"{cost.seconds * 1e3:.1f}", f"x {middle:.3f}", f"{low:.3f} to {high:.3f}",
-            *_stalled(found, cost),
-        )
-    return view
-
-
-def _stalled(found: SavingCosts, cost: Cost) -> Sequence[str]:
-    """The cells of what a save holds up."""
-    part = found.share(cost)
-    if cost.stall is None or cost.first is None or part is None:
-        return [""] * 4
-    verdict = "[green]met" if part <= TARGET else "[red]missed"
-    return f"{cost.stall * 1e3:.2f}", f"{cost.first * 1e3:.1f}", f"{part:.1%}", f"{TARGET:.0%} {verdict}"

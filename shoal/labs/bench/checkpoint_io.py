@@ -18,6 +18,7 @@ import torch
 from shoal.base.boxes import Box, Piece
 from shoal.engine.checkpoint import Checkpointer, load, verify
 from shoal.engine.checkpoint.manifest import checksum
+from shoal.labs.bench.race import time_in_turns
 
 
 def main() -> None:
@@ -51,12 +52,10 @@ def main() -> None:
         print(f"a save stalls        {statistics.median(stalls[1:]):7.3f} s  {_rate(size, stalls[1:])}")
         print(f"until it is on disk  {statistics.median(totals[1:]):7.3f} s  {_rate(size, totals[1:])}")
         print(f"training meanwhile   x {statistics.median(slowdowns[1:]):.2f} slower (matrix products)")
-        for name, action in (
-            ("checksum", lambda: checksum(values)),
-            ("verify", lambda: verify(path)),
-            ("load", lambda: load(path, state)),
-        ):
-            seconds = [_seconds(action) for _ in range(given.repeats)]
+        actions = {
+            "checksum": lambda: checksum(values), "verify": lambda: verify(path), "load": lambda: load(path, state),
+        }
+        for name, seconds in time_in_turns(actions, given.repeats, warmup=0).items():
             print(f"{name:<20} {statistics.median(seconds):7.3f} s  {_rate(size, seconds)}")
 
 
@@ -66,12 +65,6 @@ def _products_per_second(go_on: Callable[[float], bool]) -> float:
         matrix @ matrix
         done += 1
     return done / (time.perf_counter() - begin)
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
 
 
 def _rate(size: int, seconds: list[float]) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -13,13 +10,17 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 from torch import Tensor
 
-from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
-from shoal.base.units import show_bytes, show_seconds
+from shoal.base.section import NonEmpty
+from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.cpu_tuning import tune_process
+from shoal.labs.bench.benchmark import Benchmark, Say, check_new_file, choose_names, make_table, write_records
+from shoal.labs.bench.race import slowest_rank, time_in_turns
 from shoal.labs.collectives.description import VECTORS, Collective, Description
 from shoal.labs.collectives.price import bus_bandwidth
 from shoal.labs.collectives.run import run_blocks, run_vector
@@ -29,6 +30,7 @@ from shoal.report.lines import lines
 from shoal.report.svg import FAINT, Canvas
 
 BACKEND = "backend"
+MOST_RANKS = 32
 WIDTH, HEIGHT = 560.0, 330.0  # of one chart
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
@@ -56,20 +58,55 @@ class CollectiveTiming:
     ratio: float
 
 
-def collectives_named(only: str) -> list[Collective]:
-    """The collectives of a list of names with commas, or all of them.
+    @property
+    def contest(self) -> tuple[str, int, int]:
+        """What has the same of all contenders that took turns."""
+        return self.collective, self.ranks, self.size
 
-    Raises:
-        UsageError: there is no collective of a name.
-    """
-    if only == "all":
-        return list(Collective)
-    names = [name.strip() for name in only.split(",")]
-    for name in names:
-        if name not in list(Collective):
-            near = did_you_mean(name, Collective)
-            raise UsageError(f"bench collectives --only {only}: there is no collective '{name}'; {near}")
-    return [Collective(name) for name in names]
+
+class CollectivesBenchmark(Benchmark):
+    """Collectives of the backend beside every algorithm over point-to-point transfers, by size and ranks."""
+
+    only: str = "all-reduce"
+    """Some of the collectives, with commas, or all."""
+
+    ranks: NonEmpty[PositiveInt] = (2, 4)
+    """Numbers of ranks."""
+
+    sizes: NonEmpty[str] = ("4kB", "64kB", "1MB", "16MB")
+    """Bytes of the largest input or output of one rank."""
+
+    turns: PositiveInt = 9
+    """Measurements of each; the median counts."""
+
+    out: Path | None = None
+    """Also write the table to this file, .csv."""
+
+    plot: Path | None = None
+    """Also draw the bus bandwidth over the size to this file, .svg."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Measure, print, write and draw."""
+        wanted = [Collective(name) for name in choose_names(self.only, list(Collective), "bench collectives --only")]
+        sizes = sorted({parse(size, BYTES, where="--sizes") for size in self.sizes})
+        if sizes[0] == 0:
+            raise UsageError("--sizes: give sizes above 0, such as --sizes 64kB 16MB")
+        if not all(2 <= n <= MOST_RANKS for n in self.ranks):
+            raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: 2 to {MOST_RANKS} processes each")
+        check_new_file(self.out, "--out", ".csv")
+        check_new_file(self.plot, "--plot", ".svg")
+        rows: list[CollectiveTiming] = []
+        try:
+            for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, say):
+                rows.append(row)
+        finally:  # also of those that are measured where another fails, or Ctrl-C ends it
+            if rows:
+                show(rows, console)
+                if self.out:
+                    write_records([asdict(row) for row in rows], self.out)
+                if self.plot:
+                    write_whole(self.plot, plot(rows))
+        return True
 
 
 def measure(
@@ -77,14 +114,13 @@ def measure(
     ranks: Sequence[int],
     sizes: Sequence[float],
     turns: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Iterator[CollectiveTiming]:
     """Measure every algorithm of some collectives, in float32.
 
     Args:
         sizes: S in bytes; rounded up so that all blocks are equal, and measured once where several then coincide.
         turns: of each contender, A B C A B C, after one that is not counted.
-        say: told what is going on.
 
     Raises:
         RankError: an algorithm's result is not the backend's.
@@ -97,10 +133,7 @@ def measure(
                     say(f"{collective} of {size:,} bytes on {n} ranks")
                     limit = seconds_at_most(n, collective, size, turns)
                     times = pool.run(_race, n, collective, each, turns, timeout=limit)
-                    seconds = {
-                        name: median(max(rank[name][turn] for rank in times) for turn in range(turns))
-                        for name in times[0]
-                    }
+                    seconds = {name: median(took) for name, took in slowest_rank(times).items()}
                     for name, took in seconds.items():
                         bus = bus_bandwidth(collective, n, size, took)
                         yield CollectiveTiming(collective.value, n, size, name, took, bus, took / seconds[BACKEND])
@@ -119,24 +152,22 @@ def _race(collective: Collective, each: int, turns: int) -> dict[str, list[float
     runs = {BACKEND: _backend(collective, each)}
     for name in TEXTBOOK[collective]:
         runs[name] = _ours(describe(collective, name, n, per_node=per_node), each)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+
+    def begin_together(name: str) -> None:
+        fill, _ = runs[name]
+        fill()
+        dist.barrier()
+
     wanted: Tensor | None = None
-    for turn in range(turns + 1):
-        for name, (prepare, run) in runs.items():
-            prepare()
-            dist.barrier()
-            start = time.perf_counter()
-            result = run()
-            took = time.perf_counter() - start
-            if turn > 0:
-                seconds[name].append(took)
-            elif name == BACKEND:
-                wanted = result.clone()
-            else:
-                assert wanted is not None, "the backend is the first"
-                if not torch.equal(result, wanted) and not (collective is Collective.REDUCE and dist.get_rank()):
-                    raise RuntimeError(f"{collective} by {name}: another result than the backend's")
-    return seconds
+    for name, (_, call) in runs.items():  # the backend is the first
+        begin_together(name)
+        result = call()
+        if wanted is None:
+            wanted = result.clone()
+        elif not torch.equal(result, wanted) and not (collective is Collective.REDUCE and dist.get_rank()):
+            raise RuntimeError(f"{collective} by {name}: another result than the backend's")
+    calls = {name: call for name, (_, call) in runs.items()}
+    return time_in_turns(calls, turns, warmup=0, prepare=begin_together)
 
 
 def _input(numel: int) -> Tensor:
@@ -190,35 +221,23 @@ def _backend(collective: Collective, each: int) -> Contender:
 # ---- what is shown -------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[CollectiveTiming]) -> Table:
-    """Bus bandwidths and times, the fastest of ours in bold."""
-    view = Table(title="collectives: the backend's own beside algorithms over point-to-point transfers")
-    for column in ("collective", "ranks", "S", "algorithm"):
-        view.add_column(column)
-    for column in ("time", "bus", "x backend's time"):
-        view.add_column(column, justify="right")
-    for i, row in enumerate(rows):
-        race = [r for r in rows if _contest(r) == _contest(row) and r.algorithm != BACKEND]
-        style = "dim" if row.algorithm == BACKEND else "bold" if row == min(race, key=lambda r: r.seconds) else ""
-        view.add_row(
-            row.collective, str(row.ranks), show_bytes(row.size), row.algorithm, show_seconds(row.seconds),
-            f"{show_bytes(row.bus)}/s", f"{row.ratio:.2f}", style=style,
-            end_section=i + 1 == len(rows) or _contest(rows[i + 1]) != _contest(row),
-        )
-    return view
+def show(rows: list[CollectiveTiming], console: Console) -> None:
+    """Print bus bandwidths and times, the fastest of ours in bold."""
 
+    def style(row: CollectiveTiming) -> str:
+        ours = [other for other in rows if other.contest == row.contest and other.algorithm != BACKEND]
+        return "dim" if row.algorithm == BACKEND else "bold" if row == min(ours, key=lambda r: r.seconds) else ""
 
-def _contest(row: CollectiveTiming) -> tuple[str, int, int]:
-    return row.collective, row.ranks, row.size
-
-
-def write(rows: list[CollectiveTiming], out: Path) -> None:
-    """The table as CSV: bytes, seconds, bytes/s."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, asdict(rows[0]))
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    write_whole(out, text.getvalue())
+    console.print(make_table(
+        "collectives: the backend's own beside algorithms over point-to-point transfers", rows,
+        {
+            "algorithm": lambda row: row.algorithm,
+            "time": lambda row: show_seconds(row.seconds),
+            "bus": lambda row: f"{show_bytes(row.bus)}/s",
+            "x backend's time": lambda row: f"{row.ratio:.2f}",
+        },
+        heading=lambda row: f"{row.collective} of {show_bytes(row.size)} on {row.ranks} ranks", style=style,
+    ))
 
 
 def plot(rows: list[CollectiveTiming]) -> str:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 from torch import Tensor
 
 from shoal.base.errors import UsageError
+from shoal.base.options import reject_unused
+from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import pick_device, synchronize
+from shoal.engine.device import pick_device
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.labs.bench.peak import DTYPES
-from shoal.labs.bench.race import quartiles
-from shoal.labs.bench.step.workload import BenchPrecision
+from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.learning import switch
+from shoal.labs.bench.race import quartiles, time_in_turns
+from shoal.labs.bench.step.workload import DTYPES
 from shoal.spec.catalog import Experts, model_shape
 
 KINDS = ("grouped", "loop")
@@ -33,74 +39,132 @@ class ExpertsTiming:
     """One number of experts.
 
     Attributes:
-        ffn: width of an expert.
-        device: on which it was measured.
-        seconds: by kind, median of a forward and backward, router included.
-        ratio: of the loop's time to the grouped one's, median over turns.
-        spread: the first and third quartile of it.
+        seconds: by kind, of a forward and backward in every turn, router included.
         difference: largest difference of outputs and gradients, relative to the largest of each.
+        target: how many times as fast as the loop the grouped experts should be; None if there is no target.
     """
 
     experts: int
-    per_token: int
-    ffn: int
-    device: torch.device
-    seconds: dict[str, float]
-    ratio: float
-    spread: tuple[float, float]
+    seconds: dict[str, list[float]]
     difference: float
+    target: float | None
 
     @property
-    def target(self) -> float | None:
-        """What the ratio should be; None where nothing is asked for."""
-        return TARGETS.get(self.experts) if self.device.type == "cpu" else None
+    def ratios(self) -> list[float]:
+        """Of the loop's time to the grouped one's, in every turn."""
+        return [slow / fast for fast, slow in zip(self.seconds["grouped"], self.seconds["loop"], strict=True)]
 
     @property
-    def missed(self) -> bool:
-        """Whether the grouped experts are slower than they should be."""
-        return self.target is not None and self.ratio < self.target
+    def met(self) -> bool:
+        return self.target is None or median(self.ratios) >= self.target
 
 
-def measure(
-    count: int, precision: BenchPrecision, device: torch.device, *,
-    per_token: int, tokens: int, hidden: int, ffn: int, repeats: int,
-) -> ExpertsTiming:
-    """Time both in turn on the same weights and tokens."""
-    experts = Experts(count=count, per_token=per_token, ffn=ffn)
-    shape = model_shape("tiny").model_copy(update={"hidden": hidden, "experts": experts})
-    generator = torch.Generator().manual_seed(0)
-    layer = MoE(shape, 0)
-    for parameter in layer.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-    layer.to(device, DTYPES[precision])
-    x, gradient = (torch.randn(1, tokens, hidden, generator=generator).to(device, layer.router.weight.dtype)
-                   for _ in range(2))
-    x.requires_grad_()
-    held = layer.experts
-    assert held.gate is not None, "the experts of the llama family are gated"
-    loop = [[w.detach().clone().requires_grad_() for w in matrices]
-            for matrices in zip(held.gate, held.up, held.down, strict=True)]
-    weights = {"grouped": [held.gate, held.up, held.down], "loop": [w for matrices in loop for w in matrices]}
-    run: dict[str, Callable[[], Tensor]] = {
-        "grouped": lambda: layer(x, RoutingContext()), "loop": lambda: looped(layer, x, loop),
-    }
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    results: dict[str, list[Tensor]] = {}
-    for repeat in range(repeats + 2):
-        for kind in KINDS:
-            synchronize(device)
-            start = time.perf_counter()
-            y = run[kind]()
-            gradients = torch.autograd.grad(y, [x, layer.router.weight, *weights[kind]], gradient)
-            synchronize(device)
-            if repeat > 1:  # the first ones warm up
-                seconds[kind].append(time.perf_counter() - start)
-            results[kind] = [y.detach(), *gradients[:2], *_stacked(kind, gradients[2:])]
-    ratios = [slow / fast for fast, slow in zip(seconds["grouped"], seconds["loop"], strict=True)]
-    difference = max(float((a - b).abs().max() / b.abs().max())
-                     for a, b in zip(results["grouped"], results["loop"], strict=True))
-    medians = {kind: median(times) for kind, times in seconds.items()}
-    return ExpertsTiming(count, per_token, ffn, device, medians, median(ratios), quartiles(ratios), difference)
+class ExpertsBenchmark(Benchmark):
+    """Experts as one grouped computation against a loop; --learning: Switch against dense, loss against steps."""
+
+    experts: NonEmpty[PositiveInt] = (8, 64)
+    """Experts of the layer (with --learning the first counts)."""
+
+    per_token: PositiveInt = 2
+    """Experts of a token."""
+
+    tokens: PositiveInt = 1024
+    """Tokens."""
+
+    hidden: PositiveInt = 256
+    """Width of the residual stream."""
+
+    width: PositiveInt = 4096
+    """Width of all experts of a layer together: more of them are finer ones (Dai et al. 2024, "DeepSeekMoE")."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32 or bf16."""
+
+    repeats: PositiveInt = 15
+    """Measurements of each, in turn; medians count."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    learning: bool = False
+    """Train a dense model and a Switch model with the same FLOPs per token instead; exit code 1 if Switch does not
+    reach the dense model's loss in fewer steps."""
+
+    seeds: PositiveInt = 3
+    """learning: runs of each, with seeds from 0."""
+
+    steps: PositiveInt = 1200
+    """learning: steps of each run."""
+
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt] = switch.SHAPE
+    """learning: layers, width, and width of the dense block and of an expert."""
+
+    out: Path | None = None
+    """learning: a folder for switch.csv and switch.svg."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Time layers of each number of experts, or train the models of `switch`."""
+        if self.learning:
+            reject_unused(self, ("per_token", "tokens", "hidden", "width", "precision", "repeats", "device"),
+                          "of the measurement, in whose place --learning trains")
+            return switch.run(
+                console, say, experts=self.experts[0], seeds=self.seeds, steps=self.steps, shape=self.shape,
+                out=self.out,
+            )
+        reject_unused(self, ("seeds", "steps", "shape", "out"), "of --learning, which is not given")
+        device = pick_device(self.device)
+        if self.per_token > min(self.experts):
+            raise UsageError(f"bench experts --per-token {self.per_token}: more than --experts {min(self.experts)}.")
+        if uneven := [count for count in self.experts if self.width % count]:
+            raise UsageError(f"bench experts --width {self.width} is not a multiple of --experts {uneven[0]}.")
+        tune_process()  # as training does, for both
+        timings = [self.measure(count, device) for count in self.experts]
+        title = f"{self.tokens} tokens, k {self.per_token}, h {self.hidden}, {self.precision} on {device.type}"
+        console.print(make_table(title, timings, {
+            "experts": lambda timing: timing.experts,
+            "width": lambda timing: self.width // timing.experts,
+            "loop ms": lambda timing: f"{1e3 * median(timing.seconds['loop']):.2f}",
+            "grouped ms": lambda timing: f"{1e3 * median(timing.seconds['grouped']):.2f}",
+            "loop / grouped": lambda timing: f"{median(timing.ratios):.2f}",
+            "quartiles": lambda timing: "{:.2f}-{:.2f}".format(*quartiles(timing.ratios)),
+            "wanted": lambda timing: timing.target or "",
+            "off": lambda timing: f"{timing.difference:.0e}",
+        }))
+        return all(timing.met for timing in timings)
+
+    def measure(self, count: int, device: torch.device) -> ExpertsTiming:
+        """Time both in turn on the same weights and tokens."""
+        experts = Experts(count=count, per_token=self.per_token, ffn=self.width // count)
+        shape = model_shape("tiny").model_copy(update={"hidden": self.hidden, "experts": experts})
+        generator = torch.Generator().manual_seed(0)
+        layer = MoE(shape, 0)
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+        layer.to(device, DTYPES[self.precision])
+        x, gradient = (torch.randn(1, self.tokens, self.hidden, generator=generator).to(device, DTYPES[self.precision])
+                       for _ in range(2))  # [1, s, h]
+        x.requires_grad_()
+        held = layer.experts
+        assert held.gate is not None, "the experts of the llama family are gated"
+        loop = [[w.detach().clone().requires_grad_() for w in matrices]
+                for matrices in zip(held.gate, held.up, held.down, strict=True)]
+        weights = {"grouped": [held.gate, held.up, held.down], "loop": [w for matrices in loop for w in matrices]}
+        forward: dict[str, Callable[[], Tensor]] = {
+            "grouped": lambda: layer(x, RoutingContext()), "loop": lambda: looped(layer, x, loop),
+        }
+        results: dict[str, tuple[Tensor, ...]] = {}
+
+        def step(kind: str) -> None:
+            y = forward[kind]()
+            results[kind] = (y.detach(), *torch.autograd.grad(y, [x, layer.router.weight, *weights[kind]], gradient))
+
+        seconds = time_in_turns(
+            {kind: partial(step, kind) for kind in KINDS}, self.repeats, warmup=2, device=device
+        )
+        stacked = [*results["loop"][:3], *(torch.stack(results["loop"][3 + part :: 3]) for part in range(3))]
+        difference = max(float((a - b).abs().max() / b.abs().max())
+                         for a, b in zip(results["grouped"], stacked, strict=True))
+        return ExpertsTiming(count, seconds, difference, TARGETS.get(count) if device.type == "cpu" else None)
 
 
 def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -114,53 +178,3 @@ def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tenso
         y = F.linear(F.silu(F.linear(mine, gate)) * F.linear(mine, up), down)
         out.index_add_(0, token, y * flat[token, e].to(y.dtype).unsqueeze(-1))
     return out.unsqueeze(0)
-
-
-def _stacked(kind: str, gradients: tuple[Tensor, ...]) -> list[Tensor]:
-    return list(gradients) if kind == "grouped" else [torch.stack(gradients[part::3]) for part in range(3)]
-
-
-def measure_counts(
-    counts: Sequence[int], precision: BenchPrecision, device: str, *,
-    per_token: int, tokens: int, hidden: int, width: int, repeats: int,
-) -> list[ExpertsTiming]:
-    """Time layers of different numbers of experts.
-
-    Args:
-        device: auto, cpu or cuda.
-        width: of all experts of a layer together.
-
-    Raises:
-        UsageError: there is no such device; a token goes to more experts than there are; or the width is no multiple.
-    """
-    chosen = pick_device(device)
-    if per_token > min(counts):
-        raise UsageError(f"bench experts --per-token {per_token}: more than --experts {min(counts)}.")
-    if uneven := [count for count in counts if width % count]:
-        raise UsageError(f"bench experts --width {width} is not a multiple of --experts {uneven[0]}.")
-    tune_process()  # as training does, for both
-    return [
-        measure(
-            count, precision, chosen, per_token=per_token, tokens=tokens, hidden=hidden, ffn=width // count,
-            repeats=repeats,
-        )
-        for count in counts
-    ]  # fmt: skip
-
-
-def table(timings: Sequence[ExpertsTiming], tokens: int, hidden: int, precision: BenchPrecision) -> Table:
-    """A row for each number of experts."""
-    first = timings[0]
-    title = f"{tokens} tokens, k {first.per_token}, h {hidden}, {precision} on {first.device.type}"
-    view = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left", title=title
-    )
-    for column in ("experts", "width", "loop ms", "grouped ms", "loop / grouped", "quartiles", "wanted", "off"):
-        view.add_column(column, justify="right")
-    for found in timings:
-        view.add_row(
-            str(found.experts), str(found.ffn), f"{1e3 * found.seconds['loop']:.2f}",
-            f"{1e3 * found.seconds['grouped']:.2f}", f"{found.ratio:.2f}", "{:.2f}-{:.2f}".format(*found.spread),
-            f"{found.target:.1f}" if found.target else "", f"{found.difference:.0e}",
-        )
-    return view

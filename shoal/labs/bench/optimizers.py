@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
+from typing import Literal
 
 import torch
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
-from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.errors import UsageError
+from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import usable_cores
 from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import RULES, build, compilable, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.planning.cost.parameters import LocalParameter, StagePart, units_of
+from shoal.labs.bench.benchmark import VERDICTS, Benchmark, Say, choose_names, make_table
+from shoal.labs.bench.race import quartiles, time_in_turns
+from shoal.planning.cost.parameters import StagePart, units_of
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
@@ -39,145 +42,138 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class OptimizerTiming:
-    """One rule on one size.
+    """One rule on one size, as one of shoal's contenders computes it, beside all rivals.
 
     Attributes:
-        ours, rivals: seconds of a step by contender, one for each turn.
+        name: of shoal's contender.
+        ours: its seconds of a step in every turn.
+        rivals: those of each rival.
     """
 
     rule: str
     parameters: int
-    ours: dict[str, list[float]]
+    name: str
+    ours: list[float]
     rivals: dict[str, list[float]]
 
     @property
     def rival(self) -> str:
-        """The fastest of the others."""
+        """The fastest rival."""
         return min(self.rivals, key=lambda name: median(self.rivals[name]))
 
-    def ratio(self, name: str) -> float:
-        """Time of the fastest rival over that of one of ours."""
-        return median(self.rivals[self.rival]) / median(self.ours[name])
+    @property
+    def ratio(self) -> float:
+        """Time of the fastest rival over ours."""
+        return median(self.rivals[self.rival]) / median(self.ours)
 
     @property
-    def met(self) -> bool:
-        """Whether one of ours is as fast as it should be."""
-        return max(map(self.ratio, self.ours)) >= self.target
+    def spread(self) -> tuple[float, float]:
+        """The quartiles of that ratio over the turns."""
+        return quartiles([theirs / ours for ours, theirs in zip(self.ours, self.rivals[self.rival], strict=True)])
 
     @property
     def target(self) -> float:
-        """What the best ratio should be."""
+        """What the ratio of the best of ours should be."""
         return 1.0 if self.rule in FUSED else 2.0
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.target
+
+
+class OptimizersBenchmark(Benchmark):
+    """A step of the update rules on a flat CPU shard, beside torch's fused and foreach kernels or a plain loop; exit
+    code 1 where neither way of ours reaches the target."""
+
+    rules: str = "all"
+    """Some of the rules, with commas, or all."""
+
+    parameters: NonEmpty[PositiveInt] = (10_000_000,)
+    """Numbers of parameters."""
+
+    model: str | None = None
+    """A model without experts, of whose layers as many are taken; default: layers of llama's form, 512 wide, or 1024
+    from 50 million parameters on."""
+
+    turns: PositiveInt = 9
+    """Steps of each contender, in turn; medians count."""
+
+    threads: PositiveInt = 1
+    """CPU threads."""
+
+    products: Literal["equal", "torch"] = "equal"
+    """Who multiplies for the others: the library that shoal chooses, or the one that torch has by itself."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Time each rule on each number of parameters."""
+        rules = choose_names(self.rules, sorted(RULES), "bench optimizers --rules")
+        shape = None if self.model is None else model_shape(self.model)
+        if shape is not None and shape.experts:
+            raise UsageError(f"bench optimizers --model {self.model}: it has experts; take a model without.")
+        tune_process()
+        torch.set_num_threads(self.threads)
+        timings = []  # for each rule and size those of ours
+        for count in self.parameters:
+            for rule in rules:
+                say(f"{rule}, {count:,} parameters")
+                shapes = shapes_of(count, shape)
+                timings.append(measure(rule, shapes, self.turns, products=self.products == "equal"))
+        title = f"one update on {self.threads} threads: shoal's on the flat shard, torch's by tensor"
+        console.print(make_table(title, [each for ours in timings for each in ours], {
+            "rule": lambda timing: timing.rule,
+            "parameters": lambda timing: f"{timing.parameters / 1e6:.1f} M",
+            "shoal": lambda timing: timing.name,
+            "ms": lambda timing: f"{median(timing.ours) * 1e3:.1f}",
+            "rival": lambda timing: timing.rival,
+            "rival ms": lambda timing: f"{median(timing.rivals[timing.rival]) * 1e3:.1f}",
+            "ratio": lambda timing: f"{timing.ratio:.2f}",
+            "quartiles": lambda timing: "{:.2f} to {:.2f}".format(*timing.spread),
+            "target": lambda timing: f"{timing.target:.0f}",
+            "met": lambda timing: VERDICTS[timing.met],
+        }))
+        if self.products == "torch":
+            console.print("The rivals multiply by the library that torch has by itself.")
+        return all(any(timing.met for timing in ours) for ours in timings)
 
 
 def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
-    """By name, the matrices and norms of a model's layers, or of narrow llama ones: at least so many parameters."""
-    if model is not None:
-        layers = -(-parameters // sum(math.prod(held.whole) for held in _layers(model, 1)))
-        return {held.name: held.whole for held in _layers(model, layers)}
-    hidden = 1024 if parameters >= 50_000_000 else 512
-    ffn = 11 * hidden // 4
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(-(-parameters // (4 * hidden**2 + 3 * hidden * ffn))):
-        for name in ("q", "k", "v", "out"):
-            shapes[f"layers.{layer}.attention.{name}.weight"] = (hidden, hidden)
-        shapes[f"layers.{layer}.mlp.gate.weight"] = shapes[f"layers.{layer}.mlp.up.weight"] = (ffn, hidden)
-        shapes[f"layers.{layer}.mlp.down.weight"] = (hidden, ffn)
-        shapes[f"layers.{layer}.mlp_norm.weight"] = (hidden,)
-    return shapes
-
-
-def _layers(model: ModelShape, layers: int) -> list[LocalParameter]:
+    """Choose as many layers of a model, or of a narrow llama, as have at least so many parameters; returns the shapes
+    of their matrices and norms by name."""
+    if model is None:
+        hidden = 1024 if parameters >= 50_000_000 else 512
+        sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
+        model = model_shape("tiny").model_copy(update=sizes)
+    (layer,) = units_of(model, Layout(), StagePart(range(1), first=False, last=False))
+    layers = -(-parameters // sum(math.prod(held.whole) for held in layer))
     units = units_of(model, Layout(), StagePart(range(layers), first=False, last=False))
-    return [held for unit in units for held in unit]
+    return {held.name: held.whole for unit in units for held in unit}
 
 
-def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> OptimizerTiming:
-    """Time one step of each contender in each turn, on parameters of these shapes.
+def measure(
+    rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True
+) -> list[OptimizerTiming]:
+    """Time one step of each contender in each turn, on parameters of these shapes; returns a timing of each of ours.
 
     Args:
         products: whether the rivals' are made as ours, or by the library that torch has by itself.
     """
     config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
-    ours = {"shoal": partial(flat, config, shapes)}
+    ours = {"as it is": partial(flat, config, shapes)}
     if compilable(rule):
         ours["compiled"] = partial(flat, config, shapes, compile=True)
     others = rivals(config, shapes)
     if not products:
         others = {name: partial(_multiplying_by_mkl, make) for name, make in others.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in (*ours, *others)}
     makers = ours | others
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
     # Whose memory was allocated first was up to a tenth slower, so each side is first for half of the turns.
     for names, number in ((list(makers), turns - turns // 2), (list(makers)[::-1], turns // 2)):
         steps = {name: makers[name]() for name in names} if number else {}
-        for step in steps.values():
-            for _ in range(WARM_UP):
-                step()
-        for _ in range(number):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                seconds[name].append(time.perf_counter() - start)
+        for name, times in time_in_turns(steps, number, warmup=WARM_UP).items():
+            seconds[name] += times
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return OptimizerTiming(rule, count, *({name: seconds[name] for name in side} for side in (ours, others)))
-
-
-def measure_rules(
-    rules: str, parameters: Sequence[int], model: str | None, turns: int, *, threads: int, products: bool,
-    say: Callable[[str], None],
-) -> list[OptimizerTiming]:
-    """Time some rules on some numbers of parameters.
-
-    Args:
-        rules: names with commas, or "all".
-        model: of the catalog, of whose layers as many are taken as have so many parameters; None as in `shapes_of`.
-        turns, products: as of `measure`.
-        threads: of the CPU.
-        say: told what is going on.
-
-    Raises:
-        UsageError: there is no such rule or model, or the model has experts.
-    """
-    names = sorted(RULES) if rules == "all" else [name.strip() for name in rules.split(",")]
-    for name in names:
-        if name not in RULES:
-            raise UsageError(f"bench optimizers --rules {rules}: no rule '{name}'; {did_you_mean(name, RULES)}")
-    shape = None if model is None else model_shape(model)
-    if shape is not None and shape.experts:
-        raise UsageError(f"bench optimizers --model {model}: it has experts; take a model without.")
-    tune_process()
-    torch.set_num_threads(threads)
-    timings = []
-    for count in parameters:
-        for name in names:
-            say(f"{name}, {count:,} parameters")
-            timings.append(measure(name, shapes_of(count, shape), turns, products=products))
-    return timings
-
-
-def table(timings: Sequence[OptimizerTiming]) -> Table:
-    """A row for each rule, number of parameters and contender of ours."""
-    view = Table(title="one update: shoal's on the flat shard, torch's by tensor")
-    for column in ("rule", "parameters", "shoal", "ms", "rival", "rival ms", "ratio", "quartiles", "target", "met"):
-        view.add_column(column, justify="left" if column in ("rule", "shoal", "rival", "met") else "right")
-    for timing in timings:
-        theirs = timing.rivals[timing.rival]
-        for name, ours in timing.ours.items():
-            each = [b / a for a, b in zip(ours, theirs, strict=True)]
-            low, _, high = quantiles(each, n=4) if len(each) > 1 else each * 3
-            ratio = timing.ratio(name)
-            view.add_row(
-                timing.rule, f"{timing.parameters / 1e6:.1f} M", "compiled" if name == "compiled" else "as it is",
-                f"{median(ours) * 1e3:.1f}", timing.rival, f"{median(theirs) * 1e3:.1f}", f"{ratio:.2f}",
-                f"{low:.2f} to {high:.2f}", f"{timing.target:.0f}",
-                "[green]yes" if ratio >= timing.target else "[red]no",
-            )
-    return view
-
-
-def cores_used(threads: int) -> str:
-    """Torch's version, and how many of the cores a step had."""
-    return f"torch {torch.__version__}, {threads} of {usable_cores()} cores"
+    theirs = {name: seconds[name] for name in others}
+    return [OptimizerTiming(rule, count, name, seconds[name], theirs) for name in ours]
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:

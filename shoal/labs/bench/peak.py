@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import get_args
 
 import torch
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 
 from shoal.base.errors import UsageError
+from shoal.base.section import NonEmpty
 from shoal.base.units import show_bytes
 from shoal.engine.device import host_memory
 from shoal.engine.models.products import by_mkl, tune_products
+from shoal.labs.bench.benchmark import Benchmark, Say, make_table
 from shoal.labs.bench.crew import Step
-from shoal.labs.bench.step.workload import BenchPrecision
+from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 
 SIDE = 2048
-DTYPES: dict[BenchPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class MatmulWorkload:
         """Rows."""
         return self.side
 
-
-def memory(side: int) -> int:
-    """Bytes of the three matrices of a product in fp32; in bf16 those that they are cast from take no more."""
-    return 3 * 4 * side**2
+    @property
+    def memory(self) -> int:
+        """Bytes of the three matrices in fp32; in bf16 those that they are cast from take no more."""
+        return 3 * 4 * self.side**2
 
 
 def product(workload: MatmulWorkload, rank: int, ranks: int) -> Step:
@@ -60,19 +63,6 @@ def product(workload: MatmulWorkload, rank: int, ranks: int) -> Step:
     return step
 
 
-def measure(side: int, precision: BenchPrecision, repeats: int = 7) -> float:
-    """FLOP/s of a square product in this process: the median of some runs, after one that is not counted."""
-    workload = MatmulWorkload(side, precision)
-    step = product(workload, 0, 1)
-    step(0)
-    seconds = []
-    for number in range(repeats):
-        start = time.perf_counter()
-        step(number)
-        seconds.append(time.perf_counter() - start)
-    return workload.flops / median(seconds)
-
-
 @dataclass(frozen=True)
 class PeakTiming:
     """Square products of one size.
@@ -82,40 +72,42 @@ class PeakTiming:
         rate: FLOP/s.
     """
 
-    precision: BenchPrecision
+    workload: MatmulWorkload
     library: str
-    side: int
     rate: float
 
 
-def measure_sides(sides: Sequence[int]) -> list[PeakTiming]:
-    """Time products of each side in each dtype, by torch's own library and by that of training.
+class PeakBenchmark(Benchmark):
+    """FLOP/s of square matrix products on the CPU: the peak that shares are measured against."""
 
-    Raises:
-        UsageError: this machine has no room for a side.
-    """
-    has = host_memory()
-    if (needs := memory(max(sides))) > has:
-        raise UsageError(
-            f"bench peak --sides {max(sides)}: its matrices take {show_bytes(needs)}, and this machine has "
-            f"{show_bytes(has)}.\n  Give sides up to {int((has / memory(1)) ** 0.5)}."
-        )
-    torchs: dict[str, Callable[[], AbstractContextManager[object]]] = {"as torch has it": by_mkl}
-    libraries = torchs | ({"oneDNN, as in training": nullcontext} if tune_products() else {})
-    found = []
-    for precision in get_args(BenchPrecision):
-        for library, inside in (libraries if precision == "fp32" else {"as torch has it": nullcontext}).items():
-            for side in sides:
-                with inside():
-                    found.append(PeakTiming(precision, library, side, measure(side, precision)))
-    return found
+    sides: NonEmpty[PositiveInt] = (512, 1024, 2048)
+    """Rows and columns."""
 
-
-def table(timings: Sequence[PeakTiming]) -> Table:
-    """A row for each dtype, library and side."""
-    view = Table(title=f"matrix products, {torch.get_num_threads()} threads")
-    for column in ("dtype", "by", "side", "GFLOP / s"):
-        view.add_column(column, justify="right")
-    for timing in timings:
-        view.add_row(timing.precision, timing.library, str(timing.side), f"{timing.rate / 1e9:.1f}")
-    return view
+    def run(self, console: Console, say: Say) -> bool:
+        """Time products by torch's own library and by that of training."""
+        has, needs = host_memory(), MatmulWorkload(max(self.sides)).memory
+        if needs > has:
+            raise UsageError(
+                f"bench peak --sides {max(self.sides)}: its matrices take {show_bytes(needs)}, and this machine has "
+                f"{show_bytes(has)}.\n  Give sides up to {int((has / MatmulWorkload(1).memory) ** 0.5)}."
+            )
+        ways: list[tuple[BenchPrecision, str, Callable[[], AbstractContextManager[object]]]] = [
+            ("fp32", "as torch has it", by_mkl), ("bf16", "as torch has it", nullcontext)
+        ]
+        if tune_products():
+            ways.insert(1, ("fp32", "oneDNN, as in training", nullcontext))
+        found = []
+        for precision, library, context in ways:
+            for side in self.sides:
+                workload = MatmulWorkload(side, precision)
+                step = partial(product(workload, 0, 1), 0)
+                with context():
+                    (seconds,) = time_in_turns({library: step}, REPEATS).values()
+                found.append(PeakTiming(workload, library, workload.flops / median(seconds)))
+        console.print(make_table(f"matrix products, {torch.get_num_threads()} threads", found, {
+            "dtype": lambda timing: timing.workload.precision,
+            "by": lambda timing: timing.library,
+            "side": lambda timing: timing.workload.side,
+            "GFLOP / s": lambda timing: f"{timing.rate / 1e9:.1f}",
+        }))
+        return True

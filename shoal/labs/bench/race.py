@@ -1,18 +1,27 @@
-"""Races: contenders that do the same work in turn on the same cores, and what comes out of it.
+"""Races: time contenders that do the same work in turn on the same cores, and compare them.
 
-Times on a shared machine drift by more than the differences of interest. So the contenders take turns, A B A B, a few
-steps each, and what is compared are medians over many turns.
+Times on a shared machine drift by more than the differences of interest. So contenders take turns, A B A B, and medians
+over many turns are compared. `time_in_turns` times functions of one process, `run` trainings in processes of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import median, quantiles, stdev
+from statistics import median, quantiles
+from typing import TypeVar
 
+import torch
+
+from shoal.engine.device import synchronize
+from shoal.labs.bench.benchmark import Say
 from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn
+
+K = TypeVar("K")
+CPU = torch.device("cpu")
 
 COMPARED = 16
 """Steps: what differs between contenders is rounding, and training makes more of it with every step."""
@@ -98,32 +107,76 @@ class Lap:
         return self.contender.workload.flops / seconds
 
 
-def run(race: Race, turns: int, steps: int, warmup: int, say: Callable[[str], None]) -> list[ContenderResult]:
-    """Let the contenders of a race take turns.
+def time_in_turns(
+    contenders: Mapping[K, Callable[[], object]], turns: int, *, warmup: int = 1,
+    prepare: Callable[[K], object] = lambda name: None, in_a_row: int = 1, device: torch.device = CPU,
+) -> dict[K, list[float]]:
+    """Time functions of this process, A B C A B C; returns the seconds of a call of each in every turn.
 
     Args:
-        turns: of each contender.
-        steps: in a turn.
-        warmup: steps of each contender before, untimed.
-        say: told what is going on.
+        warmup: turns before, which are not timed.
+        prepare: called with the name of a contender before its clock starts, as a barrier or to fill its buffers.
+        in_a_row: calls in a turn.
+        device: the work that is queued on it counts.
+    """
+    seconds: dict[K, list[float]] = {name: [] for name in contenders}
+    for turn in range(warmup + turns):
+        for name, call in contenders.items():
+            prepare(name)
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(in_a_row):
+                call()
+            synchronize(device)
+            if turn >= warmup:
+                seconds[name].append((time.perf_counter() - start) / in_a_row)
+    return seconds
+
+
+def slowest_rank(ranks: Sequence[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
+    """The seconds of every turn on the rank that took longest in it, from those of each rank."""
+    return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+def run(race: Race, turns: int, steps: int, warmup: int, say: Say) -> list[ContenderResult]:
+    """Let the contenders of a race take turns, and compare them.
+
+    Args:
+        turns, steps, warmup: as of `take_turns`.
 
     Raises:
         Failed: a contender broke.
         Disagreement: their losses differ.
     """
-    laps = [Lap(contender) for contender in (*race.ours, *race.references, *race.also, *race.bounds)]
-    with ExitStack() as stack:
-        say(f"{race.name}: starting {len(laps)} contenders")
-        crews = [stack.enter_context(ContenderProcesses(lap.contender)) for lap in laps]
-        for crew in crews:
-            crew.run(warmup)
-        for turn in range(turns):
-            say(f"{race.name}: turn {turn + 1} of {turns}")
-            for crew, lap in zip(crews, laps, strict=True):
-                lap.turns.append(crew.run(steps))
+    contenders = (*race.ours, *race.references, *race.also, *race.bounds)
+    laps = take_turns(contenders, turns, steps, warmup, lambda what: say(f"{race.name}: {what}"))
     if race.tolerance is not None:
         check_agreement([lap for lap in laps if lap.contender not in race.bounds], race.tolerance)
     return rows(race, laps)
+
+
+def take_turns(contenders: Sequence[Contender], turns: int, steps: int, warmup: int, say: Say) -> list[Lap]:
+    """Let contenders train in turn, each in processes of its own.
+
+    Args:
+        turns: of each contender.
+        steps: in a turn.
+        warmup: steps of each contender before, which are not timed.
+
+    Raises:
+        Failed: a contender broke.
+    """
+    laps = [Lap(contender) for contender in contenders]
+    with ExitStack() as stack:
+        say(f"starting {len(laps)} contenders")
+        crews = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
+        for crew in crews:
+            crew.run(warmup)
+        for turn in range(turns):
+            say(f"turn {turn + 1} of {turns}")
+            for crew, lap in zip(crews, laps, strict=True):
+                lap.turns.append(crew.run(steps))
+    return laps
 
 
 def check_agreement(laps: list[Lap], tolerance: float) -> None:
@@ -164,16 +217,9 @@ def rows(race: Race, laps: list[Lap]) -> list[ContenderResult]:
     ]
 
 
-def quartiles(values: list[float]) -> tuple[float, float]:
-    """The first and the third."""
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, high
-
-
-def deviation(values: list[float]) -> float:
-    """The standard deviation: 0 of a single value, not a number where one of several is not finite."""
-    if len(values) < 2:
-        return 0.0
-    return stdev(values) if all(map(math.isfinite, values)) else math.nan

@@ -3,111 +3,113 @@ program of `shoal.pipeline.sequence_slices`."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Literal
 
 import torch
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 
+from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import pick_device, synchronize
+from shoal.engine.device import pick_device
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.peak import DTYPES
-from shoal.labs.bench.step.workload import BenchPrecision
+from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.step.workload import DTYPES
 from shoal.pipeline.sequence_slices import best_slices, fitted, pipeline_time
-from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.catalog import model_shape
 
 
-class TimedLayer:
-    """One layer of a model, to be timed on slices of ``sequences`` sequences."""
+class SlicesBenchmark(Benchmark):
+    """Slices of a sequence, forward and backward through one layer, and the slices that TeraPipe had best take."""
 
-    def __init__(self, shape: ModelShape, sequences: int, precision: BenchPrecision, device: torch.device):
-        self.shape, self.sequences, self.dtype, self.device = shape, sequences, DTYPES[precision], device
-        self.model = Transformer(shape.model_copy(update={"layers": 1, "vocab": 1}))
-        initialise(self.model, seed=0)
-        self.model.embed = self.model.norm = self.model.head = None
-        self.model.to(device, self.dtype)
+    model: str = "tiny"
+    """A model of the catalog, whose layer is timed."""
 
-    def seconds(self, length: int, before: int, repeats: int) -> float:
-        """Median time of forward and backward of a slice that sees ``before`` tokens besides its own."""
-        taken = []
-        for repeat in range(repeats + 1):
-            part = None
-            if before:
-                part = Slice()
-                self._forward(before, part)
-            synchronize(self.device)
-            start = time.perf_counter()
-            self._forward(length, Slice(part)).sum().backward()
-            synchronize(self.device)
-            if repeat > 0:  # the first warms up
-                taken.append(time.perf_counter() - start)
-        return median(taken)
+    length: PositiveInt = 1024
+    """Tokens of a sequence."""
 
-    def _forward(self, length: int, part: Slice) -> torch.Tensor:
-        hidden = torch.randn(self.sequences, length, self.shape.hidden, dtype=self.dtype, device=self.device)
-        tokens = torch.zeros(self.sequences, length, dtype=torch.int64, device=self.device)
-        return self.model(tokens, hidden=hidden.requires_grad_(), part=part)
+    stages: NonEmpty[PositiveInt] = (2, 4, 8)
+    """Pipeline stages to choose for."""
 
+    micro_batch: PositiveInt = 1
+    """Sequences in one forward pass."""
 
-def measure(layer: TimedLayer, tokens: int, repeats: int) -> list[tuple[int, int, float]]:
-    """(tokens of the slice, tokens before it, seconds) for slices of a sequence, from a sixteenth to all of it."""
-    sizes = sorted({max(1, tokens // part) for part in (16, 8, 4, 2, 1)})
-    places = [(size, before) for size in sizes for before in sorted({0, tokens // 4, tokens // 2, tokens - size})]
-    return [(size, before, layer.seconds(size, before, repeats)) for size, before in places if size + before <= tokens]
+    microbatches: PositiveInt = 1
+    """Micro-batches in a step."""
 
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32 or bf16."""
 
-@dataclass(frozen=True)
-class SliceTimings:
-    """Slices of a sequence through one layer of a model.
+    repeats: PositiveInt = 5
+    """Measurements of each; the median counts."""
 
-    Attributes:
-        length: tokens of the whole sequence.
-        measured: as `measure` returns it.
-    """
+    device: str = "auto"
+    """auto, cpu or cuda."""
 
-    model: str
-    device: torch.device
-    length: int
-    measured: list[tuple[int, int, float]]
-
-    def best(self, stages: int, microbatches: int) -> tuple[tuple[int, ...], float]:
-        """Choose slices for a pipeline: their lengths, and their time over that of whole sequences, by the model."""
-        times, shortest = fitted(self.measured), min(tokens for tokens, _, _ in self.measured)
+    def run(self, console: Console, say: Say) -> bool:
+        """Time slices, and print the best for each number of stages, with their time over that of whole sequences."""
+        device = pick_device(self.device)
+        if device.type == "cpu":
+            tune_process()
+        measured = self.measure(device)
+        title = f"a slice through one layer of {self.model}, forward and backward, on {device}"
+        console.print(make_table(title, measured, {
+            "tokens": lambda timing: timing[0],
+            "tokens before": lambda timing: timing[1],
+            "ms": lambda timing: f"{timing[2] * 1e3:.2f}",
+            "us / token": lambda timing: f"{timing[2] / timing[0] * 1e6:.1f}",
+        }))
+        times, shortest = fitted(measured), min(tokens for tokens, _, _ in measured)
         cuts = [*range(0, self.length - shortest + 1, shortest), self.length]  # none shorter than what was measured
-        best = best_slices(cuts, times, stages, microbatches)
-        whole, cut = (pipeline_time(way, times, stages, microbatches) for way in ((self.length,), best))
-        return best, cut / whole
+        for stages in self.stages:
+            best = best_slices(cuts, times, stages, self.microbatches)
+            whole, cut = (
+                pipeline_time(slices, times, stages, self.microbatches) for slices in ((self.length,), best)
+            )
+            console.print(
+                f"pp {stages}, {self.microbatches} micro-batches: sequence_slices = {list(best)}, "
+                f"{cut / whole:.2f} of the time of whole sequences by this model", highlight=False,
+            )
+        return True
 
+    def measure(self, device: torch.device) -> list[tuple[int, int, float]]:
+        """Time slices of a sequence from a sixteenth to all of it, at its beginning, its end and between.
 
-def measure_model(
-    model: str, length: int, *, micro_batch: int, precision: BenchPrecision, repeats: int, device: str
-) -> SliceTimings:
-    """Time slices through one layer of a model of the catalog.
+        Returns:
+            For each (tokens of the slice, tokens before it, median seconds of forward and backward).
+        """
+        dtype, shape = DTYPES[self.precision], model_shape(self.model)
+        shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, self.length), "layers": 1, "vocab": 1})
+        model = Transformer(shape)
+        initialise(model, seed=0)
+        model.embed = model.norm = model.head = None
+        model.to(device, dtype)
+        before: Slice | None = None
 
-    Args:
-        length: tokens of a sequence.
-        device: auto, cpu or cuda.
+        def forward(length: int, part: Slice) -> torch.Tensor:
+            hidden = torch.randn(self.micro_batch, length, shape.hidden, dtype=dtype, device=device)  # [b, s, h]
+            tokens = torch.zeros(self.micro_batch, length, dtype=torch.int64, device=device)
+            return model(tokens, hidden=hidden.requires_grad_(), part=part)
 
-    Raises:
-        UsageError: there is no such device or model.
-    """
-    chosen = pick_device(device)
-    if chosen.type == "cpu":
-        tune_process()
-    shape = model_shape(model)
-    shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, length)})
-    layer = TimedLayer(shape, micro_batch, precision, chosen)
-    return SliceTimings(model, chosen, length, measure(layer, length, repeats))
+        def prepare(place: tuple[int, int]) -> None:
+            nonlocal before
+            before = Slice() if place[1] else None
+            if before:
+                forward(place[1], before)
 
+        def step(size: int) -> None:
+            forward(size, Slice(before)).sum().backward()
 
-def table(found: SliceTimings) -> Table:
-    """A row for each slice."""
-    view = Table(title=f"a slice through one layer of {found.model}, forward and backward, on {found.device}")
-    for column in ("tokens", "tokens before", "ms", "us / token"):
-        view.add_column(column, justify="right")
-    for tokens, before, seconds in found.measured:
-        view.add_row(str(tokens), str(before), f"{seconds * 1e3:.2f}", f"{seconds / tokens * 1e6:.1f}")
-    return view
+        sizes = sorted({max(1, self.length // part) for part in (16, 8, 4, 2, 1)})
+        places = [
+            (size, start) for size in sizes
+            for start in sorted({0, self.length // 4, self.length // 2, self.length - size})
+            if size + start <= self.length
+        ]  # fmt: skip
+        steps = {place: partial(step, place[0]) for place in places}
+        seconds = time_in_turns(steps, self.repeats, prepare=prepare, device=device)
+        return [(*place, median(times)) for place, times in seconds.items()]

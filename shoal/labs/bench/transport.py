@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from pydantic import PositiveInt
+from rich.console import Console
 
-from shoal.engine.collectives.group import allocate
+from shoal.base.errors import UsageError
+from shoal.base.section import NonEmpty
+from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.cpu_tuning import tune_process
+from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.race import CPU, time_in_turns
 from shoal.launch.worker_pool import Pool
 from shoal.spec.layout import Layout
 
@@ -28,66 +33,88 @@ class TransportTiming:
     """One size of tensor.
 
     Attributes:
-        ranks: that take part.
         size: bytes, float32.
-        seconds: of one all-reduce by transport, median.
+        seconds: of one all-reduce by way, median.
     """
 
     ranks: int
     size: int
     seconds: dict[str, float]
 
-    def gain(self, way: str) -> float:
+    def gain(self, way: str) -> str:
         """Time of gloo over that of another way."""
-        return self.seconds["gloo"] / self.seconds[way]
+        return f"{self.seconds['gloo'] / self.seconds[way]:.1f}"
 
 
-def measure(ranks: int, sizes: list[int], repeats: int) -> list[TransportTiming]:
+class TransportBenchmark(Benchmark):
+    """All-reduce between CPU ranks of this host, through and in shared memory against gloo; all in turn."""
+
+    ranks: NonEmpty[PositiveInt] = (2, 4)
+    """Numbers of ranks, each of 2 or more; one thread a rank."""
+
+    sizes: NonEmpty[PositiveInt] = (4, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
+    """KiB of float32."""
+
+    repeats: PositiveInt = 15
+    """Measurements of each, of 5 all-reduces in a row; the median counts."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Time all-reduces for each number of ranks and size."""
+        if min(self.ranks) < 2:
+            raise UsageError("bench transport --ranks 1: one rank has nobody to exchange with; give 2 or more.")
+        sizes = [size * 1024 for size in self.sizes]
+        timings = [timing for ranks in self.ranks for timing in measure(ranks, sizes, self.repeats)]
+        console.print(make_table("all-reduce between CPU ranks of one host", timings, {
+            "ranks": lambda timing: timing.ranks,
+            "KiB": lambda timing: f"{timing.size // 1024:,}",
+            **{f"{way} us": partial(lambda way, timing: f"{timing.seconds[way] * 1e6:,.0f}", way) for way in WAYS},
+            "gloo / shared": lambda timing: timing.gain("shared memory"),
+            "gloo / common": lambda timing: timing.gain("common memory"),
+        }))
+        return True
+
+
+def measure(ranks: int, sizes: Sequence[int], repeats: int) -> list[TransportTiming]:
     """Time all `WAYS` in turn, on processes of one thread each."""
     with Pool(ranks, setup=tune_process) as pool:
-        return pool.run(_measure, ranks, sizes, repeats, timeout=seconds_at_most(ranks, sizes, repeats))[0]
+        found = pool.run(time_all_reduces, ranks, sizes, repeats, timeout=seconds_at_most(ranks, sizes, repeats))[0]
+    return [TransportTiming(ranks, size, {way: median(seconds) for way, seconds in ways.items()})
+            for size, ways in found.items()]
 
 
-def seconds_at_most(ranks: int, sizes: list[int], repeats: int) -> float:
+def seconds_at_most(ranks: int, sizes: Sequence[int], repeats: int) -> float:
     """What all that takes if nothing hangs: of one all-reduce a millisecond and 10 ns a byte, ten times what they take
     by gloo, for each rank, since all may share a core."""
     count = len(WAYS) * (repeats + 1) * (IN_A_ROW + 1)
     return 600.0 + count * ranks * sum(1e-3 + 1e-8 * size for size in sizes)
 
 
-def _measure(sizes: list[int], repeats: int) -> list[TransportTiming]:
+def time_all_reduces(
+    sizes: Sequence[int], repeats: int, ways: Sequence[str] = WAYS
+) -> dict[int, dict[str, list[float]]]:
+    """Time all-reduces on one rank of the default process group.
+
+    Args:
+        sizes: bytes.
+
+    Returns:
+        By size and way, the seconds of an all-reduce in every turn.
+    """
     group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
-    if group is None or group.shared is None:
+    assert group is not None, "a group of several ranks"
+    if group.shared is None and "gloo" in ways:
         raise RuntimeError("these processes share no memory: shoal takes gloo here too")
-    reductions = dict.fromkeys(WAYS[:2], lambda x: all_reduce(x, group)) | {"gloo": dist.all_reduce}
-    timings = []
-    for size in sizes:
-        numel = max(1, size // 4)
-        tensors = {way: torch.zeros(numel) for way in WAYS}
-        tensors["common memory"] = allocate(numel, torch.float32, torch.device("cpu"), group)
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        for repeat in range(repeats + 1):
-            for way, reduce in reductions.items():
-                x = tensors[way]
-                dist.barrier()
-                reduce(x)  # all ranks begin together
-                start = time.perf_counter()
-                for _ in range(IN_A_ROW):
-                    reduce(x)
-                if repeat > 0:  # the first warms up
-                    seconds[way].append((time.perf_counter() - start) / IN_A_ROW)
-        medians = {way: median(each) for way, each in seconds.items()}
-        timings.append(TransportTiming(dist.get_world_size(), numel * 4, medians))
-    return timings
+    return {size: _time_size(group, size, repeats, ways) for size in sizes}
 
 
-def table(timings: Sequence[TransportTiming]) -> Table:
-    """A row for each number of ranks and size."""
-    view = Table(title="all-reduce between CPU ranks of one host")
-    for column in ("ranks", "KiB", *(f"{way} us" for way in WAYS), "gloo / shared", "gloo / common"):
-        view.add_column(column, justify="right")
-    for timing in timings:
-        times = [f"{timing.seconds[way] * 1e6:,.0f}" for way in WAYS]
-        gains = [f"{timing.gain(way):.1f}" for way in WAYS[:2]]
-        view.add_row(str(timing.ranks), f"{timing.size // 1024:,}", *times, *gains)
-    return view
+def _time_size(group: Group, size: int, repeats: int, ways: Sequence[str]) -> dict[str, list[float]]:
+    numel = max(1, size // 4)
+    tensors = {way: torch.zeros(numel) for way in ways} | {"common memory": allocate(numel, torch.float32, CPU, group)}
+    reduce = {way: dist.all_reduce if way == "gloo" else partial(all_reduce, group=group) for way in ways}
+
+    def begin_together(way: str) -> None:
+        dist.barrier()
+        reduce[way](tensors[way])
+
+    calls = {way: partial(reduce[way], tensors[way]) for way in ways}
+    return time_in_turns(calls, repeats, prepare=begin_together, in_a_row=IN_A_ROW)

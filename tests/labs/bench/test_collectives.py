@@ -7,10 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from shoal.cli.bench import collectives
-from shoal.cli.bench.main import main as main_of_bench
+from shoal.cli.bench import main as main_of_bench
 from shoal.cli.main import main
-from shoal.labs.bench import collectives as collectives_bench
+from shoal.labs.bench import collectives
 from shoal.labs.bench.collectives import CollectiveTiming
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK
@@ -37,8 +36,8 @@ def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
 
 
 def test_sizes_are_rounded_up_and_measured_once(pool, monkeypatch):
-    monkeypatch.setattr(collectives_bench, "Pool", lambda *_: nullcontext(pool))
-    rows = list(collectives_bench.measure([Collective.BROADCAST], [3], [1000, 1004], 1, str))
+    monkeypatch.setattr(collectives, "Pool", lambda *_: nullcontext(pool))
+    rows = list(collectives.measure([Collective.BROADCAST], [3], [1000, 1004], 1, str))
     assert {row.size for row in rows} == {1008}
     assert len(rows) == len({row.algorithm for row in rows})
 

@@ -1,18 +1,31 @@
 """The benchmarks of context parallelism measure what they say, at a small scale."""
 
+import io
 import re
 
 import pytest
+from rich.console import Console
 
 from shoal.cli.main import main
-from shoal.labs.bench.context import AttentionCase, makes_room, ratios, seconds_of_a_step
+from shoal.labs.bench.context import ContextBenchmark
+from shoal.labs.bench.long_context import makes_room
 
 
 def test_a_ring_beside_its_bound() -> None:
-    seconds = seconds_of_a_step(AttentionCase(ranks=3, tokens=48, heads=4, kv_heads=2, head_dim=8), repeats=2)
+    seconds = ContextBenchmark(ranks=3, tokens=48, heads=4, kv_heads=2, head_dim=8, repeats=2).measure()
     assert {way: len(times) for way, times in seconds.items()} == {"ring": 2, "bound": 2}
     assert all(time > 0 for times in seconds.values() for time in times)
-    assert ratios({"ring": [3.0, 1.0], "bound": [4.0, 2.0]}) == [0.75, 0.5]
+
+
+@pytest.mark.parametrize(("target", "met"), [(0.624, False), (0.626, True)])
+def test_the_median_of_the_turns_ratios_is_compared_with_the_target(
+    target: float, met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"ring": [3.0, 1.0], "bound": [4.0, 2.0]}
+    monkeypatch.setattr(ContextBenchmark, "measure", lambda benchmark: seconds)
+    out = io.StringIO()
+    assert ContextBenchmark(target=target).run(Console(file=out), str) is met
+    assert "0.625 of the bound" in out.getvalue()
 
 
 def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.CaptureFixture) -> None:

@@ -1,12 +1,11 @@
 """The experiment compares what it says, and its numbers are what its runs say."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.transformer import Transformer, initialise
+from shoal.labs.bench.learning.experiment import TrainedRun, one_by_one
 from shoal.labs.bench.learning.mixture_of_depths import (
     DENSE,
     EQUAL,
@@ -14,13 +13,11 @@ from shoal.labs.bench.learning.mixture_of_depths import (
     LENGTH,
     LESS,
     SHORTER,
-    DepthsRun,
     config_of,
-    draw,
-    one_by_one,
-    write_csv,
+    draw_kinds,
+    records,
+    training_flops,
 )
-from shoal.training.step.mixture_of_depths import Foreseen
 
 
 @pytest.mark.parametrize("capacity", [0.125, 0.25])
@@ -55,16 +52,16 @@ def test_a_dense_model_loses_nothing_token_by_token() -> None:
     assert losses[LESS][0] != pytest.approx(losses[LESS][1], rel=1e-5)
 
 
-def test_the_plot_is_over_flops_and_the_table_has_every_validation(tmp_path: Path) -> None:
-    told = Foreseen(0.9, 0.5, 0.2, 0.3)
+def test_the_plot_is_over_flops_and_the_table_has_every_validation() -> None:
     runs = [
-        DepthsRun(kind, seed, (10, 20), (3.0, 2.0 + seed / 10), 2.5, None if kind == DENSE else told, 4, 100, 10**6)
+        TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], {"layers": 4, "flops": 10**6})
         for seed in range(2) for kind in KINDS
     ]
-    assert runs[0].points()[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
-    picture = draw(runs, "Depths")
+    assert training_flops(runs[0])[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
+    picture = draw_kinds(runs, "Depths")
     assert all(f">{kind}, 4 layers<" in picture for kind in KINDS)
-    write_csv(runs, tmp_path / "depths.csv")
-    lines = (tmp_path / "depths.csv").read_text().splitlines()
-    assert lines[:2] == ["model,layers,flops_per_token,seed,step,validation_loss", "dense,4,1000000,0,10,3.0000"]
-    assert len(lines) == 17
+    first, *others = records(runs)
+    assert first == {
+        "model": "dense", "layers": 4, "flops_per_token": 10**6, "seed": 0, "step": 10, "validation_loss": "3.0000",
+    }
+    assert len(others) == 15

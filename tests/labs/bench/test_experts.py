@@ -1,23 +1,28 @@
 """The race computes the same in both lanes; the experiment's numbers are what its runs say."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.cli.bench.experts import ExpertsOptions, run
-from shoal.labs.bench.experts import measure
+from shoal.labs.bench.experts import ExpertsBenchmark, ExpertsTiming
 from shoal.labs.bench.learning import switch
-from shoal.labs.bench.learning.switch import SwitchRun, config_of, draw, steps_to_dense, write_csv
+from shoal.labs.bench.learning.experiment import TrainedRun
+from shoal.labs.bench.learning.switch import config_of, draw_kinds, records, steps_to_dense
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_loop_over_experts_computes_the_same(count: int) -> None:
-    found = measure(count, "fp32", torch.device("cpu"), per_token=2, tokens=24, hidden=8, ffn=6, repeats=1)
+    benchmark = ExpertsBenchmark(per_token=2, tokens=24, hidden=8, width=6 * count, repeats=1)
+    found = benchmark.measure(count, torch.device("cpu"))
     assert found.difference < 1e-5
-    assert min(found.seconds.values()) > 0
+    assert min(map(min, found.seconds.values())) > 0
+
+
+@pytest.mark.parametrize(("grouped", "met"), [([2.0, 1.0, 1.5], True), ([2.1, 1.0, 1.6], False)])
+def test_the_median_of_the_turns_ratios_meets_the_target(grouped: list[float], met: bool) -> None:
+    timing = ExpertsTiming(8, {"grouped": grouped, "loop": [2.0, 2.0, 1.5]}, 0.0, target=1.0)
+    assert timing.met is met
 
 
 def test_both_models_have_the_same_flops_but_for_the_router() -> None:
@@ -31,30 +36,31 @@ def test_both_models_have_the_same_flops_but_for_the_router() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 32, 32), (2, 30, 32)])
 def test_a_shape_without_layers_for_experts_is_refused(shape: tuple[int, int, int]) -> None:
-    options = ExpertsOptions(learning=True, shape=shape)
     with pytest.raises(UsageError, match="--shape"):
-        run(options, Console())
+        ExpertsBenchmark(learning=True, shape=shape).run(Console(), str)
 
 
-def runs() -> list[SwitchRun]:
-    return [
-        SwitchRun("dense", 0, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
-        SwitchRun("switch", 0, (10, 20, 30), (3.0, 1.0, 0.5), 0.1, 300, 7),
-        SwitchRun("dense", 1, (10, 20, 30), (4.0, 3.0, 2.0), 0.0, 100, 7),
-        SwitchRun("switch", 1, (10, 20, 30), (4.0, 3.5, 3.0), 0.1, 300, 7),
-    ]
+def trained(name: str, seed: int, *losses: float) -> TrainedRun:
+    return TrainedRun(name, seed, [], list(zip((10, 20, 30), losses, strict=True)))
+
+
+RUNS = [
+    trained("dense", 0, 4.0, 3.0, 2.0),
+    trained("switch", 0, 3.0, 1.0, 0.5),
+    trained("dense", 1, 4.0, 3.0, 2.0),
+    trained("switch", 1, 4.0, 3.5, 3.0),
+]
 
 
 def test_steps_are_read_between_two_validations() -> None:
-    assert steps_to_dense(runs()) == [(0, 2.0, 15.0), (1, 2.0, float("inf"))]
+    assert steps_to_dense(RUNS) == [(0, 2.0, 15.0), (1, 2.0, float("inf"))]
 
 
-def test_the_plot_has_both_models_and_the_table_every_validation(tmp_path: Path) -> None:
-    picture = draw(runs(), "Switch against dense")
+def test_the_plot_has_both_models_and_the_table_every_validation() -> None:
+    picture = draw_kinds(RUNS, "Switch against dense")
     assert picture.count("<polyline") + picture.count("<path") >= 6
     assert ">dense<" in picture
     assert ">switch<" in picture
-    write_csv(runs(), tmp_path / "switch.csv")
-    lines = (tmp_path / "switch.csv").read_text().splitlines()
-    assert lines[:2] == ["model,seed,step,validation_loss", "dense,0,10,4.0000"]
-    assert len(lines) == 13
+    first, *others = records(RUNS)
+    assert first == {"model": "dense", "seed": 0, "step": 10, "validation_loss": "4.0000"}
+    assert len(others) == 11

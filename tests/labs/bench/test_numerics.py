@@ -12,18 +12,20 @@ from typing import get_args
 import psutil
 import pytest
 
-from shoal.labs.bench.learning import numerics
+from shoal.base.section import plain
+from shoal.engine.data.prepare import prepare
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, train
 from shoal.labs.bench.learning.numerics import (
     FAILS,
     FAMILIES,
     LOST,
     REFERENCE,
     RUNS,
-    Curve,
     config_of,
-    draw,
-    rows,
-    write_csv,
+    distances,
+    draw_formats,
+    records,
+    within,
     wrong,
 )
 from shoal.spec.config import Precision
@@ -32,8 +34,9 @@ from shoal.training.check import check
 ROOT = Path(__file__).parents[3]
 
 
-def curve(name, seed, losses, validation=None):
-    return Curve(name, seed, tuple(losses), losses[-1] if validation is None else validation, 0)
+def curve(name, seed, losses):
+    points = list(enumerate(losses, 1))
+    return TrainedRun(name, seed, points, points[-1:] if len(points) == len(BASE) else [], {"skipped": 0})
 
 
 BASE = [5.0 - 0.01 * i for i in range(100)]
@@ -44,35 +47,36 @@ CURVES = [
 ]
 
 
-def test_rows_compare_the_same_seeds():
-    found = {row.name: row for row in rows(CURVES)}
-    assert found[REFERENCE].difference == found[REFERENCE].apart == 0
-    assert found["bf16"].difference == pytest.approx(0.02) and found["bf16"].apart == pytest.approx(0.02)
-    assert found[LOST].difference == pytest.approx(0.99)
-    assert found[LOST].apart == pytest.approx(5.0 - (sum(BASE[-10:]) / 10))
-    assert wrong(list(found.values()), 0.1) == []
-    assert wrong(list(found.values()), 0.01) == ["bf16"]
-    assert wrong(list(found.values()), 1.0) == [LOST], "what should fail is inside the band"
+def test_the_same_seeds_are_compared():
+    found, apart = compare(CURVES, REFERENCE), distances(CURVES)
+    difference = {each.name: each.difference for each in found}
+    assert difference[REFERENCE] == apart[REFERENCE] == 0
+    assert difference["bf16"] == pytest.approx(0.02) and apart["bf16"] == pytest.approx(0.02)
+    assert difference[LOST] == pytest.approx(0.99)
+    assert apart[LOST] == pytest.approx(5.0 - (sum(BASE[-10:]) / 10))
+    assert wrong(found, apart, 0.1) == []
+    assert wrong(found, apart, 0.01) == ["bf16"]
+    assert wrong(found, apart, 1.0) == [LOST], "what should fail is inside the band"
 
 
 def test_a_run_that_ended_is_beyond_any_band():
-    ended = [curve("fp8", seed, [x + seed for x in BASE[:7]], math.nan) for seed in range(2)]
-    found = rows([*CURVES, *ended])
-    assert found[-1].apart == math.inf and not found[-1].within(1e9)
+    runs = [*CURVES, *(curve("fp8", seed, [x + seed for x in BASE[:7]]) for seed in range(2))]
+    ended, apart = compare(runs, REFERENCE)[-1], distances(runs)
+    assert apart["fp8"] == math.inf and math.isnan(ended.loss) and not within(ended, apart, 1e9)
 
 
-def test_every_run_is_drawn_and_can_be_made(tmp_path):
+def test_every_run_is_drawn_and_can_be_made():
     assert {name for names in FAMILIES.values() for name in names} == set(RUNS) - {REFERENCE}
     for name in RUNS:
         check(config_of(name, 0, 10))
     used = {config_of(name, 0, 10).train.precision for name in RUNS}
     assert {"bf16", "fp16", "fp8", "mxfp8", "bf16-weights", "bf16-all"} <= used <= set(get_args(Precision))
     assert set(FAILS) <= set(RUNS)
-    svg = ET.fromstring(draw(CURVES, "title"))
+    svg = ET.fromstring(draw_formats(CURVES, "title"))
     text = [element.text for element in svg.iter() if element.text]
     assert "16 bits" in text and "float16 without a loss scale" in text and "bf16" in text
-    write_csv(CURVES, tmp_path / "numerics.csv")
-    assert len((tmp_path / "numerics.csv").read_text().splitlines()) == 1 + 6 * 100
+    lines = records(CURVES)
+    assert len(lines) == 6 * 100 and [bool(line["validation_loss"]) for line in lines[98:101]] == [False, True, False]
 
 
 @pytest.mark.parametrize("end, code", [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
@@ -101,6 +105,7 @@ def test_a_short_run():
     """All of a run, in this process."""
     values = config_of(LOST, 0, 8)
     small = values.model_copy(update={"train": values.train.model_copy(update={"validation_sequences": 8})})
-    numerics.prepare(small.data)
-    losses, validation, skipped = numerics._train(numerics.plain(small))
-    assert len(losses) == 8 and skipped == 0 and math.isfinite(validation)
+    prepare(small.data)
+    losses, validations, facts = train(plain(small), 2)
+    assert [step for step, _ in losses] == list(range(1, 9)) and facts["skipped"] == 0
+    assert [step for step, _ in validations] == [4, 8] and math.isfinite(validations[-1][1])

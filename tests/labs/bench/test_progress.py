@@ -4,12 +4,12 @@ from io import StringIO
 
 from rich.console import Console
 
-from shoal.labs.bench.progress import telling
+from shoal.labs.bench.benchmark import progress
 
 
 def test_a_log_has_a_line_for_each_and_a_table_none_of_them(capsys):
     results = StringIO()
-    with telling(Console(file=results)) as tell:
+    with progress(Console(file=results)) as tell:
         tell("local-sgd [seed 1]")
         tell("a name that is longer than the eighty columns which rich thinks that a log without a terminal has")
     assert results.getvalue() == ""
@@ -19,6 +19,6 @@ def test_a_log_has_a_line_for_each_and_a_table_none_of_them(capsys):
 
 def test_where_somebody_watches_the_line_changes(capsys):
     screen = StringIO()
-    with telling(Console(file=screen, force_terminal=True)) as tell:
+    with progress(Console(file=screen, force_terminal=True)) as tell:
         tell("powersgd, seed 0")
     assert capsys.readouterr().err == "" and "powersgd" in screen.getvalue()

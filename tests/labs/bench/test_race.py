@@ -14,18 +14,19 @@ import torch
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.cli.bench import main
-from shoal.cli.bench import peak as peak_command
-from shoal.cli.bench import step as step_command
+from shoal.cli import bench
 from shoal.engine.models.products import _multiplies_faster
-from shoal.labs.bench import collectives, context, peak, transport
-from shoal.labs.bench.attention import measure
+from shoal.labs.bench import collectives, peak, transport
+from shoal.labs.bench.attention import AttentionBenchmark
+from shoal.labs.bench.benchmark import Benchmark, Say, write_records
+from shoal.labs.bench.context import ContextBenchmark
 from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn, Failed
-from shoal.labs.bench.peak import MatmulWorkload
-from shoal.labs.bench.race import ContenderResult, Disagreement, Lap, Race, check_agreement, rows, run
-from shoal.labs.bench.step import selection, torch_baselines
+from shoal.labs.bench.peak import MatmulWorkload, PeakBenchmark
+from shoal.labs.bench.race import ContenderResult, Disagreement, Lap, Race, check_agreement, rows, run, time_in_turns
+from shoal.labs.bench.step import benchmark as step_benchmark
+from shoal.labs.bench.step import torch_baselines
+from shoal.labs.bench.step.benchmark import record
 from shoal.labs.bench.step.comparisons import NAMES, races
-from shoal.labs.bench.step.results import write
 from shoal.labs.bench.step.torch_pipelining import SCHEDULES
 from shoal.labs.bench.step.workload import Workload
 from shoal.labs.collectives.description import Collective
@@ -82,7 +83,7 @@ def test_torchs_contenders_alone_have_torchs_products_where_that_is_asked(produc
     for race in races(WORK, products=products):
         for contender in (*race.ours, *race.references, *race.also, *race.bounds):
             build = getattr(contender.build, "func", contender.build)
-            torchs = build.__module__.rpartition(".")[2] in ("torch_baselines", "torch_pipelining", "threads")
+            torchs = build.__module__.rpartition(".")[2] in ("torch_baselines", "torch_pipelining")
             bound = build is torch_baselines.independent
             assert contender.products == (products or not torchs or bound or not contender.tuned), contender.name
 
@@ -98,6 +99,14 @@ def test_a_crew_multiplies_by_the_library_of_its_contender():
             assert crew.run(1).losses == [float(medium)]
 
 
+def test_functions_are_timed_in_turn():
+    calls: list[str] = []
+    functions = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    seconds = time_in_turns(functions, 2, warmup=1, prepare=lambda name: calls.append(name.upper()), in_a_row=2)
+    assert "".join(calls) == "AaaBbb" * 3
+    assert [len(times) for times in seconds.values()] == [2, 2] and min(map(min, seconds.values())) >= 0
+
+
 def test_share_of_a_peak_compares_flops():
     ours = lap("ours", [2.0])
     product = Lap(Contender("product", build, MatmulWorkload(side=1000)), [ContenderTurn([1.0], [1.0], [0.0])])
@@ -109,7 +118,7 @@ def test_share_of_a_peak_compares_flops():
 def test_a_peak_is_told_for_each_library_that_multiplies(tuned, monkeypatch):
     monkeypatch.setattr(peak, "tune_products", lambda: tuned)
     out = io.StringIO()
-    assert peak_command.run(peak_command.PeakOptions(sides=(64,)), Console(file=out, width=120)) == 0
+    assert PeakBenchmark(sides=(64,)).run(Console(file=out, width=120), str)
     assert out.getvalue().count("fp32") == 1 + tuned and out.getvalue().count("bf16") == 1
     assert ("oneDNN" in out.getvalue()) == tuned
 
@@ -193,7 +202,7 @@ def test_batches_of_the_parts_make_up_the_step():
 
 
 def test_attention_kernels_agree():
-    timing = measure(32, "fp32", torch.device("cpu"), tokens=64, heads=2, head_dim=8, repeats=1)
+    timing = AttentionBenchmark(tokens=64, heads=2, head_dim=8, repeats=1).measure(32, "fp32", torch.device("cpu"))
     assert timing.difference < 1e-5 and set(timing.seconds) == {"sdpa", "explicit"}
 
 
@@ -213,21 +222,22 @@ def test_every_race_can_be_asked_for():
 )
 def test_bad_input_is_refused_before_anything_starts(args, message):
     with pytest.raises(UsageError, match=message):
-        main.main(args)
+        bench.main(args)
 
 
 def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypatch):
-    def asked_to_end(options: peak_command.PeakOptions, console: Console) -> int:
-        with tempfile.TemporaryDirectory(dir=tmp_path):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-        raise AssertionError("it goes on")
+    class Ended(Benchmark):
+        def run(self, console: Console, say: Say) -> bool:
+            with tempfile.TemporaryDirectory(dir=tmp_path):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            raise AssertionError("it goes on")
 
-    monkeypatch.setitem(main.COMMANDS, "peak", (peak_command.PeakOptions, asked_to_end))
+    monkeypatch.setitem(bench.BENCHMARKS, "peak", Ended)
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not this process, whatever the command does
     try:
         with pytest.raises(SystemExit, match="143"):
-            main.main(["peak"])
+            bench.main(["peak"])
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, former)
@@ -237,7 +247,7 @@ def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypat
 def test_foreign_allocator_settings_are_refused(monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     with pytest.raises(UsageError, match="unset MALLOC_MMAP_MAX_"):
-        main.main(["step", "--quick"])
+        bench.main(["step", "--quick"])
 
 
 @pytest.mark.parametrize("ending", ["csv", "json"])
@@ -245,7 +255,7 @@ def test_table_is_written(tmp_path, ending):
     ours, theirs = lap("ours", [1.0]), lap("theirs", [2.0])
     table = rows(Race("x", (ours.contender,), (theirs.contender,), target=1.5), [ours, theirs])
     out = tmp_path / f"table.{ending}"
-    write(table, out)
+    write_records([record(row) for row in table], out)
     if ending == "csv":
         records = list(csv.DictReader(out.open()))
         assert float(records[0]["ratio"]) == 2.0 and records[0]["met"] == "True"
@@ -260,9 +270,9 @@ def toy(name: str, **changes: bool) -> Race:
 
 
 def test_a_race_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(selection, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
+    monkeypatch.setattr(step_benchmark, "races", lambda *_, **__: [toy("dp"), toy("tp", fails=True), toy("single")])
     out = tmp_path / "table.csv"
-    assert main.main(["step", "--quick", "--out", str(out)]) == 1
+    assert bench.main(["step", "--quick", "--out", str(out)]) == 1
     assert [record["race"] for record in csv.DictReader(out.open())] == ["dp", "dp", "single", "single"]
     said = capsys.readouterr().out
     assert "tp failed: ours, rank 0: ValueError: third step\n" in said and "Traceback" not in said
@@ -277,11 +287,11 @@ def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monk
 
     ours, theirs = lap("ours", [1.0]).contender, lap("theirs", [2.0]).contender
     every = [Race(name, (ours,), (theirs,), target=1.5) for name in ("dp", "tp")]
-    monkeypatch.setattr(selection, "races", lambda *_, **__: every)
-    monkeypatch.setattr(step_command, "run_race", run)
+    monkeypatch.setattr(step_benchmark, "races", lambda *_, **__: every)
+    monkeypatch.setattr(step_benchmark, "run", run)
     out = tmp_path / "table.json"
     with pytest.raises(end):
-        main.main(["step", "--out", str(out)])
+        bench.main(["step", "--out", str(out)])
     assert [row["race"] for row in json.loads(out.read_text())["rows"]] == ["dp", "dp"]
     assert "one training step" in capsys.readouterr().out
 
@@ -293,7 +303,7 @@ def test_a_table_is_not_written_over_another(options, tmp_path):
     folder.mkdir()
     for path, message in ((there, "not overwritten"), (folder, "it is a folder")):
         with pytest.raises(UsageError, match=message):
-            main.main([*options.split(), str(path)])
+            bench.main([*options.split(), str(path)])
 
 
 def test_all_contenders_of_a_small_model_do_the_same_work():
@@ -314,15 +324,14 @@ def test_all_transports_are_timed():
     (timing,) = transport.measure(2, [4096], repeats=1)
     assert timing.size == 4096
     for way in transport.WAYS:
-        assert timing.gain(way) == timing.seconds["gloo"] / timing.seconds[way] > 0
+        assert float(timing.gain(way)) == pytest.approx(timing.seconds["gloo"] / timing.seconds[way], abs=0.06)
 
 
 @pytest.mark.parametrize(("few", "many", "least"), [
     (transport.seconds_at_most(2, [4096], 15), transport.seconds_at_most(4, [4096, 1 << 30], 15), 3000),
     (collectives.seconds_at_most(2, Collective.REDUCE, 64, 9),
      collectives.seconds_at_most(2, Collective.REDUCE, 1 << 30, 999), 50_000),
-    (context.seconds_at_most(context.AttentionCase(2, 4096, 8, 4, 64), 7),
-     context.seconds_at_most(context.AttentionCase(2, 131_072, 8, 4, 64), 7), 100_000),
+    (ContextBenchmark(tokens=4096).seconds_at_most, ContextBenchmark(tokens=131_072).seconds_at_most, 100_000),
 ])  # fmt: skip
 def test_limits_grow_with_what_is_asked_for(few: float, many: float, least: float):
     assert few < 2000 < least < many
@@ -349,4 +358,4 @@ def test_a_bound_need_not_agree():
 )
 def test_work_that_cannot_be_shared_out_is_refused(arguments: str, message: str):
     with pytest.raises(UsageError, match=message):
-        main.main(arguments.split())
+        bench.main(arguments.split())

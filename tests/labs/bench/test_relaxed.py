@@ -1,6 +1,5 @@
 """What the experiment makes of its runs; the runs themselves are tests/training/async_dp."""
 
-import csv
 import io
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -10,63 +9,68 @@ import pytest
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.cli.bench import relaxed as relaxed_command
-from shoal.cli.bench.relaxed import RelaxedOptions, run
+from shoal.labs.bench.learning.experiment import TrainedRun, compare
 from shoal.labs.bench.learning.relaxed import (
     METHODS,
     OVER_LINKS,
     REFERENCE,
-    RelaxedRun,
+    RelaxedBenchmark,
     config_of,
-    draw,
+    draw_methods,
+    records,
     seconds_at_most,
-    summaries,
-    write_csv,
 )
 from shoal.training.check import check
 
+
+def trained(name: str, seed: int, times: tuple[float, ...], losses: tuple[float, ...], end: float) -> TrainedRun:
+    return TrainedRun(name, seed, list(zip(times, losses, strict=True)), [(times[-1], end)], {"seconds": times[-1]})
+
+
 RUNS = [
-    RelaxedRun(REFERENCE, 0, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.0),
-    RelaxedRun(REFERENCE, 1, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.2),
-    RelaxedRun("hogwild", 0, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.1),
-    RelaxedRun("hogwild", 1, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.5),
+    trained(REFERENCE, 0, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.0),
+    trained(REFERENCE, 1, (1.0, 2.0, 4.0), (5.0, 4.0, 3.0), 3.2),
+    trained("hogwild", 0, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.1),
+    trained("hogwild", 1, (0.5, 1.0, 2.0), (5.0, 4.2, 3.2), 3.5),
 ]
 
 
 def test_a_method_is_compared_with_the_synchronous_run_over_the_same_seeds():
-    base, hogwild = summaries(RUNS)
-    assert (base.method, base.difference, base.faster) == (REFERENCE, 0.0, 1.0)
-    assert hogwild.validation == pytest.approx(3.3) and hogwild.difference == pytest.approx(0.2)
-    assert hogwild.faster == pytest.approx(2.0) and hogwild.spread == pytest.approx(0.2828, abs=1e-4)
+    base, hogwild = compare(RUNS, REFERENCE)
+    assert (base.name, base.difference) == (REFERENCE, 0.0)
+    assert hogwild.loss == pytest.approx(3.3) and hogwild.difference == pytest.approx(0.2)
+    assert base.mean("seconds") == pytest.approx(2 * hogwild.mean("seconds"))
+    assert hogwild.spread == pytest.approx(0.2828, abs=1e-4)
 
 
-def test_the_plot_and_the_csv_hold_every_run(tmp_path):
-    root = ET.fromstring(draw(RUNS, "a < b"))
+def test_the_plot_and_the_records_hold_every_run():
+    root = ET.fromstring(draw_methods(RUNS, "a < b"))
     words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", REFERENCE, "hogwild", "seconds in steps"} <= set(words) and "diloco" not in words
     lines = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-linejoin")]
     assert len(lines) == 2 * 3  # for each method the mean and two seeds
-    write_csv(RUNS, tmp_path / "runs.csv")
-    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    rows = records(RUNS)
     assert len(rows) == 12 and rows[-1] == {
-        "method": "hogwild", "seed": "1", "seconds": "2.000", "training_loss": "3.2000", "validation_loss": "3.5000"}
+        "method": "hogwild", "seed": 1, "seconds": "2.000", "training_loss": "3.2000", "validation_loss": "3.5000"}
 
 
 @pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])
 def test_runs_of_few_or_endless_losses_are_drawn(losses):
     times = tuple(map(float, range(1, len(losses) + 1)))
-    text = draw([RelaxedRun(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
+    text = draw_methods([trained(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
     ET.fromstring(text)
     assert "nan" not in text and "inf" not in text
 
 
-@pytest.mark.parametrize(("end", "code"), [(3.1, 0), (3.9, 1), (nan, 1), (inf, 1)])
-def test_a_loss_that_is_not_a_number_is_beyond_any_margin(end, code, monkeypatch):
-    runs = [replace(run, validation=end) if run.method == "hogwild" and run.seed == 0 else run for run in RUNS]
-    monkeypatch.setattr(relaxed_command, "measure", lambda *_, **__: runs)
+@pytest.mark.parametrize(("end", "met"), [(3.1, True), (3.9, False), (nan, False), (inf, False)])
+def test_a_loss_that_is_not_a_number_is_beyond_any_margin(end, met, monkeypatch):
+    runs = [
+        replace(run, validations=[(2.0, end)]) if run.name == "hogwild" and run.seed == 0 else run for run in RUNS
+    ]
+    monkeypatch.setattr(RelaxedBenchmark, "train", lambda *_: runs)
     console = Console(file=io.StringIO(), width=120)
-    assert run(RelaxedOptions(only="hogwild", margin=0.5), console) == code
-    assert ("beyond their margin: hogwild" in console.file.getvalue()) == bool(code)
+    assert RelaxedBenchmark(only="hogwild", margin=0.5).run(console, str) is met
+    assert ("beyond their margin: hogwild" in console.file.getvalue()) != met
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -93,4 +97,4 @@ def test_the_limit_of_a_run_grows_with_its_steps_and_how_slow_they_are_asked_to_
 ])
 def test_what_cannot_be_measured_is_refused(options, expected):
     with pytest.raises(UsageError, match=expected):
-        run(RelaxedOptions.model_validate(options), Console(quiet=True))
+        RelaxedBenchmark.model_validate(options).run(Console(quiet=True), str)

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.labs.bench.slices import TimedLayer, measure
-from shoal.spec.catalog import model_shape
+from shoal.labs.bench.slices import SlicesBenchmark
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
 def test_slices_of_every_size_and_place_are_timed(family: str) -> None:
-    layer = TimedLayer(model_shape(family), 1, "fp32", torch.device("cpu"))
-    measured = measure(layer, 32, 1)
+    measured = SlicesBenchmark(model=family, length=32, repeats=1).measure(torch.device("cpu"))
     assert {size for size, _, _ in measured} == {2, 4, 8, 16, 32}
     assert {before for _, before, _ in measured} >= {0, 8, 16, 30}
     assert all(size + before <= 32 and seconds > 0 for size, before, seconds in measured)

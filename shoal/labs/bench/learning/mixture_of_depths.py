@@ -3,24 +3,26 @@ that they save are worth in further layers."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from rich.table import Table
+from pydantic import Field, PositiveInt
+from rich.console import Console
 
-from shoal.engine.data.batches import Dataset
 from shoal.engine.data.tokenizer import load_tokenizer
-from shoal.engine.models.cache import Slice
-from shoal.engine.models.transformer import Transformer
-from shoal.labs.bench.learning.small import engine_and_validation, trained
-from shoal.report.panels import Panel, panels, with_mean
+from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, make_table
+from shoal.labs.bench.learning.experiment import (
+    LossSummary,
+    TrainedRun,
+    compare,
+    draw_validations,
+    train_all,
+    write_files,
+)
+from shoal.report.panels import Points
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.step.mixture_of_depths import Foreseen
 
 DENSE, SHORTER, LESS, EQUAL = "dense", "dense, shorter", "as deep", "equal FLOPs"
 KINDS = (DENSE, SHORTER, LESS, EQUAL)
@@ -28,34 +30,54 @@ LAYERS = 4
 LENGTH, BATCH = 64, 16
 
 
-@dataclass(frozen=True)
-class DepthsRun:
-    """One training.
+class DepthsBenchmark(Benchmark):
+    """Layers that only some tokens pass through: their loss as deep as a dense model, and with as many FLOPs."""
 
-    Attributes:
-        steps, losses: those at which it was validated, and the loss [nats per token] with the highest of each sequence.
-        foreseen: the loss at the end with each token decided by itself, as in sampling.
-        predictor: how well it was foreseen in the last step; None for dense.
-        layers, parameters, flops: of the model, and per token.
-    """
+    capacity: float = Field(0.25, gt=0, le=1)
+    """The part of the tokens that pass through every other layer."""
 
-    kind: str
-    seed: int
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    foreseen: float
-    predictor: Foreseen | None
-    layers: int
-    parameters: int
-    flops: int
+    weight: Literal["score", "sigmoid"] = "score"
+    """What multiplies that which such a layer adds, as of model.depths."""
 
-    def points(self) -> list[tuple[float, float]]:
-        """Training FLOPs [TFLOP] and loss."""
-        return [(step * BATCH * LENGTH * self.flops / 1e12, loss) for step, loss in self.curve()]
+    seeds: PositiveInt = 3
+    """Runs of each, with seeds from 0."""
 
-    def curve(self) -> list[tuple[int, float]]:
-        """Steps and loss."""
-        return list(zip(self.steps, self.losses, strict=True))
+    steps: PositiveInt = 800
+    """Steps of each run; those of the shorter one are as many as cost what the layers that take some tokens do."""
+
+    out: Path | None = None
+    """A folder for depths.csv and depths.svg."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Train each kind, and compare."""
+        check_folder(self.out, "bench depths --out")
+
+        def config(kind: str, seed: int) -> RunConfig:
+            return config_of(kind, seed, steps=self.steps, capacity=self.capacity, weight=self.weight)
+
+        runs = train_all(KINDS, self.seeds, config, say, validations=20)
+        title = f"capacity {self.capacity:g} in every other layer, {self.steps} steps, mean of {self.seeds} seeds"
+        console.print(make_table(title, compare(runs, DENSE), {
+            "model": lambda kind: kind.name,
+            "layers": lambda kind: f"{kind.mean('layers'):.0f}",
+            "parameters": lambda kind: f"{kind.mean('parameters'):,.0f}",
+            "FLOPs a token": lambda kind: f"{kind.mean('flops'):,.0f}",
+            "steps": lambda kind: kind.runs[0].validations[-1][0],
+            "loss": lambda kind: f"{kind.loss:.3f}",
+            "predicted": lambda kind: predicted(kind, "one by one", ".3f"),
+            "right": lambda kind: predicted(kind, "accuracy", ".1%"),
+            "recall": lambda kind: predicted(kind, "recall", ".1%"),
+        }))
+        console.print("predicted: the loss with each token decided by itself, as in sampling; right: part of the "
+                      "tokens of which that was predicted, recall: of the chosen ones")
+        title = f"Every other layer takes {self.capacity:g} of the tokens, {self.seeds} seeds"
+        write_files(self.out, "depths", records(runs), draw_kinds(runs, title))
+        return True
+
+
+def predicted(kind: LossSummary, fact: str, style: str) -> str:
+    """The cell of what the predictors of layers did; empty for dense models."""
+    return format(kind.mean(fact), style) if fact in kind.runs[0].facts else ""
 
 
 def config_of(kind: str, seed: int, *, steps: int, capacity: float, weight: str = "score") -> RunConfig:
@@ -93,97 +115,22 @@ def _flops(config: RunConfig) -> int:
     return config.model.shape(vocab=vocab, sequence_length=LENGTH).flops_per_token(LENGTH)
 
 
-def measure(
-    seeds: int, *, steps: int, capacity: float, weight: str, say: Callable[[str], None]
-) -> list[DepthsRun]:
-    """Train each kind with each seed in turn, and validate some twenty times."""
-    runs = []
-    for seed in range(seeds):
-        for kind in KINDS:
-            config = config_of(kind, seed, steps=steps, capacity=capacity, weight=weight)
-            engine, validation = engine_and_validation(config)
-            at, losses = [], []
-            last = config.train.steps
-            for done, loss in trained(engine, validation, last, max(1, last // 20)):
-                if loss is not None:
-                    at.append(done)
-                    losses.append(loss)
-                    say(f"{kind}, seed {seed}, step {done} of {last}: {loss:.3f}")
-            foreseen = one_by_one(engine.stages[0].module, validation, config.train.validation_sequences)
-            runs.append(DepthsRun(
-                kind, seed, tuple(at), tuple(losses), foreseen, engine.foreseen(), engine.shape.layers,
-                engine.shape.parameters(), engine.shape.flops_per_token(LENGTH),
-            ))
-    return runs
+def training_flops(run: TrainedRun) -> Points:
+    """Training FLOPs [TFLOP] and validation loss."""
+    return [(step * BATCH * LENGTH * run.facts["flops"] / 1e12, loss) for step, loss in run.validations]
 
 
-@torch.no_grad()
-def one_by_one(model: Transformer, samples: Dataset, sequences: int) -> float:
-    """The mean loss [nats per token] of the first samples, with each token decided by what is foreseen of it."""
-    total = tokens = 0.0
-    for i in range(sequences):
-        batch = samples.batch([i])
-        total += float(model(batch.tokens, batch.targets, part=Slice()))
-        tokens += batch.unmasked()
-    return total / tokens
-
-
-def of_kind(runs: Sequence[DepthsRun], kind: str) -> list[DepthsRun]:
-    """Those of one kind."""
-    return [run for run in runs if run.kind == kind]
-
-
-def write_csv(runs: Sequence[DepthsRun], out: Path) -> None:
-    """Every validation of every run."""
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("model", "layers", "flops_per_token", "seed", "step", "validation_loss"))
-        for run in runs:
-            for step, loss in run.curve():
-                writer.writerow((run.kind, run.layers, run.flops, run.seed, step, f"{loss:.4f}"))
-
-
-def draw(runs: Sequence[DepthsRun], title: str) -> str:
-    """Validation loss against training FLOPs as an SVG: the mean over seeds, and each seed thin."""
-    lines = {}
-    for kind in KINDS:
-        found = of_kind(runs, kind)
-        lines[f"{kind}, {found[0].layers} layers"] = with_mean([run.points() for run in found])
-    dense = list(lines)[:2]
-    highest = max(run.losses[len(run.losses) // 8] for run in runs)  # where they part is below the steepest part
-    return panels(
-        title, [Panel("mixture of depths", lines, frozenset(dense))], x="training, TFLOP",
-        y="validation loss, nats per token (thin: each seed)", highest=highest,
-    )
-
-
-def table(runs: Sequence[DepthsRun], capacity: float, steps: int) -> Table:
-    """A row for each kind, means over the seeds.
-
-    Args:
-        capacity: the part of the tokens that pass through every other layer.
-        steps: of the longest run.
-    """
-    seeds = len({run.seed for run in runs})
-    view = Table(title=f"capacity {capacity:g} in every other layer, {steps} steps, mean of {seeds} seeds")
-    for column in ("model", "layers", "parameters", "FLOPs a token", "steps", "loss", "foreseen", "right", "recall"):
-        view.add_column(column, justify="left" if column == "model" else "right")
-    for kind in KINDS:
-        mine = of_kind(runs, kind)
-        loss = mean(run.losses[-1] for run in mine)
-        view.add_row(
-            kind, str(mine[0].layers), f"{mine[0].parameters:,}", f"{mine[0].flops:,}", str(mine[0].steps[-1]),
-            f"{loss:.3f}", *_foreseen(mine),
-        )
-    return view
-
-
-def _foreseen(runs: Sequence[DepthsRun]) -> list[str]:
-    """The cells of what was foreseen, empty for dense models."""
-    predictors = [run.predictor for run in runs if run.predictor]
-    if not predictors:
-        return [""] * 3
+def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
+    """Every validation of every run, for a file."""
     return [
-        f"{mean(run.foreseen for run in runs):.3f}", f"{mean(p.accuracy for p in predictors):.1%}",
-        f"{mean(p.recall for p in predictors):.1%}",
-    ]
+        {"model": run.name, "layers": run.facts["layers"], "flops_per_token": run.facts["flops"], "seed": run.seed,
+         "step": step, "validation_loss": f"{loss:.4f}"}
+        for run in runs for step, loss in run.validations
+    ]  # fmt: skip
+
+
+def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:
+    """Validation loss against training FLOPs as an SVG."""
+    named = [replace(run, name=f"{run.name}, {run.facts['layers']:.0f} layers") for run in runs]
+    dense = [run.name for run in named if run.name.startswith(DENSE)]
+    return draw_validations(title, named, "mixture of depths", dense, training_flops, x="training, TFLOP")

@@ -6,30 +6,19 @@ are 2^13 times as small. One run has gradients of that size, to see what float16
 
 from __future__ import annotations
 
-import csv
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-from rich.table import Table
+from pydantic import PositiveFloat, PositiveInt
+from rich.console import Console
 
-from shoal.base.section import plain
-from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import open_dataset
-from shoal.engine.data.prepare import prepare
-from shoal.engine.device import usable_cores
-from shoal.labs.bench.race import deviation
-from shoal.launch.forkserver import become_worker, worker_context
-from shoal.report.panels import Panel, Points, panels, with_mean
+from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, choose_names, make_table
+from shoal.labs.bench.learning.experiment import LossSummary, TrainedRun, compare, draw, train_all, write_files
+from shoal.report.panels import Points
 from shoal.spec.config import RunConfig, build_config
-from shoal.training.check import check
-from shoal.training.step.engine import Engine
-from shoal.training.step.optimizer_step import NonFinite
 
 REFERENCE, SMOOTH = "fp32", 10
 LOST = "fp16, x 2^-13"
@@ -65,26 +54,51 @@ SHOWN = ("fp16-unscaled",)
 """What is shown and not judged: whether it fails is a matter of how large the gradients of a model are."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One training.
+class NumericsBenchmark(Benchmark):
+    """Loss curves of every precision against float32's; exit code 1 if one is beyond the band, or the one that should
+    fail does not."""
 
-    Attributes:
-        name, seed: which.
-        losses: of each step [nats per token], up to where it ended.
-        validation: at the end; NaN where it did not get there.
-        skipped: steps, since a gradient overflowed.
-    """
+    only: str = ""
+    """Some of the runs, with semicolons, as in "fp8; mxfp8"; fp32 is always among them."""
 
-    name: str
-    seed: int
-    losses: tuple[float, ...]
-    validation: float
-    skipped: int
+    seeds: PositiveInt = 3
+    """Runs of each, with seeds from 0."""
 
-    def smooth(self) -> list[float]:
-        """Means over the last `SMOOTH` steps."""
-        return [mean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
+    steps: PositiveInt = 150
+    """Steps of each run, of 512 tokens."""
+
+    band: PositiveFloat = 0.1
+    """Nats per token that the mean validation loss, and the smoothed training loss of any seed in the second half, may
+    be from float32's."""
+
+    out: Path | None = None
+    """A folder for numerics.csv and numerics.svg."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Train with every format, and compare."""
+        wanted = choose_names(self.only, RUNS, "bench numerics --only", ";")
+        check_folder(self.out, "bench numerics --out")
+        names = [name for name in RUNS if name in wanted or name == REFERENCE]
+        runs = train_all(names, self.seeds, lambda name, seed: config_of(name, seed, self.steps), say)
+        found, apart = compare(runs, REFERENCE), distances(runs)
+        console.print(make_table(f"{self.steps} steps, {self.seeds} seeds, nats per token", found, {
+            "": lambda each: each.name,
+            "validation loss": lambda each: f"{each.loss:.4f}",
+            "std": lambda each: f"{each.spread:.4f}",
+            "from float32's": lambda each: f"{each.difference:+.4f}",
+            "most apart, training": lambda each: f"{apart[each.name]:.4f}",
+            "skipped steps": lambda each: sum(run.facts["skipped"] for run in each.runs) or "",
+            "band": lambda each: ("within" if within(each, apart, self.band) else "beyond")
+            + " (should be beyond)" * (each.name in FAILS) + " (not judged)" * (each.name in SHOWN),
+        }))
+        title = f"Number formats: {self.steps} steps of 512 tokens, {self.seeds} seeds"
+        write_files(self.out, "numerics", records(runs), draw_formats(runs, title))
+        bad = wrong(found, apart, self.band)
+        console.print(
+            f"not as stated: {'; '.join(bad)}" if bad else f"all within {self.band:g} nats of float32, and what should "
+            "fail does"
+        )
+        return not bad
 
 
 def config_of(name: str, seed: int, steps: int) -> RunConfig:
@@ -101,138 +115,46 @@ def config_of(name: str, seed: int, steps: int) -> RunConfig:
     return build_config(values)
 
 
-def measure(names: Sequence[str], seeds: int, steps: int, say: Callable[[str], None]) -> list[Curve]:
-    """Train with each format and seed, as many at a time as there are cores."""
-    jobs = [(name, seed) for seed in range(seeds) for name in names]
-    prepare(config_of(REFERENCE, 0, steps).data)
-    found = []
-    with ProcessPoolExecutor(
-        min(usable_cores(), len(jobs)), worker_context(), initializer=become_worker, initargs=(dict(os.environ),)
-    ) as workers:
-        configs = [plain(config_of(name, seed, steps)) for name, seed in jobs]
-        try:
-            for (name, seed), curve in zip(jobs, workers.map(_train, configs), strict=True):
-                found.append(Curve(name, seed, *curve))
-                say(f"{len(found)} of {len(jobs)}: {name}, seed {seed}")
-        except BaseException:
-            for process in list(workers._processes.values()):  # else their trainings would be waited for
-                process.kill()
-            raise
+def smooth(run: TrainedRun) -> Points:
+    """Means of the training loss over the last `SMOOTH` steps."""
+    losses = [loss for _, loss in run.losses]
+    return [(i + 1, mean(losses[max(0, i - SMOOTH + 1) : i + 1])) for i in range(len(losses))]
+
+
+def distances(runs: Sequence[TrainedRun]) -> dict[str, float]:
+    """By format, the most that the smoothed losses of one seed are apart from float32's in the second half; infinite
+    where a run ended before the last step."""
+    curves = {(run.name, run.seed): [loss for _, loss in smooth(run)] for run in runs}
+    found = dict.fromkeys((run.name for run in runs), 0.0)
+    for (name, seed), curve in curves.items():
+        base = curves[REFERENCE, seed]
+        pairs = list(zip(curve, base, strict=False))[len(base) // 2 :]
+        apart = max(abs(a - b) for a, b in pairs) if len(curve) == len(base) else math.inf
+        found[name] = max(found[name], apart)
     return found
 
 
-def _train(values: dict[str, Any]) -> tuple[tuple[float, ...], float, int]:
-    """Losses of the steps, validation loss, skipped steps."""
-    torch.set_num_threads(1)
-    config = build_config(values)
-    shape = check(config)
-    samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
-    engine = Engine(config, shape, Mesh(config.parallel, 0), samples["train"])
-    losses: list[float] = []
-    skipped = 0
-    try:
-        for step in range(config.train.steps):
-            result = engine.step(step)
-            losses.append(result.loss)
-            skipped += result.skipped
-    except NonFinite:
-        return tuple(losses), float("nan"), skipped
-    return tuple(losses), engine.evaluate(samples["validation"]), skipped
+def within(format: LossSummary, apart: Mapping[str, float], band: float) -> bool:
+    """Whether a format's loss at the end and its training losses are no further from float32's than the band."""
+    return abs(format.difference) <= band and apart[format.name] <= band
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FormatResult:
-    """One format over all seeds.
-
-    Attributes:
-        validation, spread: mean and standard deviation of the loss at the end.
-        difference: of the mean from float32's.
-        apart: the most that the smoothed training losses of one seed are apart from float32's, in the second half.
-        skipped: steps, in all runs.
-    """
-
-    name: str
-    validation: float
-    spread: float
-    difference: float
-    apart: float
-    skipped: int
-
-    def within(self, band: float) -> bool:
-        """Whether both differences are."""
-        return abs(self.difference) <= band and self.apart <= band
-
-
-def rows(curves: Sequence[Curve]) -> list[FormatResult]:
-    """One for each format, in order."""
-    base = {curve.seed: curve for curve in curves if curve.name == REFERENCE}
-    found = []
-    for name in dict.fromkeys(curve.name for curve in curves):
-        mine = [curve for curve in curves if curve.name == name]
-        losses = [curve.validation for curve in mine]
-        apart = max(_apart(curve, base[curve.seed]) for curve in mine)
-        found.append(FormatResult(
-            name, mean(losses), deviation(losses),
-            mean(losses) - mean(curve.validation for curve in base.values()), apart, sum(c.skipped for c in mine),
-        ))
-    return found
-
-
-def _apart(curve: Curve, base: Curve) -> float:
-    if len(curve.losses) < len(base.losses):
-        return float("inf")
-    half = len(base.losses) // 2
-    return max(abs(a - b) for a, b in zip(curve.smooth()[half:], base.smooth()[half:], strict=True))
-
-
-def wrong(table: Sequence[FormatResult], band: float) -> list[str]:
+def wrong(found: Sequence[LossSummary], apart: Mapping[str, float], band: float) -> list[str]:
     """What is not as stated: beyond the band, or inside it where it should fail."""
-    return [row.name for row in table if row.name not in SHOWN and row.within(band) == (row.name in FAILS)]
+    return [each.name for each in found
+            if each.name not in SHOWN and within(each, apart, band) == (each.name in FAILS)]
 
 
-def write_csv(curves: Sequence[Curve], out: Path) -> None:
-    """Every step of every run."""
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("format", "seed", "step", "training_loss", "validation_loss"))
-        for curve in curves:
-            for i, loss in enumerate(curve.losses):
-                last = f"{curve.validation:.4f}" if i + 1 == len(curve.losses) else ""
-                writer.writerow((curve.name, curve.seed, i + 1, f"{loss:.4f}", last))
+def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
+    """Every step of every run, for a file."""
+    return [
+        {"format": run.name, "seed": run.seed, "step": step, "training_loss": f"{loss:.4f}",
+         "validation_loss": f"{run.end:.4f}" if step == len(run.losses) else ""}
+        for run in runs for step, loss in run.losses
+    ]  # fmt: skip
 
 
-def draw(curves: Sequence[Curve], title: str) -> str:
+def draw_formats(runs: Sequence[TrainedRun], title: str) -> str:
     """Loss against steps as an SVG: a panel for each family, with float32 in each."""
-    measured = {curve.name for curve in curves}
-    charts = [
-        Panel(
-            family, {n: _lines([c for c in curves if c.name == n]) for n in (REFERENCE, *names) if n in measured},
-            frozenset({REFERENCE}),
-        )
-        for family, names in FAMILIES.items() if measured.intersection(names)
-    ]
-    return panels(title, charts, x="steps", y="training loss, nats per token, mean of 10 steps (thin: each seed)")
-
-
-def _lines(curves: Sequence[Curve]) -> list[Points]:
-    """The mean over the seeds, then each seed."""
-    return with_mean([list(enumerate(curve.smooth(), 1)) for curve in curves])
-
-
-def table(found: Sequence[FormatResult], band: float, *, steps: int, seeds: int) -> Table:
-    """A row for each format."""
-    view = Table(title=f"{steps} steps, {seeds} seeds, nats per token")
-    view.add_column("")
-    for column in ("validation loss", "std", "from float32's", "most apart, training", "skipped steps", ""):
-        view.add_column(column, justify="right")
-    for row in found:
-        verdict = "within" if row.within(band) else "beyond"
-        view.add_row(
-            row.name, f"{row.validation:.4f}", f"{row.spread:.4f}", f"{row.difference:+.4f}", f"{row.apart:.4f}",
-            str(row.skipped or ""), verdict + " (as it should)" * (row.name in FAILS and verdict == "beyond")
-            + " (not judged)" * (row.name in SHOWN),
-        )
-    return view
+    return draw(title, runs, FAMILIES, (REFERENCE,), smooth, x="steps",
+                y="training loss, nats per token, mean of 10 steps")

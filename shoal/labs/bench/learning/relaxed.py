@@ -7,26 +7,25 @@ them (``train.link_gbs``) it is how long the exchange of what each method sends 
 
 from __future__ import annotations
 
-import csv
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from rich.console import Console
 
+from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
-from shoal.labs.bench.race import deviation
+from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, choose_names, make_table
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, write_files
 from shoal.launch.worker_pool import Pool
-from shoal.report.panels import Panel, Points, panels, with_mean
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
 from shoal.training.async_dp.choose import trainer_of
@@ -55,26 +54,93 @@ MARGINS = {
 difference that was measured, if it was worse, and two standard deviations over the seeds (docs/relaxed.md)."""
 
 
-@dataclass(frozen=True)
-class RelaxedRun:
-    """One training.
+class RelaxedBenchmark(Benchmark):
+    """Relaxed data parallelism under one straggler: loss against time; exit code 1 if a loss is beyond its margin."""
 
-    Attributes:
-        method, seed: which.
-        times, losses: seconds in steps until each logged one, and its training loss [nats per token].
-        validation: loss at the end.
-    """
+    only: str = ""
+    """Some of the methods, with commas; all-reduce is always among them."""
 
-    method: str
-    seed: int
-    times: tuple[float, ...]
-    losses: tuple[float, ...]
-    validation: float
+    seeds: PositiveInt = 3
+    """Runs of each, with seeds from 0."""
 
-    @property
-    def seconds(self) -> float:
-        """In steps alone, to the end."""
-        return self.times[-1]
+    steps: PositiveInt = 120
+    """Steps of each run."""
+
+    ranks: PositiveInt = 4
+    """Replicas, each a rank of one thread."""
+
+    pace: NonNegativeFloat = 0.04
+    """Seconds that a step's computing takes at least, by sleeping."""
+
+    straggler: PositiveFloat = 3.0
+    """How many times as long it takes the last rank; 1 for none."""
+
+    link_gbs: NonNegativeFloat = 0.0
+    """GB/s of a network that seems to lie between the replicas (train.link_gbs); what shares memory is left out. 0 for
+    none."""
+
+    margin: NonNegativeFloat = 0.0
+    """Nats per token that any method's mean validation loss may be above that of all-reduce; 0 takes each method's own,
+    which is of the default steps, ranks and straggler."""
+
+    out: Path | None = None
+    """A folder for relaxed.csv and relaxed.svg; with a network, relaxed-link.csv and relaxed-link.svg."""
+
+    def run(self, console: Console, say: Say) -> bool:
+        """Train with every method, and compare."""
+        possible = OVER_LINKS if self.link_gbs else METHODS
+        wanted = choose_names(self.only, METHODS, "bench relaxed --only") if self.only else possible
+        if impossible := [name for name in wanted if name not in possible]:
+            raise UsageError(
+                f"bench relaxed --only {impossible[0]} --link-gbs {self.link_gbs:g}: its replicas share memory, over "
+                f"which no network can lie.\n  Leave one of them out, or take some of {', '.join(OVER_LINKS)}."
+            )
+        if self.ranks < 2 or self.straggler < 1:
+            raise UsageError("bench relaxed: give --ranks of 2 or more, and a --straggler of 1 or more.")
+        check_folder(self.out, "bench relaxed --out")
+        runs = self.train([name for name in METHODS if name in wanted or name == REFERENCE], say)
+        rows = compare(runs, REFERENCE)
+        margins = {row.name: self.margin or MARGINS[row.name] for row in rows}
+        seconds = {row.name: row.mean("seconds") for row in rows}
+        setting = f"{self.ranks} replicas"
+        if self.straggler > 1:
+            setting += f", one {self.straggler:g} x slower"
+        if self.link_gbs:
+            setting += f", {1000 * self.link_gbs:g} MB/s between them"
+        console.print(make_table(f"{self.steps} steps on {setting}", rows, {
+            "sync": lambda row: row.name,
+            "validation loss": lambda row: f"{row.loss:.3f}",
+            "std": lambda row: f"{row.spread:.3f}",
+            "against all-reduce": lambda row: f"{row.difference:+.3f}",
+            "margin": lambda row: f"{margins[row.name]:.2f}",
+            "seconds": lambda row: f"{seconds[row.name]:.1f}",
+            "all-reduce's / these": lambda row: f"{seconds[REFERENCE] / seconds[row.name]:.2f}",
+        }))
+        name = "relaxed-link" if self.link_gbs else "relaxed"
+        write_files(self.out, name, records(runs), draw_methods(runs, f"Loss against time: {setting}"))
+        far = [row.name for row in rows if not row.difference <= margins[row.name]]  # also one that is not a number
+        console.print(f"beyond their margin: {', '.join(far)}" if far else "all within their margins")
+        return not far
+
+    def train(self, methods: Sequence[str], say: Say) -> list[TrainedRun]:
+        """Train with each seed and method in turn."""
+        runs = []
+        slow = f"{self.ranks - 1}={self.straggler:g}" if self.straggler > 1 else ""
+        with Pool(self.ranks, tune_process) as pool, tempfile.TemporaryDirectory(prefix="shoal-relaxed-") as scratch:
+            for seed in range(self.seeds):
+                for method in methods:
+                    say(f"{method}, seed {seed}")
+                    config = config_of(
+                        method, seed, ranks=self.ranks, steps=self.steps, pace=self.pace, straggler=slow,
+                        link_gbs=self.link_gbs,
+                    )
+                    shape = check(config)
+                    prepare(config.data)
+                    folder = new_run(config, Path(scratch, f"{method}-{seed}"))
+                    limit = seconds_at_most(config, shape.parameters())
+                    pool.run(_train, self.ranks, plain(config), folder, timeout=limit)
+                    runs.append(_read(folder, method, seed, config))
+        return runs
 
 
 def config_of(
@@ -98,29 +164,6 @@ def config_of(
     return build_config(values)
 
 
-def measure(
-    methods: Sequence[str], seeds: int, *, ranks: int, say: Callable[[str], None], **settings: Any
-) -> list[RelaxedRun]:
-    """Train with each method and seed in turn.
-
-    Args:
-        settings: as of `config_of`.
-    """
-    runs = []
-    with Pool(ranks, tune_process) as pool, tempfile.TemporaryDirectory(prefix="shoal-relaxed-") as scratch:
-        for seed in range(seeds):
-            for method in methods:
-                say(f"{method}, seed {seed}")
-                config = config_of(method, seed, ranks=ranks, **settings)
-                shape = check(config)
-                prepare(config.data)
-                folder = new_run(config, Path(scratch, f"{method}-{seed}"))
-                limit = seconds_at_most(config, shape.parameters())
-                pool.run(_train, ranks, plain(config), folder, timeout=limit)
-                runs.append(_read(folder, method, seed, config))
-    return runs
-
-
 def seconds_at_most(config: RunConfig, parameters: int) -> float:
     """What a run that does not hang takes: ten times its steps as slow as they are asked to be, of a tenth of a second
     at least, since ranks may share a core."""
@@ -142,100 +185,31 @@ def _train(values: dict[str, Any], folder: Path) -> None:
     trainer.leave()
 
 
-def _read(folder: Path, method: str, seed: int, config: RunConfig) -> RelaxedRun:
+def _read(folder: Path, method: str, seed: int, config: RunConfig) -> TrainedRun:
+    """The losses over the seconds in steps, without those between steps."""
     records = read_metrics(folder)
     tokens = config.train.global_batch * config.data.sequence_length
-    steps = [0, *(record.step for record in records)]
-    times, now = [], 0.0
-    for record, before in zip(records, steps, strict=False):
-        now += (record.step - before) * tokens / record.tokens_per_second
-        times.append(now)
+    losses, seconds, before = [], 0.0, 0
+    for record in records:
+        seconds += (record.step - before) * tokens / record.tokens_per_second
+        before = record.step
+        losses.append((seconds, record.loss))
     validation = records[-1].validation_loss
     assert validation is not None, "a run ends with a validation"
-    return RelaxedRun(method, seed, tuple(times), tuple(r.loss for r in records), validation)
+    return TrainedRun(method, seed, losses, [(seconds, validation)], {"seconds": seconds})
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------
+def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
+    """Every logged step of every run, for a file."""
+    return [
+        {"method": run.name, "seed": run.seed, "seconds": f"{seconds:.3f}", "training_loss": f"{loss:.4f}",
+         "validation_loss": f"{run.end:.4f}" if i + 1 == len(run.losses) else ""}
+        for run in runs for i, (seconds, loss) in enumerate(run.losses)
+    ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One method over all seeds.
-
-    Attributes:
-        validation, spread: mean and standard deviation of the loss at the end.
-        difference: of the mean from the synchronous run's, over the same seeds.
-        seconds, faster: mean time in steps, and how many times less than the synchronous run's.
-    """
-
-    method: str
-    validation: float
-    spread: float
-    difference: float
-    seconds: float
-    faster: float
-
-
-def summaries(runs: Sequence[RelaxedRun]) -> list[Summary]:
-    """One row for each method, in order."""
-    of = {method: [r for r in runs if r.method == method] for method in METHODS}
-    base = of[REFERENCE]
-    found = []
-    for method, mine in of.items():
-        if mine:
-            losses, seconds = [r.validation for r in mine], mean(r.seconds for r in mine)
-            found.append(Summary(
-                method, mean(losses), deviation(losses),
-                mean(losses) - mean(r.validation for r in base), seconds, mean(r.seconds for r in base) / seconds,
-            ))
-    return found
-
-
-def write_csv(runs: Sequence[RelaxedRun], out: Path) -> None:
-    """Every logged step of every run."""
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("method", "seed", "seconds", "training_loss", "validation_loss"))
-        for run in runs:
-            for i, (time, loss) in enumerate(zip(run.times, run.losses, strict=True)):
-                last = f"{run.validation:.4f}" if i + 1 == len(run.times) else ""
-                writer.writerow((run.method, run.seed, f"{time:.3f}", f"{loss:.4f}", last))
-
-
-def draw(runs: Sequence[RelaxedRun], title: str) -> str:
+def draw_methods(runs: Sequence[TrainedRun], title: str) -> str:
     """Loss against time as an SVG: a panel for each family, with the synchronous run in each."""
-    measured = {run.method for run in runs}
-    charts = [
-        Panel(
-            family, {m: _lines([r for r in runs if r.method == m]) for m in (REFERENCE, *methods) if m in measured},
-            frozenset({REFERENCE}),
-        )
-        for family, methods in FAMILIES.items() if measured.intersection(methods)
-    ]
-    highest = max((run.losses[1] for run in runs if len(run.losses) > 1), default=None)
-    return panels(
-        title, charts, x="seconds in steps", y="training loss, nats per token (thin: each seed)", highest=highest
-    )
-
-
-def _lines(runs: Sequence[RelaxedRun]) -> list[Points]:
-    """The mean over the seeds, then each seed."""
-    return with_mean([list(zip(run.times, run.losses, strict=True)) for run in runs])
-
-
-def table(rows: Sequence[Summary], margins: Mapping[str, float], title: str) -> Table:
-    """A row for each method.
-
-    Args:
-        margins: how far the loss of each may be above that of all-reduce.
-    """
-    view = Table(title=title)
-    view.add_column("sync")
-    for column in ("validation loss", "std", "against all-reduce", "margin", "seconds", "all-reduce's / these"):
-        view.add_column(column, justify="right")
-    for row in rows:
-        view.add_row(
-            row.method, f"{row.validation:.3f}", f"{row.spread:.3f}", f"{row.difference:+.3f}",
-            f"{margins[row.method]:.2f}", f"{row.seconds:.1f}", f"{row.faster:.2f}",
-        )
-    return view
+    highest = max((run.losses[1][1] for run in runs if len(run.losses) > 1), default=None)
+    return draw(title, runs, FAMILIES, (REFERENCE,), lambda run: run.losses, x="seconds in steps",
+                y="training loss, nats per token", highest=highest)

@@ -12,7 +12,7 @@ from functools import partial
 from shoal.labs.bench.crew import Contender
 from shoal.labs.bench.peak import MatmulWorkload, product
 from shoal.labs.bench.race import Race
-from shoal.labs.bench.step import shoal_engine, threads, torch_baselines
+from shoal.labs.bench.step import shoal_engine, torch_baselines
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES, SCHEDULES, pipeline
 from shoal.labs.bench.step.workload import BenchPrecision, Workload
 from shoal.spec.sync_methods import COMPRESSED
@@ -41,6 +41,7 @@ def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[
     alone = several("independent processes", torch_baselines.independent)
     pipelines = tuple(several(f"shoal {name}", partial(pipe, schedule=name)) for name in FASTEST)
     threaded = one(f"one process of {ranks} threads", shoal_engine.engine)
+    replicas = partial(torch_baselines.threaded, replicas=ranks)
     return [
         Race(
             "dp",
@@ -72,7 +73,7 @@ def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[
         Race(
             "threads",
             (replicated,),
-            (one(f"one process, {ranks} replicas", partial(threads.data_parallel, replicas=ranks), products=products),),
+            (one(f"one process, {ranks} replicas", replicas, products=products),),
             target=1.0,
             also=ddp[:1],
         ),

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Any
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
-from shoal.labs.bench.crew import Contender
-from shoal.labs.bench.step.sleeping_device import compute_elsewhere
-from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
+from shoal.labs.bench.crew import Contender, Step
+from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from shoal.spec.layout import Layout, Sync, ZeroStage
+from shoal.spec.layout import Layout
 from shoal.spec.layout.sizes import check_layout
 from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.async_dp.engines import CompressedEngine
 from shoal.training.step.engine import Engine
 
 
-class LayoutFields(TypedDict, total=False):
-    """What a contender chooses of `Layout`; what it leaves out has the default."""
-
-    dp: int
-    sync: Sync
-    zero: ZeroStage
-    tp: int
-    sequence_parallel: bool
-    tp_overlap: bool
-    pp: int
-    schedule: str
-    micro_batch: int
-    bucket_mb: float
-    overlap: bool
-    reshard_after_forward: bool
-
-
-class EngineFields(LayoutFields, total=False):
-    """What `build` takes besides the workload and the ranks."""
-
-    compile: bool
-    transport: str
-    device_seconds: float
-    link_gbs: float
-
-
-def engine(workload: Workload, rank: int, ranks: int, **how: Unpack[EngineFields]) -> Callable[[int], float]:
+def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Step:
     """A training step of shoal on any layout.
 
     Args:
@@ -66,13 +38,13 @@ def engine(workload: Workload, rank: int, ranks: int, **how: Unpack[EngineFields
 def build(
     workload: Workload, rank: int, ranks: int, *,
     compile: bool = False, transport: str = "auto", device_seconds: float = 0.0,
-    link_gbs: float = 0.0, **layout: Unpack[LayoutFields],
+    link_gbs: float = 0.0, **layout: Any,
 ) -> Engine:
     """The engine of a workload.
 
     Args:
         compile, transport, link_gbs: as in ``train``.
-        device_seconds: of each layer's forward, on an emulated device (`shoal.labs.bench.step.sleeping_device`).
+        device_seconds: of each layer's forward, on an emulated device (`emulate_device`).
         layout: fields of `Layout`, with any exact or compressed ``sync``; without ``micro_batch``, a replica takes its
             sequences in one forward.
     """
@@ -89,11 +61,11 @@ def build(
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
     built = kind(config, workload.shape, mesh, workload.samples)
     if device_seconds:
-        compute_elsewhere((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
+        emulate_device((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
     return built
 
 
-def layout_of(workload: Workload, ranks: int, **layout: Unpack[LayoutFields]) -> Layout:
+def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
     """The layout of a workload on so many ranks.
 
     Raises:

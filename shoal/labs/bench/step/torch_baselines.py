@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,14 +27,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.engine.data.batches import Batch
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.context.kernels import Kernel
-from shoal.labs.bench.step.sleeping_device import compute_elsewhere
-from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload
+from shoal.labs.bench.crew import Step
+from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
 from shoal.training.step.engine_state import attention_kernel
-
-Step = Callable[[int], float]
 
 
 def model(workload: Workload, kernel: Kernel) -> Transformer:
@@ -97,7 +97,7 @@ def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_s
     """DistributedDataParallel, which averages gradients over the ranks."""
     whole = model(workload, best_kernel())
     if device_seconds:
-        compute_elsewhere(whole.layers.values(), device_seconds)
+        emulate_device(whole.layers.values(), device_seconds)
     module = DistributedDataParallel(
         whole,
         bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
@@ -112,7 +112,7 @@ def independent(workload: Workload, rank: int, ranks: int, *, device_seconds: fl
     that updates whole weights on every rank is faster."""
     module = model(workload, best_kernel())
     if device_seconds:
-        compute_elsewhere(module.layers.values(), device_seconds)
+        emulate_device(module.layers.values(), device_seconds)
     tokens = workload.tokens // ranks
     return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
 
@@ -168,3 +168,43 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
     return _loop(
         module, optimizer, workload, 0, 1, tokens=workload.tokens, share=share, around=loss_parallel
     )
+
+
+def threaded(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Step:
+    """Data parallelism in one process with a thread for each replica, as torch.nn.DataParallel does it.
+
+    The root scatters the batch, replicates its parameters, has a thread run each replica, gathers the gradients, adds
+    them up, and updates alone. The replicas share one interpreter, whose lock only one thread holds at a time.
+    """
+    modules = [model(workload, best_kernel()) for _ in range(replicas)]
+    weights: list[list[Tensor]] = [[*module.parameters()] for module in modules]
+    root, *others = weights
+    optimizer = adamw(modules[0].parameters())
+    threads = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
+
+    def run(replica: int, batch: Batch) -> float:
+        loss = modules[replica](batch.tokens, batch.targets) / workload.tokens
+        loss.backward()
+        return loss.item()
+
+    def step(number: int) -> float:
+        batch = workload.batch(number)
+        parts = zip(batch.tokens.chunk(replicas), batch.targets.chunk(replicas), strict=True)
+        with torch.no_grad():
+            for copy in others:
+                torch._foreach_copy_(copy, root)
+        for parameters in weights:
+            for parameter in parameters:
+                parameter.grad = None
+        losses = threads.map(run, range(replicas), [Batch(*part) for part in parts])
+        total = sum(losses)
+        for copy in others:
+            torch._foreach_add_(_gradients(root), _gradients(copy))
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

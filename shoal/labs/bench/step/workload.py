@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import nn
 
 from shoal.engine.data.batches import Batch
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import OptimizerConfig
 
 BenchPrecision = Literal["fp32", "bf16"]
+DTYPES: dict[BenchPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEED = 0  # of the initial weights and of the samples
 
 OPTIMIZER = OptimizerConfig(clip_norm=0.0, schedule="constant", warmup_steps=0)
@@ -74,3 +77,13 @@ class Cycle:
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = self._tokens[torch.tensor(indices) % len(self._tokens)]
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def emulate_device(layers: Iterable[nn.Module], seconds: float) -> None:
+    """Have each layer sleep in forward, and twice as long in backward, as a host waits for its accelerator.
+
+    On CPU ranks the cores that compute also move the messages, so there is hardly a wait to hide communication behind.
+    """
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * seconds))

@@ -1,1 +1,0 @@
-"""The commands of `shoal bench`, one file each."""
