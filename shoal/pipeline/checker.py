@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.pipeline.program import (
     RECEIVES,
     SENDS,
-    WEIGHTS,
     Action,
     Op,
     Program,
+    ProgramError,
     StageDurations,
     receive_of,
     sender_of,
     sends_of,
 )
+from shoal.pipeline.simulator.engine import simulate
+from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 # What a computation has done when it ends: a whole backward is both of its halves.
 HALVES = {
@@ -28,13 +30,9 @@ HALVES = {
 }
 
 
-class ProgramError(ValueError):
-    """A program that would compute something else, or hang."""
-
-
 @dataclass(frozen=True)
 class Check:
-    """What a program costs with given times.
+    """What a program costs with given times: of its `Timeline`, what tests and papers ask for.
 
     Attributes:
         peak_live: for each pipeline rank, the most activations alive at once, in activations of one stage for one
@@ -48,19 +46,18 @@ class Check:
         peak_versions: for each pipeline rank, the most versions of its weights kept at once.
     """
 
-    peak_live: tuple[int, ...]
+    peak_live: tuple[float, ...]
     bubble: float
     flushed_bubble: float
     peak_versions: tuple[int, ...]
 
 
 def check_program(program: Program, times: StageDurations | None = None, *, tied: bool = False) -> Check:
-    """Play a program and prove it.
+    """Prove a program, and play it.
 
     Args:
         times: of the passes; by default a forward and each half of a backward take 1 and transfers nothing.
-        tied: the first and the last stage share an embedding, and wait for each other's gradients of it at each update
-            of an asynchronous program.
+        tied: as `shoal.pipeline.simulator.player.Player` has it.
 
     Raises:
         ProgramError: an action is missing, repeated, on the wrong rank or before what it needs (`RULES`); a message has
@@ -70,24 +67,20 @@ def check_program(program: Program, times: StageDurations | None = None, *, tied
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> found = check_program(build_program(SCHEDULES["1f1b"], ranks=4, microbatches=8))
     >>> found.peak_live, round(found.bubble, 3)
-    ((4, 3, 2, 1), 0.273)
+    ((4.0, 3.0, 2.0, 1.0), 0.273)
     """
     for rank in range(program.ranks):
         _check_rank(program, rank)
         _check_versions(program, rank)
     _check_messages(program)
-    times = times or StageDurations()
-    spans = _play(program, times, tied)
-    lasting = {Op.FORWARD: times.forward, Op.BACKWARD_INPUT: times.input, Op.BACKWARD_WEIGHT: times.weight}
-    busy = sum(lasting[half] for actions in program.actions for a in actions for half in HALVES.get(a.op, ()))
-    busy /= program.ranks
-    longest = max(end - begin for begin, end in spans)
-    step = max(end for _, end in spans)
+    forward, backward_input, backward_weight, message = times or StageDurations()
+    durations = ActionTimes(forward, backward_input, backward_weight)
+    timeline = simulate(program, durations, MessageTimes(latency=message), tied=tied)
     return Check(
-        peak_live=tuple(_peak_live(actions) for actions in program.actions),
-        bubble=1 - busy / longest if longest else 0.0,
-        flushed_bubble=1 - busy / step if step else 0.0,
-        peak_versions=tuple(map(_peak_versions, program.actions)),
+        peak_live=tuple(timeline.peak_live.tolist()),
+        bubble=timeline.bubble_of_slowest_rank,
+        flushed_bubble=timeline.bubble,
+        peak_versions=tuple(timeline.weight_versions.tolist()),
     )
 
 
@@ -250,111 +243,20 @@ def _check_versions(program: Program, rank: int) -> None:
 
 def _check_messages(program: Program) -> None:
     """Between two ranks and in one direction, messages match by their order alone: so the orders must agree."""
-    sent: dict[tuple[Op, int, int], list[Action]] = {}
-    expected: dict[tuple[Op, int, int], list[Action]] = {}
+    sent: dict[tuple[Op, int, int], list[Action]] = defaultdict(list)
+    expected: dict[tuple[Op, int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(program.actions):
-        for a in actions:
-            if a.op in SENDS:
-                direction, other, orders = (Op.FORWARD, 1, sent) if a.op is Op.SEND_FORWARD else (Op.BACKWARD, -1, sent)
-                orders.setdefault((direction, rank, program.stage_rank[a.stage + other]), []).append(a)
-            elif a.op in RECEIVES:
-                send = sender_of(a)
-                direction = Op.FORWARD if a.op is Op.RECV_FORWARD else Op.BACKWARD
-                expected.setdefault((direction, program.stage_rank[send.stage], rank), []).append(send)
-    for key in sent.keys() | expected.keys():
-        direction, source, target = key
-        if sent.get(key) != expected.get(key):
+        for action in actions:
+            if action.op in SENDS:
+                target = program.stage_rank[action.stage + (1 if action.op is Op.SEND_FORWARD else -1)]
+                sent[action.op, rank, target].append(action)
+            elif action.op in RECEIVES:
+                send = sender_of(action)
+                expected[send.op, program.stage_rank[send.stage], rank].append(send)
+    for op, source, target in sent.keys() | expected.keys():
+        left, wanted = sent[op, source, target], expected[op, source, target]
+        if left != wanted:
             raise ProgramError(
-                f"messages of {direction.name} from pipeline rank {source} to {target} differ: "
-                f"sent {' '.join(map(str, sent.get(key, [])))}; expected {' '.join(map(str, expected.get(key, [])))}"
+                f"messages of {op.name.removeprefix('SEND_')} from pipeline rank {source} to {target} differ: "
+                f"sent {' '.join(map(str, left))}; expected {' '.join(map(str, wanted))}"
             )
-
-
-def _play(program: Program, times: StageDurations, tied: bool) -> list[tuple[float, float]]:
-    """Run every rank as far as it goes, again when what it waits for is there; when each begins and ends its work."""
-    lasting = {
-        Op.FORWARD: times.forward,
-        Op.BACKWARD: times.input + times.weight,
-        Op.BACKWARD_INPUT: times.input,
-        Op.BACKWARD_WEIGHT: times.weight,
-    }
-    at, clock = [0] * program.ranks, [0.0] * program.ranks
-    begun: list[float | None] = [None] * program.ranks
-    there: dict[Action, float] = {}  # messages sent, results kept on the rank, stages reduced: and when
-    waiting: dict[Action, list[int]] = {}  # the ranks that wait for one
-    runnable = deque(range(program.ranks))
-
-    def reached(what: Action, time: float) -> None:
-        there[what] = time
-        runnable.extend(waiting.pop(what, ()))
-
-    while runnable:
-        rank = runnable.popleft()
-        actions = program.actions[rank]
-        while at[rank] < len(actions):
-            action = actions[at[rank]]
-            op = action.op
-            if op is Op.REDUCE:
-                reached(action, clock[rank])
-            needs = _awaited(action, program, tied)
-            missing = next((needed for needed in needs if needed not in there), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            at[rank] += 1
-            if op in SENDS:
-                reached(action, clock[rank] + times.communication)
-            elif op in lasting:
-                start = max([clock[rank], *(there[needed] for needed in needs)])
-                clock[rank] = start + lasting[op]
-                if begun[rank] is None:
-                    begun[rank] = start
-                if op is not Op.BACKWARD_WEIGHT:
-                    half = Op.FORWARD if op is Op.FORWARD else Op.BACKWARD_INPUT
-                    reached(Action(half, *action[1:4]), clock[rank])
-    stuck = [
-        f"pipeline rank {rank} waits at {actions[at[rank]]}"
-        for rank, actions in enumerate(program.actions) if at[rank] < len(actions)
-    ]
-    if stuck:
-        raise ProgramError("deadlock: " + "; ".join(stuck))
-    return [(begin or 0.0, end) for begin, end in zip(begun, clock, strict=True)]
-
-
-def _awaited(action: Action, program: Program, tied: bool) -> list[Action]:
-    """What an action waits for: the result before it, and at a reduction those who share what is reduced."""
-    op, stage, microbatch, part, version = action
-    if op is Op.REDUCE:
-        copies = range(stage % program.depth, program.stages, program.depth)
-        far = [copy for copy in copies if program.stage_rank[copy] != program.stage_rank[stage]]
-        return [action._replace(stage=copy) for copy in far]
-    if op is Op.STEP and version > 0:
-        shared = tied and (program.is_first(stage) or program.is_last(stage))
-        return [Action(Op.REDUCE, end, version=version) for end in (0, program.depth - 1) if shared]
-    if op not in HALVES or op is Op.BACKWARD_WEIGHT:
-        return []
-    if receive := receive_of(action, program):
-        return [sender_of(receive)]
-    if op is Op.FORWARD and not program.is_first(stage):
-        return [Action(op, stage - 1, microbatch, part)]
-    if op is not Op.FORWARD and not program.is_last(stage):
-        return [Action(Op.BACKWARD_INPUT, stage + 1, microbatch, part)]
-    return []
-
-
-def _peak_live(actions: tuple[Action, ...]) -> int:
-    live = peak = 0
-    for action in actions:
-        if action.op is Op.FORWARD:
-            live += 1
-            peak = max(peak, live)
-        elif action.op in WEIGHTS:
-            live -= 1
-    return peak
-
-
-def _peak_versions(actions: tuple[Action, ...]) -> int:
-    """The newest, and those before it that are used again."""
-    last_use = {action.version: i for i, action in enumerate(actions) if action.op in HALVES}
-    steps = [(i, action.version) for i, action in enumerate(actions) if action.op is Op.STEP and action.version > 0]
-    return max((1 + sum(v < version and last > i for v, last in last_use.items()) for i, version in steps), default=1)

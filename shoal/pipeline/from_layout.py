@@ -10,7 +10,7 @@ from shoal.pipeline.partition import even_layers
 from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build_program
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
-from shoal.pipeline.schedules.placement import closed_form
+from shoal.pipeline.schedules.placement import per_rank_schedule
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import FILE, Layout
 from shoal.spec.schedules import SLICED
@@ -32,7 +32,7 @@ def schedule_of(layout: Layout) -> Schedule:
     schedule = EVERY[layout.schedule]
     if layout.update_every:
         order = partial(pipedream_2bw, every=layout.update_every)
-        return closed_form(schedule.name, schedule.source, order, schedule.placement)
+        return per_rank_schedule(schedule.name, schedule.source, order, schedule.placement)
     return schedule
 
 

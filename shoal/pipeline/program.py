@@ -15,6 +15,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from shoal.base.errors import UsageError
+
+
+class ProgramError(UsageError):
+    """A program that would compute something else, or hang."""
+
 
 class Op(StrEnum):
     """What an action does."""
@@ -269,15 +275,7 @@ def _with_transfers(
 
 def receive_of(action: Action, program: Program) -> Action | None:
     """The message that a computation needs from another rank."""
-    _, stage, microbatch, part, _ = action
-    if action.op in FORWARDS and not program.is_first(stage):
-        op, other = Op.RECV_FORWARD, stage - 1
-    elif action.op in BACKWARDS and not program.is_last(stage):
-        op, other = Op.RECV_BACKWARD, stage + 1
-    else:
-        return None
-    far = program.stage_rank[other] != program.stage_rank[stage]
-    return Action(op, stage, microbatch, part) if far else None
+    return _message(action, action.stage, program)
 
 
 def sender_of(receive: Action) -> Action:
@@ -295,15 +293,17 @@ def sends_of(action: Action, program: Program) -> list[Action]:
 
 def _received_as(action: Action, program: Program) -> Action | None:
     """The receive, on another rank, of what a computation makes."""
-    _, stage, microbatch, part, _ = action
-    if action.op in FORWARDS and not program.is_last(stage):
-        op, other = Op.RECV_FORWARD, stage + 1
-    elif action.op in BACKWARDS and not program.is_first(stage):
-        op, other = Op.RECV_BACKWARD, stage - 1
-    else:
+    return _message(action, action.stage + (1 if action.op in FORWARDS else -1), program)
+
+
+def _message(action: Action, target: int, program: Program) -> Action | None:
+    """The receive of what a pass takes in or makes, by the stage that it goes to; None within a rank."""
+    if action.op not in FORWARDS | BACKWARDS:
         return None
-    far = program.stage_rank[other] != program.stage_rank[stage]
-    return Action(op, other, microbatch, part) if far else None
+    op, source = (Op.RECV_FORWARD, target - 1) if action.op in FORWARDS else (Op.RECV_BACKWARD, target + 1)
+    same_copy = source // program.depth == target // program.depth  # -1 and `stages` belong to none
+    far = same_copy and program.stage_rank[source] != program.stage_rank[target]
+    return Action(op, target, action.microbatch, action.part) if far else None
 
 
 def _with_updates(order: Sequence[Action], actions: Sequence[Action], program: Program) -> Iterator[Action]:

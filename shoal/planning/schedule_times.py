@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator.columns import of_program
 from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, schedule_name
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate
@@ -77,6 +76,6 @@ def compare_schedules_on_cluster(
 def _play(name: str, estimate: Estimate, blocking: bool, disturbance: Disturbance) -> PlayedSchedule:
     layout, links = estimate.run.layout, replace(estimate.link, blocking=blocking)
     timeline = simulate(
-        of_program(estimate.program), estimate.durations, links, disturbance=disturbance, dp=layout.dp, tp=layout.tp
+        estimate.columns, estimate.durations, links, disturbance=disturbance, dp=layout.dp, tp=layout.tp
     )
     return PlayedSchedule(name, timeline, estimated_seconds=estimate.step_seconds)

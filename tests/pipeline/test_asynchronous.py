@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check_program
-from shoal.pipeline.program import COMPUTE, Action, Op, Program, build_program
+from shoal.pipeline.checker import check_program
+from shoal.pipeline.program import COMPUTE, Action, Op, Program, ProgramError, build_program
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw, update_groups
-from shoal.pipeline.schedules.placement import closed_form, looped
+from shoal.pipeline.schedules.placement import looped, per_rank_schedule
 
 STAGES, MICROBATCHES, ZERO = st.integers(1, 8), st.integers(1, 24), st.integers(0, 3)
 NAMES = st.sampled_from(sorted(ASYNCHRONOUS))
@@ -20,7 +20,7 @@ NAMES = st.sampled_from(sorted(ASYNCHRONOUS))
 def program_of(name: str, p: int, m: int, zero: int = 0, every: int = 0) -> Program:
     schedule = ASYNCHRONOUS[name]
     if every:
-        schedule = closed_form(name, "", partial(pipedream_2bw, every=every), looped)
+        schedule = per_rank_schedule(name, "", partial(pipedream_2bw, every=every), looped)
     return build_program(schedule, p, m, zero=zero)
 
 

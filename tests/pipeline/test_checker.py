@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check_program
+from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import (
     BACKWARDS,
     FORWARDS,
@@ -17,6 +17,7 @@ from shoal.pipeline.program import (
     Action,
     Op,
     Program,
+    ProgramError,
     build_program,
     receive_of,
     sends_of,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.pipeline.checker import ProgramError, check_program
+from shoal.pipeline.checker import check_program
 from shoal.pipeline.partition import stage_layers
 from shoal.pipeline.program import (
     COMPUTE,
@@ -15,6 +15,7 @@ from shoal.pipeline.program import (
     Action,
     Op,
     Program,
+    ProgramError,
     add_transfers,
     build_program,
     receive_of,

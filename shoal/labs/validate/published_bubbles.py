@@ -18,7 +18,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.columns import Columns, of_program, of_schedule
+from shoal.pipeline.simulator.columns import Columns, of_program
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
@@ -96,7 +96,8 @@ def played(printed: Printed) -> Timeline:
 def _columns(printed: Printed) -> Columns:
     p, m = printed.ranks, printed.microbatches
     if printed.method in NAMES:
-        return of_schedule(SCHEDULES[NAMES[printed.method]], p, m, printed.virtual)
+        schedule = SCHEDULES[NAMES[printed.method]]
+        return of_program(pipeline.build_program(schedule, p, m, virtual_stages=printed.virtual, transfers=False))
     if printed.method not in AUTOMATIC:
         raise UsageError(f"{printed.row}: method {printed.method}; known are {', '.join((*NAMES, *AUTOMATIC))}")
     orders = zb_auto(

@@ -1,20 +1,21 @@
-"""The automatic scheduler: the order of the halves for given times and a given memory, by playing the step.
+"""The automatic scheduler: the order of the halves for given times and a given memory.
 
-Every rank decides when it is free what to do next by the rules of Qi et al. 2024, section 3.1: gradients of inputs
-first, since others wait for them; forwards while there is room; gradients of weights where there would be a gap or no
-room. The rules have a few settings; each is played, and so are the published orders that fit in the memory; the
-shortest is taken.
+A free rank decides what to do next by the rules of Qi et al. 2024, section 3.1: gradients of inputs first, since others
+wait for them; forwards while there is room; gradients of weights where there would be a gap or no room. The rules have
+a few settings. The orders of each are simulated, and so are the published orders that fit in the memory; the shortest
+is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.program import Action, StageDurations
+from shoal.pipeline.program import Action, Program, StageDurations
 from shoal.pipeline.schedules import one_f_one_b, zero_bubble
-from shoal.pipeline.schedules.greedy import Choice, F, I, Play, follow
+from shoal.pipeline.schedules.greedy import Choice, F, GreedyScheduler, I
 from shoal.pipeline.schedules.placement import looped
 
 ROUNDING = 1e-9
@@ -49,14 +50,10 @@ def zb_auto(
             f"zb-auto: memory for {' '.join(map(str, limits))} activations on {ranks} pipeline ranks, which hold "
             f"{' '.join(map(str, held))} stages: each needs room for one of every stage that it holds, at least"
         )
-    best: tuple[tuple[float, float], list[list[Action]]] | None = None
-    for choose_for in _ways(ranks, microbatches, limits, placement):
-        play = Play(ranks, microbatches, times, placement, kept)
-        cost = play.run(choose_for(play))
-        if best is None or cost < best[0]:
-            best = (cost, play.orders)
-    assert best is not None, "there is always a way"
-    return best[1]
+    return min(
+        _ways(microbatches, times, limits, placement, kept),
+        key=lambda orders: _cost(Program(tuple(map(tuple, orders)), placement, microbatches), times),
+    )
 
 
 def as_1f1b(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
@@ -65,21 +62,29 @@ def as_1f1b(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
 
 
 def _ways(
-    ranks: int, microbatches: int, limits: list[int], placement: tuple[int, ...]
-) -> Iterator[Callable[[Play], Choice]]:
-    """The ways to choose, of which the best is taken; the first of equals."""
+    microbatches: int, times: StageDurations, limits: list[int], placement: tuple[int, ...], kept: float
+) -> Iterator[list[list[Action]]]:
+    """The orders of which the best is taken; the first of equals."""
+    ranks = len(limits)
     memory = min(*limits, 2 * ranks - 1) if placement == looped(ranks, 1) else 0
     if memory >= ranks:
-        halves = [partial(zero_bubble.within, memory=held) for held in (memory, ranks)]
+        halves = [partial(zero_bubble.zero_bubble_with_memory, memory=held) for held in (memory, ranks)]
         for order in (*halves, partial(one_f_one_b.one_f_one_b, virtual=1)):
-            orders = [order(rank, ranks, microbatches) for rank in range(ranks)]
-            yield partial(follow, orders=orders)
-    for patience in (0.0, 0.5, 1.0):
-        for lead in (2, 1, microbatches):
-            yield partial(_rules, limits=limits, patience=patience, lead=lead)
+            yield [order(rank, ranks, microbatches) for rank in range(ranks)]
+    for patience, lead in product((0.0, 0.5, 1.0), (2, 1, microbatches)):
+        scheduler = GreedyScheduler(microbatches, times, placement, kept)
+        yield scheduler.run(_rules(scheduler, limits, patience, lead))
 
 
-def _rules(play: Play, limits: list[int], patience: float, lead: int) -> Choice:
+def _cost(program: Program, times: StageDurations) -> tuple[float, float]:
+    """The longest time from a rank's first computation to its last, and the time of the whole step."""
+    from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate  # which need numpy
+
+    timeline = simulate(program, ActionTimes(*times[:3]), MessageTimes(latency=times.communication))
+    return float(timeline.own_span.max()), timeline.compute_span
+
+
+def _rules(scheduler: GreedyScheduler, limits: list[int], patience: float, lead: int) -> Choice:
     """Decide by the rules.
 
     Args:
@@ -92,28 +97,28 @@ def _rules(play: Play, limits: list[int], patience: float, lead: int) -> Choice:
 
         So the oldest micro-batch always finds room on its way, and the step cannot lock up.
         """
-        return play.alive[rank] + len(play.stages[rank]) - place <= limits[rank] + ROUNDING
+        return scheduler.alive[rank] + len(scheduler.stages[rank]) - place <= limits[rank] + ROUNDING
 
     def choose(rank: int, now: float) -> Action | None:
-        stages = play.stages[rank]
+        stages = scheduler.stages[rank]
         soonest = None
         for op, order in ((I, stages), (F, stages[::-1])):
             for stage in order:
-                reached = play.reached(op, stage)
+                reached = scheduler.reached(op, stage)
                 if reached is None:
                     continue
                 if op is F and not (room(rank, stages.index(stage)) and not_too_far(stage)):
                     continue
                 if reached <= now:
-                    return Action(op, stage, play.done[op, stage])
+                    return Action(op, stage, scheduler.done[op, stage])
                 soonest = reached if soonest is None else min(soonest, reached)
-        if soonest is not None and soonest < now + patience * play.times.weight:
+        if soonest is not None and soonest < now + patience * scheduler.times.weight:
             return None
-        return play.owed(rank)
+        return scheduler.owed(rank)
 
     def not_too_far(stage: int) -> bool:
-        if stage == len(play.placement) - 1:
+        if stage == len(scheduler.placement) - 1:
             return True
-        return play.done[F, stage] - play.done[F, stage + 1] <= lead
+        return scheduler.done[F, stage] - scheduler.done[F, stage + 1] <= lead
 
     return choose

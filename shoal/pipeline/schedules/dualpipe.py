@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import deque
 
 from shoal.pipeline.program import Action
-from shoal.pipeline.schedules.placement import Passes
+from shoal.pipeline.schedules.placement import MicroBatchCursor
 
 
 def dualpipe(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """DualPipe: half of the micro-batches go down the ranks through one copy of the model, half up through another."""
     half = microbatches // 2
-    down, up = Passes(rank, range(half)), Passes(2 * ranks - 1 - rank, range(half, microbatches))
+    down, up = MicroBatchCursor(rank, range(half)), MicroBatchCursor(2 * ranks - 1 - rank, range(half, microbatches))
     near, far = (down, up) if rank < ranks // 2 else (up, down)
     return _both_ways(near, far, min(rank, ranks - 1 - rank), ranks // 2, max(microbatches - half, ranks))
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """DualPipeV: half of DualPipe's ranks. What came from the other end comes back from the turn of the V."""
-    near, far = Passes(rank, microbatches), Passes(2 * ranks - 1 - rank, microbatches)
+    near, far = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
     return _both_ways(near, far, rank, ranks, max(microbatches, 2 * ranks))
 
 
@@ -32,7 +32,7 @@ def refuses(ranks: int, microbatches: int, virtual: int) -> str:
     return ""
 
 
-def _both_ways(near: Passes, far: Passes, place: int, half: int, full: int) -> list[Action]:
+def _both_ways(near: MicroBatchCursor, far: MicroBatchCursor, place: int, half: int, full: int) -> list[Action]:
     """The eight phases of a rank at a place between the outer end (0) and the middle (``half`` - 1).
 
     Args:
@@ -41,9 +41,9 @@ def _both_ways(near: Passes, far: Passes, place: int, half: int, full: int) -> l
         full: micro-batches of each.
     """
     order: list[Action] = []
-    owed: deque[Passes] = deque()  # weight halves, the oldest first
+    owed: deque[MicroBatchCursor] = deque()  # weight halves, the oldest first
 
-    def split(stage: Passes) -> list[Action]:
+    def split(stage: MicroBatchCursor) -> list[Action]:
         owed.append(stage)
         return stage("I")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_text
-from shoal.pipeline.checker import ProgramError, check_program
-from shoal.pipeline.program import COMPUTE, Action, Op, Program, Schedule, build_program
+from shoal.pipeline.checker import check_program
+from shoal.pipeline.program import COMPUTE, Action, Op, Program, ProgramError, Schedule, build_program
 
 AROUND = {  # torch's names of what is no computation
     Op.SEND_FORWARD: "SEND_F",

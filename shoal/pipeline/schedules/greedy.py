@@ -1,4 +1,4 @@
-"""A step played in time, of which every rank decides as it goes what it does next."""
+"""Greedy scheduling: ranks write their orders as they go, each deciding what to do next when it is free."""
 
 from __future__ import annotations
 
@@ -8,67 +8,61 @@ from collections.abc import Callable, Iterator
 from shoal.pipeline.program import Action, Op, StageDurations
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
-Choice = Callable[[int, float], Action | None]  # what a rank that is free does now, or nothing until more has arrived
+Choice = Callable[[int, float], Action | None]  # what a free rank does now, or None until more has arrived
 
 
-class Play:
-    """A step that is being played: what each rank has done, and what has reached it by when."""
+class GreedyScheduler:
+    """A step under way: what each rank has done, and what has reached it by when. Backwards are in halves.
 
-    def __init__(
-        self, ranks: int, microbatches: int, times: StageDurations, placement: tuple[int, ...], kept: float = 1.0
-    ):
+    How long the orders that come out take is for `shoal.pipeline.simulator` to say.
+
+    Args:
+        times: of the passes of one stage and of a message.
+        placement: the rank of each stage.
+        kept: share of an activation that is still alive between the halves of its backward.
+    """
+
+    def __init__(self, microbatches: int, times: StageDurations, placement: tuple[int, ...], kept: float = 1.0):
         self.times, self.placement, self.microbatches = times, placement, microbatches
-        self.lasting = {F: times.forward, B: times.input + times.weight, I: times.input, W: times.weight}
-        self.stages = [[s for s, holder in enumerate(placement) if holder == rank] for rank in range(ranks)]
-        last = len(placement) - 1
+        ranks = range(1 + max(placement))
+        self.stages = [[s for s, holder in enumerate(placement) if holder == rank] for rank in ranks]
         # When what the k-th forward or backward of a stage needs has reached it.
-        self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for op in (F, I) for s in range(last + 1)}
+        self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for op in (F, I) for s in range(len(placement))}
         self.arrived[F, 0] = [0.0] * microbatches
-        self.done = {(op, s): 0 for op in (F, I, W) for s in range(last + 1)}
-        self.alive = [0.0] * ranks
-        self.change = {F: 1.0, B: -1.0, I: kept - 1.0, W: -kept}
-        self.orders: list[list[Action]] = [[] for _ in range(ranks)]
+        self.done = {(op, s): 0 for op in (F, I, W) for s in range(len(placement))}
+        self.alive = [0.0 for _ in ranks]
+        self.change = {F: 1.0, I: kept - 1.0, W: -kept}
+        self.orders: list[list[Action]] = [[] for _ in ranks]
 
-    def run(self, choose: Choice) -> tuple[float, float]:
-        """Play to the end.
-
-        Returns:
-            the longest time from a rank's first computation to its last, and the time of the whole step.
-        """
-        ranks = range(len(self.stages))
-        busy_until = [0.0] * len(ranks)
-        begun: list[float | None] = [None] * len(ranks)
-        events = [(0.0, rank) for rank in ranks]
+    def run(self, choose: Choice) -> list[list[Action]]:
+        """Let the ranks choose until none of them does anything more, and return their orders."""
+        lasting = {F: self.times.forward, I: self.times.input, W: self.times.weight}
+        busy_until = [0.0 for _ in self.orders]
+        events = [(0.0, rank) for rank in range(len(self.orders))]
         while events:
             now, rank = heapq.heappop(events)
-            if busy_until[rank] > now:
-                continue
-            action = choose(rank, now)
+            action = choose(rank, now) if busy_until[rank] <= now else None
             if action is None:
                 continue
-            end = busy_until[rank] = now + self.lasting[action.op]
-            begun[rank] = now if begun[rank] is None else begun[rank]
+            end = busy_until[rank] = now + lasting[action.op]
             heapq.heappush(events, (end, rank))
             for arrival, other in self._do(rank, action, end):
                 heapq.heappush(events, (arrival, other))
-        longest = max(end - (begin or 0.0) for begin, end in zip(begun, busy_until, strict=True))
-        return longest, max(busy_until)
+        return self.orders
 
     def _do(self, rank: int, action: Action, end: float) -> Iterator[tuple[float, int]]:
-        stage, last = action.stage, len(self.placement) - 1
+        op, stage, last = action.op, action.stage, len(self.placement) - 1
         self.orders[rank].append(action)
-        for half in (I, W) if action.op is B else (action.op,):
-            self.done[half, stage] += 1
-        self.alive[rank] += self.change[action.op]
-        if action.op is F and stage == last:
+        self.done[op, stage] += 1
+        self.alive[rank] += self.change[op]
+        if op is F and stage == last:
             self.arrived[I, stage].append(end)
-        if action.op is W or (action.op is F and stage == last) or (action.op is not F and stage == 0):
-            return
-        op, target = (F, stage + 1) if action.op is F else (I, stage - 1)
-        far = self.placement[target] != rank
-        arrival = end + self.times.communication if far else end
-        self.arrived[op, target].append(arrival)
-        yield arrival, self.placement[target]
+        elif op is F or (op is I and stage > 0):
+            target = stage + 1 if op is F else stage - 1
+            far = self.placement[target] != rank
+            arrival = end + self.times.communication if far else end
+            self.arrived[op, target].append(arrival)
+            yield arrival, self.placement[target]
 
     def reached(self, op: Op, stage: int) -> float | None:
         """When the next pass of a stage has all that it needs; None while that is not known, or when none is left."""
@@ -84,34 +78,18 @@ class Play:
         return Action(W, stage, self.done[W, stage])
 
 
-def follow(play: Play, orders: list[list[Action]]) -> Choice:
-    """Do what an order says, as soon as it can be done."""
-
-    def choose(rank: int, now: float) -> Action | None:
-        place = len(play.orders[rank])
-        if place == len(orders[rank]):
-            return None
-        action = orders[rank][place]
-        if action.op is W:
-            return action
-        reached = play.reached(F if action.op is F else I, action.stage)
-        return action if reached is not None and reached <= now else None
-
-    return choose
-
-
-def fill(play: Play, orders: list[list[Action]], memory: float) -> Choice:
-    """Do what an order without weight halves says, and those where it leaves a gap or ``memory`` is full."""
+def fill_gaps(scheduler: GreedyScheduler, orders: list[list[Action]], memory: float) -> Choice:
+    """Follow orders without weight halves, and do those where an order leaves a gap or ``memory`` is full."""
     place = [0] * len(orders)
 
     def choose(rank: int, now: float) -> Action | None:
         if place[rank] < len(orders[rank]):
             action = orders[rank][place[rank]]
-            reached = play.reached(action.op, action.stage)
-            room = action.op is not F or play.alive[rank] + 1 <= memory
+            reached = scheduler.reached(action.op, action.stage)
+            room = action.op is not F or scheduler.alive[rank] + 1 <= memory
             if reached is not None and reached <= now and room:
                 place[rank] += 1
                 return action
-        return play.owed(rank)
+        return scheduler.owed(rank)
 
     return choose

@@ -25,7 +25,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
         return one_f_one_b(rank, ranks, microbatches, virtual)
     rounds, stages = rounds_of(ranks, microbatches), range(rank, ranks * virtual, ranks)
     ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(rounds[0])  # forwards before the first backward
-    return in_turn(
+    return interleave(
         (0, [Action(Op.FORWARD, stage, m) for r in rounds for stage in stages for m in r]),
         (ahead, [Action(Op.BACKWARD, stage, m) for r in rounds for stage in reversed(stages) for m in r]),
     )
@@ -43,7 +43,7 @@ def rounds_of(ranks: int, microbatches: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
-def in_turn(*passes: tuple[int, list[Action]]) -> list[Action]:
+def interleave(*passes: tuple[int, list[Action]]) -> list[Action]:
     """One of each kind of passes in turn, each kind from a turn of its own on."""
     turns = max(late + len(actions) for late, actions in passes)
     columns = [[None] * late + actions + [None] * (turns - late - len(actions)) for late, actions in passes]

@@ -1,4 +1,4 @@
-"""Where stages are: round the ranks, down and up again, or both ways at once."""
+"""Placement of stages on ranks: in a loop, or in a V; and what schedules written rank by rank have in common."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ def looped(ranks: int, virtual: int) -> tuple[int, ...]:
     return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
-def vee_shaped(ranks: int, virtual: int) -> tuple[int, ...]:
-    """Two stages a rank, down the ranks and up again: the first rank has the first and the last (Qi et al. 2024, 6)."""
+def v_placement(ranks: int, virtual: int) -> tuple[int, ...]:
+    """Two stages a rank, down the ranks and up again: the first rank has the first and the last (Qi et al. 2024, 6).
+
+    Also two copies of the model, one down the ranks and one up (DeepSeek-AI 2024, figure 5).
+    """
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def bidirectional(ranks: int, virtual: int) -> tuple[int, ...]:
-    """Two copies of the model, one down the ranks and one up (DeepSeek-AI 2024, figure 5)."""
-    return (*range(ranks), *reversed(range(ranks)))
-
-
-def closed_form(
+def per_rank_schedule(
     name: str, source: str, order: Order, placement: Callable[[int, int], tuple[int, ...]], **more: Any
 ) -> Schedule:
-    """A schedule of which each rank's order can be written down without the others'."""
+    """Build a schedule from a function that writes one rank's order without the others'."""
 
     def orders(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
         return [order(rank, ranks, microbatches, virtual) for rank in range(ranks)]
@@ -36,7 +34,7 @@ def closed_form(
     return Schedule(name, source, orders, placement, order=order, **more)
 
 
-class Passes:
+class MicroBatchCursor:
     """The passes of one stage: each kind is handed out in the order of the micro-batches.
 
     A schedule is written for a full pipeline. Past the last micro-batch there is nothing to hand out, so with fewer

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.pipeline.program import Action, Op
-from shoal.pipeline.schedules.one_f_one_b import in_turn, rounds_of
+from shoal.pipeline.schedules.one_f_one_b import interleave, rounds_of
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """ZB-H1: 1F1B's memory and a third of its bubble."""
-    return within(rank, ranks, microbatches, memory=ranks)
+    return zero_bubble_with_memory(rank, ranks, microbatches, memory=ranks)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """ZB-H2: no bubble, for nearly twice the memory."""
-    return within(rank, ranks, microbatches, memory=2 * ranks - 1)
+    return zero_bubble_with_memory(rank, ranks, microbatches, memory=2 * ranks - 1)
 
 
-def within(rank: int, ranks: int, microbatches: int, *, memory: int) -> list[Action]:
+def zero_bubble_with_memory(rank: int, ranks: int, microbatches: int, *, memory: int) -> list[Action]:
     """From ZB-H1 (``memory`` = p) to ZB-H2 (2p - 1): every activation more fills a gap before the first backward.
 
     Every rank keeps ``memory`` activations alive: the first ones by forwards that are ahead, the last ones by weight
@@ -38,7 +38,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
 def _halves(rounds: list[range], stages: Sequence[int], *, ahead: int, behind: int) -> list[Action]:
     """A forward, the input half of an earlier one, the weight half of a still earlier one, and so on."""
     back = [(stage, m) for r in rounds for stage in reversed(stages) for m in r]
-    return in_turn(
+    return interleave(
         (0, [Action(Op.FORWARD, stage, m) for r in rounds for stage in stages for m in r]),
         (ahead, [Action(Op.BACKWARD_INPUT, stage, m) for stage, m in back]),
         (ahead + behind, [Action(Op.BACKWARD_WEIGHT, stage, m) for stage, m in back]),

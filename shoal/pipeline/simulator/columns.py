@@ -6,21 +6,23 @@ follow from the computations, and a row only knows behind which other its result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from shoal.base.errors import UsageError
-from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Program, Schedule, finish, in_slices
-from shoal.pipeline.short import NTH, SOME, TOLD_APART
+from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Program, ProgramError
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.STEP, Op.GATHER)
 CODE = {op: code for code, op in enumerate(OPS)}
 ALL = {op: CODE.get(op, len(OPS)) for op in Op}  # transfers among them
 FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER = range(len(OPS))
 COMPUTING = WEIGHT  # the codes up to here are computations
+
+NTH = 3  # micro-batches that `before_backwards` tells apart: the first, the second, and all later ones
+NONE, SOME, EVERY = range(3)  # of a rank's other stages, which are after a forward
+TOLD_APART = (4, NTH, NTH, 2, 3)  # as `shoal.planning.cost.memory.stage.TIMES` has it
 
 Integers = np.ndarray  # [rows], of whole numbers
 
@@ -94,6 +96,20 @@ class Columns:
         nth = np.minimum(np.stack([over, of_others]) // self.program.parts, NTH - 1)
         return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
+    def activation_changes(self, whole: np.ndarray, half: np.ndarray) -> np.ndarray:
+        """[rows] by how much each changes what is alive on its rank. A slice of the sequence counts as its share.
+
+        Args:
+            whole: [stages] bytes that a micro-batch's forward leaves.
+            half: [stages] bytes that are there between the halves of its backward.
+        """
+        change = np.zeros(self.rows)
+        for code, by_stage in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
+            rows = self.op == code
+            change[rows] = by_stage[self.stage[rows]]
+        change[self.part >= 0] /= self.program.parts
+        return change
+
     def action(self, row: int) -> Action:
         """One row, as the program has it."""
         numbers = (self.stage, self.microbatch, self.part, self.version)
@@ -102,35 +118,8 @@ class Columns:
 
 def of_program(program: Program) -> Columns:
     """The columns of a program, with its results sent where it sends them."""
-    return _columns(program, program.actions)
-
-
-def of_schedule(
-    schedule: Schedule, ranks: int, microbatches: int, virtual_stages: int = 1, parts: int = 1, *, gathers: bool = False
-) -> Columns:
-    """The columns of a schedule's program, rank by rank and without its transfers: where `build` would be slow."""
-    virtual = schedule.virtual or virtual_stages
-    placement = schedule.placement(ranks, virtual)
-    program = Program((), placement, microbatches, copies=schedule.copies, parts=parts, gathers=gathers)
-    if schedule.order is None:
-        orders: Iterable[list[Action]] = schedule.orders(ranks, microbatches, virtual)
-    else:
-        orders = (schedule.order(rank, ranks, microbatches, virtual) for rank in range(ranks))
-    return _columns(program, (_whole(in_slices(order, parts), program, rank) for rank, order in enumerate(orders)))
-
-
-def _whole(order: list[Action], program: Program, rank: int) -> list[Action]:
-    """An order with its reductions: before each update in its course, or behind its last backward with the only one."""
-    if not any(action.op is Op.STEP for action in order):
-        return [*order, *finish(program, rank)]
-    around = {Op.STEP: (Op.REDUCE, Op.STEP)}
-    return [action._replace(op=op) for action in order for op in around.get(action.op, (action.op,))]
-
-
-def _columns(program: Program, orders: Iterable[Sequence[Action]]) -> Columns:
-    parts = []
-    offset = [0]
-    for order in orders:
+    parts, offset = [], [0]
+    for order in program.actions:
         parts.append(_rank(order, offset[-1]))
         offset.append(offset[-1] + len(parts[-1][0]))
     return Columns(program, np.array(offset), *(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -162,7 +151,7 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
                 made[action.op in FORWARDS, *what] = passed
         elif action.op in SENDS:
             if (row := made.get((action.op is Op.SEND_FORWARD, *what))) is None:
-                raise UsageError(f"{action} sends what its rank has not computed yet: prove the program first")
+                raise ProgramError(f"{action} sends what its rank has not computed yet: prove the program first")
             sent_after[row] = base + passed
 
 
@@ -187,18 +176,12 @@ def before_backwards(
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
     here = follows & np.append(False, holder[1:] == holder[:-1])
-    kept, left = np.array(whole) - passing * here, np.array(half)
-    kinds = ((BACKWARD, -kept), (INPUT, left - kept), (WEIGHT, -left), (FORWARD, kept))
-    change = np.zeros(columns.rows)
-    for code, bytes_of in kinds:
-        rows = columns.op == code
-        change[rows] = bytes_of[columns.stage[rows]]
+    change = columns.activation_changes(np.array(whole) - passing * here, np.array(half))
     messages = passing * _messages(columns, here, follows & ~here)
-    change[columns.part >= 0] /= columns.program.parts
     messages[columns.part >= 0] /= columns.program.parts
     before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
     found = np.full((*TOLD_APART, stages), -np.inf)
-    for i, (code, _) in enumerate(kinds):
+    for i, code in enumerate((BACKWARD, INPUT, WEIGHT, FORWARD)):
         rows = columns.op == code
         np.maximum.at(found[i], (*columns.told_apart[:, rows], columns.stage[rows]), before[rows])
     return found.reshape(-1, stages)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.pipeline.from_layout import VIRTUAL
-from shoal.pipeline.program import Program, StageDurations
+from shoal.pipeline.program import Program, StageDurations, build_program
 from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.columns import Columns, of_program, of_schedule
+from shoal.pipeline.simulator.columns import Columns, of_program
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.theory import EqualStages
@@ -199,4 +199,7 @@ def _columns(
     virtual = schedule.virtual or virtual_stages or VIRTUAL
     if reason := schedule.refuses(pp, microbatches, virtual):
         raise UsageError(f"--pp {pp} --microbatches {microbatches}: {reason}")
-    return of_schedule(schedule, pp, microbatches, virtual, slices or (SLICES if name == "terapipe" else 1))
+    parts = slices or (SLICES if name == "terapipe" else 1)
+    return of_program(
+        build_program(schedule, pp, microbatches, virtual_stages=virtual, parts=parts, transfers=False)
+    )

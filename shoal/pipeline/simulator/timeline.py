@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.pipeline.program import Action
-from shoal.pipeline.simulator.columns import BACKWARD, COMPUTING, FORWARD, INPUT, STEP, WEIGHT, Columns
+from shoal.pipeline.simulator.columns import COMPUTING, STEP, Columns
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Timeline:
 
         Huang et al. 2019 (GPipe), section 2.3.
         """
-        return float(np.average(self.idle.mean(axis=1), weights=self.replicas) / self.compute_span)
+        span = self.compute_span
+        return float(np.average(self.idle.mean(axis=1), weights=self.replicas) / span) if span else 0.0
 
     @cached_property
     def bubble_over_ideal(self) -> float:
@@ -120,7 +121,7 @@ class Timeline:
         Qi et al. 2024 (zero bubble), section 5.3: ranks may begin the next step before others have ended this one.
         """
         slowest = np.unravel_index(np.argmax(self.own_span), self.own_span.shape)
-        return float(self.stall[slowest] / self.own_span[slowest])
+        return float(self.stall[slowest] / self.own_span[slowest]) if self.own_span[slowest] else 0.0
 
     @cached_property
     def own_span(self) -> np.ndarray:
@@ -164,16 +165,12 @@ class Timeline:
             activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
             kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
         """
-        columns = self.columns
         kept_for_weight = activation if kept_for_weight is None else kept_for_weight
         by_stage = (np.asarray(given, float) for given in (activation, kept_for_weight))
-        whole, half = (np.broadcast_to(given, columns.program.stages) for given in by_stage)
-        change = np.zeros(columns.rows)
-        for code, bytes_of in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
-            rows = columns.op == code
-            change[rows] = bytes_of[columns.stage[rows]]
-        change[columns.part >= 0] /= columns.program.parts
-        ranks = np.split(change, columns.offset[1:-1])
+        change = self.columns.activation_changes(
+            *(np.broadcast_to(given, self.columns.program.stages) for given in by_stage)
+        )
+        ranks = np.split(change, self.columns.offset[1:-1])
         return np.array([np.cumsum(rank).max(initial=0.0) for rank in ranks])
 
     @cached_property

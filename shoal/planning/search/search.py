@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.base.errors import UsageError
+from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator.columns import Columns, before_backwards, of_schedule
-from shoal.pipeline.simulator.many import Replay
+from shoal.pipeline.simulator.columns import Columns, before_backwards, of_program
+from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory.activations import of_layers
 from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
 from shoal.planning.cost.parameters import StagePart
@@ -66,7 +67,7 @@ class Plan:
         run: what it was for; its layout says nothing.
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
         programs: that were written down, by pipeline ranks, micro-batches, schedule and stages on each rank.
-        replays: of those that were played.
+        players: of those that were played.
         known: what was counted of their stages, as `StagePrices` has it.
         played: how many layouts were.
         branches, pruned: works by pipelines, and how many of them were left out by their time.
@@ -76,7 +77,7 @@ class Plan:
     run: EstimatedRun
     best: list[PricedLayout] = field(default_factory=list)
     programs: dict[tuple, Columns] = field(default_factory=dict)
-    replays: dict[tuple, Replay] = field(default_factory=dict)
+    players: dict[tuple, Player] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
     played: int = 0
     branches: int = 0
@@ -256,9 +257,9 @@ class Search:
         found = [pair for closer in together for pair in self._perhaps(closer)]
         if not found:
             return
-        replay = self._replay(together[0].branch)
+        player = self._player(together[0].branch)
         times = np.stack([_table(candidate) for candidate, _ in found], axis=2)
-        played = replay.step_times(times, [candidate.stages.link for candidate, _ in found])
+        played = player.step_times(times, [candidate.stages.link for candidate, _ in found])
         seconds = np.maximum(played, [candidate.launched for candidate, _ in found])
         self.plan.played += len(found)
         steps = [self._step(candidate, float(least)) for least, (candidate, _) in zip(seconds, found, strict=True)]
@@ -316,13 +317,14 @@ class Search:
         if branch.program not in programs:
             schedule, virtual = SCHEDULES[branch.pipe["schedule"]], branch.pipe["virtual_stages"] or 1
             pp, microbatches = branch.work.degrees["pp"], branch.work.microbatches
-            programs[branch.program] = of_schedule(schedule, pp, microbatches, virtual, gathers=True)
+            program = build_program(schedule, pp, microbatches, virtual_stages=virtual, zero=1, transfers=False)
+            programs[branch.program] = of_program(program)
         return programs[branch.program]
 
-    def _replay(self, branch: Branch) -> Replay:
-        if branch.program not in self.plan.replays:
-            self.plan.replays[branch.program] = Replay(self._program(branch))
-        return self.plan.replays[branch.program]
+    def _player(self, branch: Branch) -> Player:
+        if branch.program not in self.plan.players:
+            self.plan.players[branch.program] = Player(self._program(branch))
+        return self.plan.players[branch.program]
 
     def _wanted(self, layout: Layout, seconds: float) -> bool:
         """Whether a layout that takes so long would be listed, if it fits."""
@@ -348,7 +350,7 @@ def order(found: PricedLayout) -> tuple:
 
 
 def _table(candidate: Candidate) -> np.ndarray:
-    """[6, stages] as `Replay.step_times` takes them."""
+    """[6, stages] as `Player.step_times` takes them."""
     reduce, step, gather = candidate.finishing
     longest = candidate.outline.longest(step)
     return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])

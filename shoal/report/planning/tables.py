@@ -79,9 +79,9 @@ def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
     """The whole estimate of a layout that a search found, by the program as it was played."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
-    replay = plan.replays[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages]
-    program = replace(replay.columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
-    return Estimate(run, replace(replay.columns, program=program), plan.known, replay)
+    columns = plan.programs[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages]
+    program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
+    return Estimate(run, replace(columns, program=program), plan.known)
 
 
 def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:

@@ -9,7 +9,7 @@ from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import Op, Program, Schedule, StageDurations, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
-from shoal.pipeline.schedules.placement import looped, vee_shaped
+from shoal.pipeline.schedules.placement import looped, v_placement
 
 TIMES = st.builds(StageDurations, *[st.floats(0.2, 3)] * 3, st.floats(0, 1))
 
@@ -24,7 +24,7 @@ def test_every_order_is_whole_and_within_the_memory(
     p: int, m: int, times: StageDurations, virtual: int, vee: bool, data: st.DataObject
 ) -> None:
     virtual = 2 if vee else virtual
-    placement = vee_shaped(p, 2) if vee else looped(p, virtual)
+    placement = v_placement(p, 2) if vee else looped(p, virtual)
     memory = data.draw(st.lists(st.integers(virtual, 3 * p * virtual), min_size=p, max_size=p))
     orders = zb_auto(p, m, times, memory, placement)
     alive = check_program(program_of(orders, m, placement)).peak_live

@@ -190,7 +190,7 @@ def of_orders(*orders: list[Action]) -> Program:
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     first = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 1)]
     second = [Action(Op.FORWARD, 1, 0), Action(Op.FORWARD, 1, 1), Action(Op.BACKWARD, 1, 0), Action(Op.BACKWARD, 1, 1)]
-    with pytest.raises(UsageError, match=r"deadlock.*pipeline rank 0 at 0B0, pipeline rank 1 at 1F1"):
+    with pytest.raises(UsageError, match="deadlock: pipeline rank 0 waits at 0B0; pipeline rank 1 waits at 1F1"):
         simulate(of_orders(first, second))
 
 

@@ -34,14 +34,14 @@ def test_a_quarter_of_a_million_micro_batches_that_all_differ() -> None:
     """256 ranks and 1,024 micro-batches in a sixteenth of what 1,024 ranks and 4,096 may take: 60 s and 4 GiB."""
     script = """
         import numpy as np
+        from shoal.pipeline.program import build_program
         from shoal.pipeline.schedules import SCHEDULES
         from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
-        from shoal.pipeline.simulator.columns import of_schedule
         random = np.random.default_rng(0)
         p, m = 256, 1024
         times = ActionTimes(*(random.uniform(0.5, 1.5, (p, m)) for _ in range(3)))
         links = MessageTimes(*(random.uniform(0, 0.1, (p, p)) for _ in range(2)))
-        timeline = simulate(of_schedule(SCHEDULES["1f1b"], p, m), times, links)
+        timeline = simulate(build_program(SCHEDULES["1f1b"], p, m, transfers=False), times, links)
         assert timeline.busy.shape == (1, p) and timeline.peak_live.max() == p
         # Its own alone: getrusage counts what its parent had when it was forked.
         [peak] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

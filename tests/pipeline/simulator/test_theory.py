@@ -7,12 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.program import Program
+from shoal.pipeline.program import Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.placement import looped
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
-from shoal.pipeline.simulator.columns import of_schedule
 from shoal.pipeline.simulator.theory import THEORY, EqualStages
 
 FORMULAS = Path(__file__).parents[4] / "shared" / "measured" / "schedule_formulas.csv"
@@ -20,8 +19,8 @@ SPANS = st.sampled_from((0.5, 0.75, 1.0, 1.25, 1.5, 2.0))
 
 
 def play(name: str, step: EqualStages) -> Timeline:
-    columns = of_schedule(SCHEDULES[name], step.p, step.m, step.v)
-    return simulate(columns, ActionTimes(step.f, step.b, step.w, pair=step.pair))
+    program = build_program(SCHEDULES[name], step.p, step.m, virtual_stages=step.v, transfers=False)
+    return simulate(program, ActionTimes(step.f, step.b, step.w, pair=step.pair))
 
 
 @st.composite

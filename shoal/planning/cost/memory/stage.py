@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from shoal.pipeline.short import EVERY, NONE, NTH, SOME
+from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
 from shoal.planning.cost.buckets import buckets_of, elements_of
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.between_backward_halves import between

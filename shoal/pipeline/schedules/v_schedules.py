@@ -1,7 +1,9 @@
-"""Less memory than 1F1B, over a V: one micro-batch's passes, placed once and repeated (Qi et al. 2024b, section 4).
+"""Schedules over a V: each rank has a stage on the way down and one on the way up (Qi et al. 2024, 2024b).
 
-An activation lives from its forward to its weight half. Over a V, a rank whose stage on the way down keeps one long
-has one on the way up that it keeps short, so all ranks keep as much. How fast micro-batches travel sets how much.
+V-Half and V-Min need less memory than 1F1B: one micro-batch's passes are placed once and repeated (Qi et al. 2024b,
+section 4). An activation lives from its forward to its weight half. Over a V, a rank whose stage on the way down keeps
+one long has one on the way up that it keeps short, so all ranks keep as much. How fast micro-batches travel sets how
+much.
 """
 
 from __future__ import annotations
@@ -10,11 +12,31 @@ from functools import cache
 from itertools import count, product
 
 from shoal.pipeline.program import Action, Op, StageDurations
-from shoal.pipeline.schedules.greedy import Play, fill
-from shoal.pipeline.schedules.placement import vee_shaped
+from shoal.pipeline.schedules.greedy import GreedyScheduler, fill_gaps
+from shoal.pipeline.schedules.placement import MicroBatchCursor, v_placement
 
 INTERVAL = 6  # passes of a micro-batch on a rank: two stages, three passes each; so often comes another
 DOWN, UP = 0, 1
+
+
+def zb_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
+    """ZB-V: no bubble with 1F1B's memory. The last stage is on the first rank, so its backward can start at once."""
+    down, up = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
+    full = max(microbatches, 2 * ranks - 1)  # micro-batches that fill the pipeline
+    order = []
+    for _ in range(2 * (ranks - rank) - 1):
+        order += down("F")
+    for _ in range(rank):
+        order += up("F") + down("F")
+    for _ in range(ranks - rank):
+        order += up("FIW")
+    for _ in range(full - ranks):
+        order += down("FIW") + up("FIW")
+    for _ in range(rank):
+        order += down("I") + up("I")
+    for _ in range(ranks - rank):
+        order += down("IW")
+    return order + up("W" * rank) + down("W" * rank)
 
 
 def v_min(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
@@ -37,10 +59,8 @@ def v_half(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
 
 def _filled(orders: list[list[Action]], microbatches: int, memory: int) -> list[list[Action]]:
     """Orders with weight halves in their gaps; not to the end where a rank waits for memory that is never free."""
-    ranks = len(orders)
-    play = Play(ranks, microbatches, StageDurations(), vee_shaped(ranks, 2))
-    play.run(fill(play, orders, memory))
-    return play.orders
+    scheduler = GreedyScheduler(microbatches, StageDurations(), v_placement(len(orders), 2))
+    return scheduler.run(fill_gaps(scheduler, orders, memory))
 
 
 def _repeated(rank: int, ranks: int, microbatches: int, paces: tuple[int, int, int, int]) -> list[Action]:
