@@ -10,118 +10,79 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shoal.base.errors import UsageError
-    from shoal.engine.checkpoint.whole import describe_checkpoint, load_checkpoint, verify_checkpoint
-    from shoal.engine.data.prepare import describe_data, train_tokenizer
-    from shoal.labs.autoshard.operators import plan_operators
-    from shoal.labs.calibration.calibrate import calibrate
-    from shoal.labs.explain.subjects import explain
-    from shoal.labs.validate.by_dry_run import dry_run
-    from shoal.labs.validate.validation import validate_estimates
-    from shoal.launch.train import train
-    from shoal.pipeline.checker import check_program
-    from shoal.pipeline.program import Program, build_program
-    from shoal.pipeline.schedules import SCHEDULES
-    from shoal.pipeline.simulator import simulate
-    from shoal.pipeline.simulator.compare import compare_schedules
-    from shoal.planning.describe import estimate
-    from shoal.planning.goodput.forecast import goodput
-    from shoal.planning.schedule_times import compare_schedules_on_cluster
-    from shoal.planning.search.planner import LayoutPlanner, plan
-    from shoal.report.run.report import write_report
-    from shoal.spec.catalog import model_shape
-    from shoal.spec.catalog.clusters import cluster
-    from shoal.spec.catalog.tables import add_catalog
-    from shoal.spec.config import RunConfig, load_config, save_config
-    from shoal.spec.layout import Layout
-    from shoal.testing.chaos.run import chaos
-    from shoal.testing.verify.verify import verify
-    from shoal.training.sample import sample
+    from shoal.base.errors import UsageError as UsageError
+    from shoal.engine.checkpoint.whole import describe_checkpoint as describe_checkpoint
+    from shoal.engine.checkpoint.whole import load_checkpoint as load_checkpoint
+    from shoal.engine.checkpoint.whole import verify_checkpoint as verify_checkpoint
+    from shoal.engine.data.prepare import describe_data as describe_data
+    from shoal.engine.data.prepare import train_tokenizer as train_tokenizer
+    from shoal.labs.autoshard.operators import plan_operators as plan_operators
+    from shoal.labs.calibration.calibrate import calibrate as calibrate
+    from shoal.labs.explain.subjects import explain as explain
+    from shoal.labs.validate.by_dry_run import dry_run as dry_run
+    from shoal.labs.validate.validation import validate_estimates as validate_estimates
+    from shoal.launch.train import train as train
+    from shoal.pipeline.checker import check_program as check_program
+    from shoal.pipeline.program import Program as Program
+    from shoal.pipeline.program import build_program as build_program
+    from shoal.pipeline.schedules import SCHEDULES as SCHEDULES
+    from shoal.pipeline.simulator import simulate as simulate
+    from shoal.pipeline.simulator.compare import compare_schedules as compare_schedules
+    from shoal.planning.describe import estimate as estimate
+    from shoal.planning.goodput.forecast import goodput as goodput
+    from shoal.planning.schedule_times import compare_schedules_on_cluster as compare_schedules_on_cluster
+    from shoal.planning.search.planner import LayoutPlanner as LayoutPlanner
+    from shoal.planning.search.planner import plan as plan
+    from shoal.report.run.report import write_report as write_report
+    from shoal.spec.catalog import model_shape as model_shape
+    from shoal.spec.catalog.clusters import cluster as cluster
+    from shoal.spec.catalog.tables import add_catalog as add_catalog
+    from shoal.spec.config import RunConfig as RunConfig
+    from shoal.spec.config import load_config as load_config
+    from shoal.spec.config import save_config as save_config
+    from shoal.spec.layout import Layout as Layout
+    from shoal.testing.chaos.run import chaos as chaos
+    from shoal.testing.verify.verify import verify as verify
+    from shoal.training.sample import sample as sample
 
 _HOMES = {
-    # what a run is
-    "Layout": "shoal.spec.layout",
-    "RunConfig": "shoal.spec.config",
-    "load_config": "shoal.spec.config",
-    "save_config": "shoal.spec.config",
-    "model_shape": "shoal.spec.catalog",
-    "cluster": "shoal.spec.catalog.clusters",
-    "add_catalog": "shoal.spec.catalog.tables",
-    "UsageError": "shoal.base.errors",
-    # pipelines
-    "SCHEDULES": "shoal.pipeline.schedules",
-    "Program": "shoal.pipeline.program",
-    "build_program": "shoal.pipeline.program",
-    "check_program": "shoal.pipeline.checker",
-    "simulate": "shoal.pipeline.simulator",
-    "compare_schedules": "shoal.pipeline.simulator.compare",
-    "compare_schedules_on_cluster": "shoal.planning.schedule_times",
-    # before a run
-    "estimate": "shoal.planning.describe",
-    "plan": "shoal.planning.search.planner",
-    "LayoutPlanner": "shoal.planning.search.planner",
-    "plan_operators": "shoal.labs.autoshard.operators",
-    "goodput": "shoal.planning.goodput.forecast",
-    "dry_run": "shoal.labs.validate.by_dry_run",
-    "calibrate": "shoal.labs.calibration.calibrate",
-    "validate_estimates": "shoal.labs.validate.validation",
-    "explain": "shoal.labs.explain.subjects",
-    # a run, its data and its checkpoints
-    "train": "shoal.launch.train",
-    "verify": "shoal.testing.verify.verify",
-    "chaos": "shoal.testing.chaos.run",
-    "sample": "shoal.training.sample",
-    "write_report": "shoal.report.run.report",
-    "train_tokenizer": "shoal.engine.data.prepare",
-    "describe_data": "shoal.engine.data.prepare",
-    "load_checkpoint": "shoal.engine.checkpoint.whole",
-    "verify_checkpoint": "shoal.engine.checkpoint.whole",
-    "describe_checkpoint": "shoal.engine.checkpoint.whole",
+    "shoal.base.errors": ("UsageError",),
+    "shoal.engine.checkpoint.whole": ("describe_checkpoint", "load_checkpoint", "verify_checkpoint"),
+    "shoal.engine.data.prepare": ("describe_data", "train_tokenizer"),
+    "shoal.labs.autoshard.operators": ("plan_operators",),
+    "shoal.labs.calibration.calibrate": ("calibrate",),
+    "shoal.labs.explain.subjects": ("explain",),
+    "shoal.labs.validate.by_dry_run": ("dry_run",),
+    "shoal.labs.validate.validation": ("validate_estimates",),
+    "shoal.launch.train": ("train",),
+    "shoal.pipeline.checker": ("check_program",),
+    "shoal.pipeline.program": ("Program", "build_program"),
+    "shoal.pipeline.schedules": ("SCHEDULES",),
+    "shoal.pipeline.simulator": ("simulate",),
+    "shoal.pipeline.simulator.compare": ("compare_schedules",),
+    "shoal.planning.describe": ("estimate",),
+    "shoal.planning.goodput.forecast": ("goodput",),
+    "shoal.planning.schedule_times": ("compare_schedules_on_cluster",),
+    "shoal.planning.search.planner": ("LayoutPlanner", "plan"),
+    "shoal.report.run.report": ("write_report",),
+    "shoal.spec.catalog": ("model_shape",),
+    "shoal.spec.catalog.clusters": ("cluster",),
+    "shoal.spec.catalog.tables": ("add_catalog",),
+    "shoal.spec.config": ("RunConfig", "load_config", "save_config"),
+    "shoal.spec.layout": ("Layout",),
+    "shoal.testing.chaos.run": ("chaos",),
+    "shoal.testing.verify.verify": ("verify",),
+    "shoal.training.sample": ("sample",),
 }
-"""The module of each public name."""
+"""The public names of each module."""
 
-__all__ = [
-    "SCHEDULES",
-    "Layout",
-    "LayoutPlanner",
-    "Program",
-    "RunConfig",
-    "UsageError",
-    "__version__",
-    "add_catalog",
-    "build_program",
-    "calibrate",
-    "chaos",
-    "check_program",
-    "cluster",
-    "compare_schedules",
-    "compare_schedules_on_cluster",
-    "describe_checkpoint",
-    "describe_data",
-    "dry_run",
-    "estimate",
-    "explain",
-    "goodput",
-    "load_checkpoint",
-    "load_config",
-    "model_shape",
-    "plan",
-    "plan_operators",
-    "sample",
-    "save_config",
-    "simulate",
-    "train",
-    "train_tokenizer",
-    "validate_estimates",
-    "verify",
-    "verify_checkpoint",
-    "write_report",
-]
+__all__ = ["__version__", *(name for names in _HOMES.values() for name in names)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'shoal' has no attribute '{name}'; it has {', '.join(__all__)}")
 
 

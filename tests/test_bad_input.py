@@ -69,7 +69,7 @@ CASES = {
     "a key of another section": file("zero = 1", "there is no key 'zero'; did you mean 'parallel.zero'?"),
     "a misspelt key deep inside": file("[model.experts]\ncuont = 4", "'model.experts.cuont'; did you mean 'count'?"),
     "a misspelt option": option(
-        "--train.stepz", "3", says="shoal train has no option '--train.stepz'; did you mean '--train.steps'?"),
+        "--train.stepz", "3", says=("Unrecognized options: --train.stepz", "Perhaps you meant: --train.steps INT")),
     "text for a number": file("[train]\nsteps = '7'", "train.steps = '7': input should be a valid integer"),
     "a boolean for a number": file("[train]\nsteps = true", "train.steps = True: input should be a valid integer"),
     "a fraction for a count": file("[train]\nsteps = 7.5", "train.steps = 7.5: input should be a valid integer"),
@@ -81,7 +81,7 @@ CASES = {
         "[parallel]\nbucket_mb = '1'", "parallel.bucket_mb = '1': input should be a valid number, or input should be"),
     "what is not a number": file("[optimizer]\nlearning_rate = nan", "learning_rate = nan: input should be a finite"),
     "a word for a number, typed": option(
-        "--train.steps", "many", says="train.steps = 'many': input should be a valid integer"),
+        "--train.steps", "many", says="Error parsing --train.steps: invalid literal for int() with base 10: 'many'"),
     "a name that is no text": option("--model.name", "\udcff", says="is not Unicode text"),
     # ---- the layout
     "a degree that does not divide": option(

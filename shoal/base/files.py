@@ -18,20 +18,27 @@ T = TypeVar("T")
 LARGEST = 64 << 20  # bytes: what is read whole is never more
 
 
-def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
+def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = False) -> None:
     """Refuse, before any work, a file that could not be written, or (``new``) that would be written over.
 
+    Args:
+        path: None passes.
+        option: that names it, for the message.
+        suffixes: the endings that its name may have.
+
     Raises:
-        UsageError: its folder is not there, or it is itself; or it is a folder.
+        UsageError: it has another ending, its folder does not exist, it is a folder, or (``new``) it exists.
     """
     if path is None:
         return
+    if suffixes and not path.name.endswith(suffixes):
+        raise UsageError(f"{option} {path}: give a file ending in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
     if path.is_dir():
         raise UsageError(f"{option} {path}: it is a folder.\n  Name a file in it.")
     if new and path.exists():
-        raise UsageError(f"{option} {path}: it is there already, and is not overwritten.\n  Give another name.")
+        raise UsageError(f"{option} {path}: the file exists, and is not overwritten.\n  Choose another name.")
 
 
 def standing(path: Path) -> Path:

@@ -1,15 +1,16 @@
-"""A part of a config: typed, frozen and closed, with errors in the words of the file."""
+"""Base class of config sections: frozen, unknown keys rejected, errors named by config key."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated, Any, ClassVar, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,35 +21,30 @@ Each = TypeVar("Each")
 NonEmpty = Annotated[tuple[Each, ...], Field(min_length=1)]
 """One value or more."""
 
+LARGEST = 2**53  # what a float64 holds exactly
+SHOWN = 80  # letters of a wrong value
+SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class Section(BaseModel):
-    """Frozen, and closed: a key that does not exist is an error."""
+    """Frozen, and closed: a key that does not exist is an error. The text below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
-    made_from: ClassVar[type[BaseModel] | None] = None  # whose fields it has, where none are written in it
 
-
-POSITIONAL = object()
-"""In the annotation of a field: it stands in its place on the command line, without its name."""
-
-LARGEST = 2**53  # what a float64 holds exactly
-SHOWN = 80  # letters of a wrong value
-
-
-def validate(section: type[T], values: dict[str, Any], *, where: str, within: str = "") -> T:
-    """A section from plain values, each of the very type of its field: 1 is no boolean, and "1" no number.
+def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: str = "") -> T:
+    """Build a section from plain values, each of the very type of its field: 1 is no boolean, and "1" no number.
 
     Args:
-        where: the values are from, for messages.
-        within: the name under which a config has the section, if its keys are to be called by that.
+        source: where the values are from, for messages.
+        prefix: the section's name in a config, if messages are to show it before the keys.
 
     Raises:
         UsageError: one line for each key that does not exist (with the nearest that does) and each bad value.
     """
-    outer = (within,) if within else ()
-    if wrong := list(_unfit(values, outer)):
-        raise UsageError("\n".join(f"{where}: {line}" for line in wrong))
+    outer = (prefix,) if prefix else ()
+    if wrong := list(_precheck(values, outer)):
+        raise UsageError("\n".join(f"{source}: {line}" for line in wrong))
     try:  # strict, and by the way of JSON, in which a list may stand for a tuple and a text for a path
         return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
     except ValidationError as error:
@@ -56,29 +52,22 @@ def validate(section: type[T], values: dict[str, Any], *, where: str, within: st
         for each in error.errors():
             start, what = _explain(section, each, outer)
             found.setdefault(start, []).append(what)  # of a field with several types, one message for each
-        lines = [f"{where}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
+        lines = [f"{source}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
         raise UsageError("\n".join(lines)) from None
 
 
-def _unfit(values: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """What is wrong whatever the field is."""
+def _precheck(values: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    """Yield what is wrong whatever the field is."""
     if isinstance(values, dict):
         for key, value in values.items():
-            yield from _unfit(value, (*keys, str(key)))
+            yield from _precheck(value, (*keys, str(key)))
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _unfit(value, keys)
+            yield from _precheck(value, keys)
     elif isinstance(values, int) and abs(values) > LARGEST:
-        yield f"{_shown('.'.join(keys))} is a number beyond 2^53."
-    elif isinstance(values, (str, Path)) and not _is_text(str(values)):
-        yield f"{_shown('.'.join(keys))} = {_short(str(values))} is not Unicode text."
-
-
-def _is_text(value: str) -> bool:
-    try:
-        return bool(value.encode()) or not value
-    except UnicodeEncodeError:
-        return False
+        yield f"{_printable('.'.join(keys))} is a number beyond 2^53."
+    elif isinstance(values, (str, Path)) and SURROGATE.search(str(values)):
+        yield f"{_printable('.'.join(keys))} = {_truncate(str(values))} is not Unicode text."
 
 
 def _as_json(value: Any) -> Any:
@@ -88,7 +77,7 @@ def _as_json(value: Any) -> Any:
 def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
     """The beginning of a message, the same for all errors of one field, and what is wrong."""
     keys = _keys(section, error["loc"])
-    dotted = _shown(".".join((*outer, *keys)))
+    dotted = _printable(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
         elsewhere = [f"{name}.{keys[-1]}" for name, field in section.model_fields.items()
                      if keys[-1] in getattr(field.annotation, "model_fields", {})]
@@ -97,12 +86,14 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
         for key in keys[:-1]:
             section = section.model_fields[key].annotation
         return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
-    what = "input should be a table" if error["type"] == "model_type" else error["msg"]
-    return f"{dotted} = {_short(error['input'])}: ", f"{what[0].lower()}{what[1:]}"
+    what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
+    whole = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # of some keys of a table
+    given = "" if whole else f" = {_truncate(error['input'])}"
+    return f"{dotted}{given}: ", f"{what[0].lower()}{what[1:]}"
 
 
 def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
-    """The names in the file that lead to an error; behind them come places in a list, or types of which one failed."""
+    """The names in the file that lead to an error; after them come places in a list, or types of which one failed."""
     keys: list[str] = []
     for key in place:
         fields = getattr(section, "model_fields", None)
@@ -113,14 +104,14 @@ def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
     return keys
 
 
-def _short(value: Any) -> str:
+def _truncate(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
-def _shown(key: str) -> str:
+def _printable(key: str) -> str:
     """A key as it was given, in letters that a terminal shows."""
-    return _short(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
+    return _truncate(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
 
 
 def plain(config: BaseModel) -> dict[str, Any]:
@@ -129,13 +120,13 @@ def plain(config: BaseModel) -> dict[str, Any]:
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field of a section; pydantic could read it too, but for every class and each start."""
+    """The text below each field of a section; pydantic could read it too, but for every class at every start."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
-        (tree,) = ast.parse(dedent(inspect.getsource(getattr(kind, "made_from", None) or kind))).body
+        (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
         assert isinstance(tree, ast.ClassDef)
         for field, below in pairwise(tree.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
                     found[name] = inspect.cleandoc(about)
-    return found
+    return found | {name: field.description for name, field in section.model_fields.items() if field.description}

@@ -11,11 +11,9 @@ from pathlib import Path
 from pydantic import Field, PositiveInt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
 import shoal
-from shoal.base.errors import UsageError
-from shoal.base.files import check_place
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
 from shoal.labs.calibration.calibrate import CHECK_ROUNDS, NAME, ROUNDS, check_profile
@@ -72,40 +70,28 @@ def run(options: CalibrateOptions) -> int:
 
 
 def _measure(options: CalibrateOptions) -> int:
-    check_place(options.out, "--out", new=True)
-    if options.out.suffix != ".toml":
-        raise UsageError(f"--out {options.out}: a catalog file ends in .toml")
+    check_writable(options.out, "--out", ".toml", new=True)
     begin = time.monotonic()
     with _progress() as say:
         found = shoal.calibrate(ranks=options.ranks, rounds=options.rounds or ROUNDS, say=say)
     found.write(options.out)
-    _print([
-        found.describe(),
-        f"written: {options.out} ({time.monotonic() - begin:.0f} s)",
-        f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32",
-    ])
+    print(found.describe())
+    print(f"written: {options.out} ({time.monotonic() - begin:.0f} s)")
+    print(f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32")
     return 0
 
 
 def _check(options: CalibrateOptions, profile: Path) -> int:
-    if options.scatter and options.scatter.suffix != ".svg":
-        raise UsageError(f"--scatter {options.scatter}: a figure ends in .svg")
-    check_place(options.scatter, "--scatter", new=True)
+    check_writable(options.scatter, "--scatter", ".svg", new=True)
     with _progress() as say:
         found = check_profile(
             profile, layouts=options.layouts, pick_of=options.pick, rounds=options.rounds or CHECK_ROUNDS, say=say
         )
-    _print(lines(found))
+    print("\n".join(lines(found)))
     if options.scatter:
         write_scatter(options.scatter, found)
-        _print([f"written: {options.scatter}"])
+        print(f"written: {options.scatter}")
     return int(lost(found) > MOST_LOST if options.pick else not is_right(found))
-
-
-def _print(texts: list[str]) -> None:
-    console = Console(highlight=False)
-    for text in texts:
-        console.print(Text(text), soft_wrap=True)
 
 
 @contextmanager

@@ -10,99 +10,77 @@ class Command(NamedTuple):
 
     Attributes:
         module: has its function; it is imported when the command is called.
-        function: takes the command's options and returns an exit code. With a config it takes the run's `RunConfig`
-            too; without options it takes the words of the command line and reads them itself.
         help: what the command does and, after ": ", how it is called.
-        options: the name of its options class in the module; "" for none.
-        config: the sections of the run's config that the command line can set, or "all"; () if it takes no run.
+        function: its name. It takes ``options``, an instance of a section, and ``config``, the run's `RunConfig`, if
+            the command works on a run; or ``args``, the words of the command line. It returns the exit code.
+        config: the sections of the run's config that the command line can set; () for all.
     """
 
     module: str
-    function: str
     help: str
-    options: str = ""
-    config: tuple[str, ...] | str = ()
+    function: str = "run"
+    config: tuple[str, ...] = ()
 
 
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "shoal.cli.run.train", "run", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]",
-        "TrainOptions", "all",
-    ),
+COMMANDS = {
+    "train": Command("shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"),
     "verify": Command(
-        "shoal.cli.run.verify", "run",
+        "shoal.cli.run.verify",
         "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
-        "VerifyOptions", "all",
     ),
     "sample": Command(
-        "shoal.cli.run.sample", "run", 'Let a trained model write: shoal sample RUN_FOLDER "def main("',
-        "SampleOptions",
+        "shoal.cli.run.sample", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("'
     ),
     "report": Command(
-        "shoal.cli.run.report", "run", "Show how a run went, measured and simulated: shoal report RUN",
-        "ReportOptions",
+        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
     ),
     "data train-tokenizer": Command(
-        "shoal.cli.run.data", "train_tokenizer",
+        "shoal.cli.run.data",
         "Train a byte-pair tokenizer on the run's text: shoal data train-tokenizer [RUN.toml] --vocab-size N",
-        "TokenizerOptions", ("data",),
+        "train_tokenizer", ("data",),
     ),
     "data inspect": Command(
-        "shoal.cli.run.data", "inspect", "Show what a run's data holds: shoal data inspect [RUN.toml]",
-        "InspectOptions", ("data",),
+        "shoal.cli.run.data", "Show what a run's data holds: shoal data inspect [RUN.toml]", "inspect", ("data",)
     ),
     "bench": Command(
-        "shoal.cli.bench", "main", "Measure shoal against torch's own implementations: shoal bench step",
+        "shoal.cli.bench", "Measure shoal against torch's own implementations: shoal bench step", "main"
     ),
     "simulate": Command(
-        "shoal.cli.simulate", "run",
+        "shoal.cli.simulate",
         "Play a pipeline schedule before it is run: shoal simulate --schedule zb-v --pp 8 --compare 1f1b,zb-h1",
-        "SimulateOptions",
     ),
     "estimate": Command(
-        "shoal.cli.estimate", "main", "Say what a step needs, before it is run: shoal estimate --cluster 8xH100",
+        "shoal.cli.estimate", "Predict time and memory of a step: shoal estimate --cluster 8xH100", "main"
     ),
     "plan": Command(
-        "shoal.cli.plan", "run",
-        "Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100",
-        "PlanOptions",
+        "shoal.cli.plan", "Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"
     ),
     "plan auto": Command(
-        "shoal.cli.plan_auto", "run",
+        "shoal.cli.plan_auto",
         "Find how to split any module, operator by operator: shoal plan auto --model tiny --cluster 4xhere --check",
-        "AutoOptions",
     ),
     "calibrate": Command(
-        "shoal.cli.calibrate", "run",
-        "Measure this machine for estimates and plans: shoal calibrate --out here.toml",
-        "CalibrateOptions",
+        "shoal.cli.calibrate", "Measure this machine for estimates and plans: shoal calibrate --out here.toml"
     ),
-    "goodput": Command(
-        "shoal.cli.goodput", "run", "Say how much of a long training counts: shoal goodput --devices 16384",
-        "GoodputOptions",
-    ),
+    "goodput": Command("shoal.cli.goodput", "Predict goodput under failures: shoal goodput --devices 16384"),
     "validate": Command(
-        "shoal.cli.validate", "validate",
+        "shoal.cli.validate",
         "Score estimates against published measurements: shoal validate FOLDER [--fit FILE.toml] [--out PAGE.html]",
-        "ValidateOptions",
     ),
     "explain": Command(
-        "shoal.cli.explain", "main", "Show how one thing works and what it costs: shoal explain all-reduce",
+        "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
     "chaos": Command(
-        "shoal.cli.run.chaos", "run",
-        "Do to a run all that can happen, and see what is lost: shoal chaos [RUN.toml] --trials 50",
-        "ChaosOptions", "all",
+        "shoal.cli.run.chaos",
+        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
     ),
     "checkpoint verify": Command(
-        "shoal.cli.run.checkpoint", "verify",
-        "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",
-        "CheckpointOptions",
+        "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",
+        "verify",
     ),
     "checkpoint inspect": Command(
-        "shoal.cli.run.checkpoint", "inspect",
-        "Show what tensors a checkpoint holds, and how cut: shoal checkpoint inspect PATH",
-        "CheckpointOptions",
+        "shoal.cli.run.checkpoint",
+        "Show the tensors of a checkpoint and how they are split: shoal checkpoint inspect PATH", "inspect",
     ),
 }  # fmt: skip
 """By the words that name them, in the order of the help."""

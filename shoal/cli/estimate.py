@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import shoal
-from shoal.base.errors import UsageError
-from shoal.base.files import check_place
-from shoal.base.options import defaults, reject_unused
-from shoal.base.section import Section, validate
-from shoal.cli.arguments import is_given, parse_run, parse_sections, split_run_file
+from shoal.base.files import check_writable
+from shoal.base.options import reject_unused
+from shoal.base.section import Section
+from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
-
-if TYPE_CHECKING:
-    from shoal.spec.config import RunConfig
 
 DEFAULT_MODEL = "llama-3-8b"
 
@@ -67,16 +63,10 @@ class EstimateOptions(Section):
 
 
 def main(args: list[str]) -> int:
-    """Read the command line and run. Without a run's file only the layout is read: its config takes longer to make."""
-    fill = not is_given("parallel", "dp", args)
-    if split_run_file(args)[0]:
-        options, config = parse_run("estimate", EstimateOptions, args, sections=("parallel",))
-        return run(options, config, config.parallel, fill=fill)
-    options, given = parse_sections(
-        "estimate", EstimateOptions, args, {"parallel": Layout}, {"parallel": defaults(Layout)}
-    )
-    layout = validate(Layout, given["parallel"], where="command line", within="parallel")
-    return run(options, None, layout, fill=fill)
+    """Read the command line and run."""
+    options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
+    from_file = config if split_run_file(args)[0] else None
+    return run(options, from_file, config.parallel, fill=not is_given("parallel", "dp", args))
 
 
 def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool) -> int:
@@ -89,9 +79,7 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
     Raises:
         UsageError: a name that is not in the catalog, or a layout that cannot be.
     """
-    if options.out and options.out.suffix != ".html":
-        raise UsageError(f"--out {options.out}: a page ends in .html")
-    check_place(options.out, "--out")
+    check_writable(options.out, "--out", ".html")
     if options.dry_run:
         reject_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
     else:
@@ -109,8 +97,7 @@ def _estimate(options: EstimateOptions, config: RunConfig | None, layout: Layout
         precision=options.precision, optimizer=options.optimizer,
     )  # fmt: skip
     facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
-    for line in estimate_lines(estimate, facts, changes, model or "model"):
-        print(line)
+    print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
     if options.out:
         from shoal.report.planning.estimate_page import write_page  # which draws
 
@@ -126,8 +113,7 @@ def _count(options: EstimateOptions, config: RunConfig | None, layout: Layout, f
         precision=options.precision, optimizer=options.optimizer,
         rank=options.rank, steps=options.steps, measure=options.measure,
     )  # fmt: skip
-    for line in counted.lines():
-        print(line)
+    print("\n".join(counted.lines()))
     if options.out:
         from shoal.report.planning.memory_page import write_memory_page
 

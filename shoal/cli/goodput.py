@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from rich.console import Console
-from rich.text import Text
 
 import shoal
-from shoal.base.errors import UsageError
-from shoal.base.files import check_place
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
@@ -21,40 +18,40 @@ HOUR = 3600.0
 
 class GoodputOptions(Section):
     devices: str = "1024,4096,16384,100000"
-    """That a job needs, with commas."""
+    """Comma-separated numbers of devices that a job needs."""
 
     mtbf: PositiveFloat | None = None
     """Hours between failures of one device (default: 50,677, as in 54 days of Llama 3)."""
 
     checkpoint: str = "30s"
-    """That training stops for a save: 30s, 2min."""
+    """Time for which training stops to save: 30s, 2min."""
 
     flush: str = "0s"
-    """That a save is then written for in the background: until it is, a failure loses the interval before as well."""
+    """Time for which the save is then written in the background; a failure meanwhile also loses the interval before."""
 
     restart: str = "5min"
-    """From a failure until training goes on, without what is done again."""
+    """Time from a failure until training continues, without the work that is repeated."""
 
     interval: str | None = None
-    """Of work between saves (default: the best)."""
+    """Time between saves (default: the best)."""
 
     per_node: PositiveInt = 8
-    """Devices that fall out together."""
+    """Devices that fail together."""
 
     spares: NonNegativeInt | None = None
-    """Nodes that stand by (default: as many as --availability needs)."""
+    """Spare nodes (default: as many as --availability needs)."""
 
     repair: str = "1d"
-    """Until a failed node is back."""
+    """Time until a failed node is back."""
 
     availability: float = Field(0.99, gt=0, lt=1)
-    """Of enough whole nodes, for which spares are counted."""
+    """Probability of enough working nodes, for which spares are counted."""
 
     failures: PositiveInt = 20000
-    """Of each simulation."""
+    """Failures in each simulation."""
 
     seed: NonNegativeInt = 0
-    """Of the simulation."""
+    """Random seed of the simulation."""
 
     out: Path | None = None
     """Write a figure (.svg)."""
@@ -66,9 +63,7 @@ def run(options: GoodputOptions) -> int:
     Raises:
         UsageError: no numbers, or a save that takes longer than the job lives.
     """
-    if options.out and options.out.suffix != ".svg":
-        raise UsageError(f"--out {options.out}: a figure ends in .svg")
-    check_place(options.out, "--out")
+    check_writable(options.out, "--out", ".svg")
     if options.spares is not None:
         reject_unused(options, ("availability",), "--spares says how many there are")
     counts = parse_counts(
@@ -83,11 +78,9 @@ def run(options: GoodputOptions) -> int:
         )
         for devices in counts
     ]  # fmt: skip
-    console = Console(highlight=False)
-    for line in goodput_lines(forecasts):
-        console.print(Text(line), soft_wrap=True)
+    print("\n".join(goodput_lines(forecasts)))
     if options.out:
         figure = goodput_figure([forecast.job for forecast in forecasts], options.seed)
         options.out.write_text(figure, encoding="utf-8")
-        console.print(Text(f"written: {options.out}"), soft_wrap=True)
+        print(f"written: {options.out}")
     return 0

@@ -7,6 +7,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, of_system, redact
 from shoal.base.terminal import print_what_can_be
@@ -45,16 +46,16 @@ def _run(args: list[str]) -> int:
         return 0
     name, words = _split_command(args)
     command = COMMANDS[name]
-    module = import_module(command.module)
-    function = getattr(module, command.function)
-    if not command.options:
-        return function(words)
-    from shoal.cli.arguments import parse_options, parse_run
+    from shoal.base.options import parse
+    from shoal.cli.arguments import parse_run
 
-    options = getattr(module, command.options)
-    if not command.config:
-        return function(parse_options(name, options, words))
-    return function(*parse_run(name, options, words, None if command.config == "all" else command.config))
+    function = getattr(import_module(command.module), command.function)
+    takes = get_type_hints(function)
+    if "args" in takes:
+        return function(words)
+    if "config" not in takes:
+        return function(parse(f"shoal {name}", takes["options"], words, description=command.help))
+    return function(*parse_run(name, takes["options"], words, command.config))
 
 
 def _split_command(args: list[str]) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_place
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
@@ -73,11 +73,8 @@ class PlanOptions(Section):
 
 def run(options: PlanOptions) -> int:
     """Search, print, and write what was asked for; return the exit code, 1 if nothing fits."""
-    wanted = ".svg" if options.map else ".html"
-    if options.out and options.out.suffix != wanted:
-        raise UsageError(f"--out {options.out}: what is written ends in {wanted}")
-    check_place(options.out, "--out")
-    check_place(options.toml, "--toml", new=True)
+    check_writable(options.out, "--out", ".svg" if options.map else ".html")
+    check_writable(options.toml, "--toml", new=True)
     asked = [name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name)]
     if len(asked) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")

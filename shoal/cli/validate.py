@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
-
 import shoal
-from shoal.base.errors import UsageError
-from shoal.base.files import check_place
-from shoal.base.section import POSITIONAL, Section
+from shoal.base.files import check_writable
+from shoal.base.options import POSITIONAL
+from shoal.base.section import Section
 from shoal.labs.validate.page import write_page
 from shoal.labs.validate.tables import fit_lines, score_lines
 
@@ -32,29 +30,20 @@ class ValidateOptions(Section):
     """Print this many rows of the largest errors of each file."""
 
 
-def validate(options: ValidateOptions) -> int:
+def run(options: ValidateOptions) -> int:
     """Score, print, and write what was asked for; returns the exit code.
 
     Raises:
         UsageError: no folder, no points in it, or a file that cannot be written as asked.
     """
-    for option, path, ending in (("out", options.out, ".html"), ("fit", options.fit, ".toml")):
-        if path and path.suffix != ending:
-            raise UsageError(f"--{option} {path}: the file's name must end in {ending}")
-    check_place(options.out, "--out")
-    check_place(options.fit, "--fit", new=options.fit != options.constants)
+    check_writable(options.out, "--out", ".html")
+    check_writable(options.fit, "--fit", ".toml", new=options.fit != options.constants)
     found = shoal.validate_estimates(options.folder, constants=options.constants, fit=options.fit is not None)
     if options.fit:
         found.write_constants(options.fit)
-        _print([f"{options.fit}: {len(found.constants.constants)} constants", *fit_lines(found)])
-    _print(score_lines(found, options.worst))
+        print("\n".join([f"written: {options.fit}", *fit_lines(found)]))
+    print("\n".join(score_lines(found, options.worst)))
     if options.out:
         write_page(options.out, found.scored, sum(found.left.values()))
-        _print([f"\n{options.out}"])
+        print(f"written: {options.out}")
     return 0
-
-
-def _print(lines: list[str]) -> None:
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)

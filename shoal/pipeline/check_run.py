@@ -5,19 +5,19 @@ from __future__ import annotations
 from shoal.pipeline.from_layout import check_schedule, program_of, splits_backward
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.check import check_compatibility
-from shoal.spec.compatibility.features import Run, Sections
+from shoal.spec.compatibility.features import Run
 from shoal.spec.compatibility.sizes import check_float8_sizes, check_relaxed_sizes
 from shoal.spec.compatibility.unread import check_unread
+from shoal.spec.config import RunConfig
 from shoal.spec.layout.sizes import check_layout
 from shoal.spec.schedules import ASYNCHRONOUS
 
 
-def check_run(config: Sections, shape: ModelShape, *, ranks: int | None = None) -> None:
+def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None) -> None:
     """Refuse a run that cannot be: what `shoal train`, `estimate`, `plan` and `verify` all ask.
 
     Args:
-        config: the sections of a run.
-        shape: its model.
+        shape: the config's model.
         ranks: the number of processes, where it is already decided (torchrun, SLURM, ``--ranks``).
 
     Raises:
@@ -32,7 +32,7 @@ def check_run(config: Sections, shape: ModelShape, *, ranks: int | None = None) 
     check_unread(config)
 
 
-def _with_program(config: Sections, shape: ModelShape, microbatches: int) -> Run:
+def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> Run:
     """A run with what its pipeline program says, which is built only where some rule reads it."""
     layout = config.parallel
     if config.train.compile:

@@ -11,8 +11,7 @@ from shoal.base.section import validate
 from shoal.pipeline.check_run import check_run
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
-from shoal.spec.compatibility.features import DefaultSections
-from shoal.spec.config import DataConfig, OptimizerConfig, TrainConfig
+from shoal.spec.config import ModelConfig, OptimizerConfig, RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
@@ -31,7 +30,8 @@ def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None
     Raises:
         UsageError: naming the field that cannot be, as `shoal train` does.
     """
-    check_run(_sections(run)._replace(parallel=layout), run.shape, ranks=ranks)
+    config = _config(run.precision, run.optimizer, run.global_batch, run.sequence_length)
+    check_run(config.model_copy(update={"parallel": layout}), run.shape, ranks=ranks)
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
@@ -90,20 +90,14 @@ def check_device(run: EstimatedRun) -> None:
     )
 
 
-def _sections(run: EstimatedRun) -> DefaultSections:
-    """The sections of a config that decide an estimate; clipping is none of them."""
-    return _sections_of(run.precision, run.optimizer, run.global_batch, run.sequence_length)
-
-
 @cache
-def _sections_of(precision: str, optimizer: str, global_batch: int, sequence_length: int) -> DefaultSections:
-    return DefaultSections(
-        data=validate(DataConfig, {"sequence_length": sequence_length}, where="config", within="data"),
-        train=validate(
-            TrainConfig, {"precision": precision, "global_batch": global_batch}, where="config", within="train"
-        ),
-        optimizer=validate(OptimizerConfig, {"name": optimizer, "clip_norm": 0}, where="config", within="optimizer"),
-    )
+def _config(precision: str, optimizer: str, global_batch: int, sequence_length: int) -> RunConfig:
+    """What decides an estimate; clipping does not."""
+    return build_config({
+        "data": {"sequence_length": sequence_length},
+        "train": {"precision": precision, "global_batch": global_batch},
+        "optimizer": {"name": optimizer, "clip_norm": 0},
+    })
 
 
 def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
@@ -118,8 +112,6 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
     if name not in tables.own("models"):
         given, known = shape.model_dump(), model_shape(name).model_dump()
         return {"name": name, "vocab": shape.vocab, **{f: given[f] for f in OVERRIDES if given[f] != known[f]}}
-    from shoal.spec.config import ModelConfig
-
     values = shape.model_dump(exclude_none=True)
     given = {field: values[field] for field in (*OVERRIDES, *PARTS) if field in values}
     for base in model_names():
@@ -127,7 +119,7 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
             continue
         section = {"name": base, **given}
         try:
-            config = validate(ModelConfig, section, where="config", within="model")
+            config = validate(ModelConfig, section, source="config", prefix="model")
             made = config.shape(vocab=shape.vocab, sequence_length=sequence_length)
         except UsageError:
             continue

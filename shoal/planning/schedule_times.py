@@ -64,7 +64,7 @@ def compare_schedules_on_cluster(
             "pp": pp, "dp": dp, "tp": tp, "schedule": name, "micro_batch": micro_batch,
             "virtual_stages": None if name in EVERY and EVERY[name].virtual else virtual_stages,
         }  # fmt: skip
-        layout = validate(Layout, fields, where="command line")
+        layout = validate(Layout, fields, source="command line")
         s, batch = sequence_length or shape.max_sequence, dp * micro_batch * microbatches
         run = EstimatedRun(shape, layout, machine, s, batch, precision)
         check_layout_on_cluster(run)

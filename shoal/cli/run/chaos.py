@@ -7,26 +7,26 @@ from pathlib import Path
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 import shoal
-from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.spec.config import RunConfig
 
 
 class ChaosOptions(Section):
     trials: PositiveInt = 50
-    """How many, the faults in turn."""
+    """Number of trials; the faults are taken in turn."""
 
     faults: str = "all"
-    """Which, with commas between; a wrong name lists them."""
+    """Comma-separated faults; a wrong name lists them."""
 
     seed: NonNegativeInt = 0
-    """Of the moments."""
+    """Random seed of the moments of the faults."""
 
     folder: Path | None = None
-    """Where the trials are made, and what failed is kept (default: a folder of its own under /tmp)."""
+    """Where the trials run and failed ones are kept (default: a new folder under /tmp)."""
 
     minutes: PositiveFloat | None = None
-    """Instead of trials: one run of so long, in which a rank is killed every --every seconds."""
+    """Instead of trials: one run of this many minutes, in which a rank is killed every --every seconds."""
 
     every: PositiveFloat = 60.0
     """With --minutes: seconds between two failures."""
@@ -37,12 +37,7 @@ class ChaosOptions(Section):
 
 def run(options: ChaosOptions, config: RunConfig) -> int:
     """Make the trials and show what came of them; returns 0 if all passed, else 1."""
-    if options.out:
-        from shoal.report.timeline.write import check_name
-
-        check_name(options.out)
-        if options.out.suffix != ".html":
-            raise UsageError(f"--out {options.out}: a page ends in .html")
+    check_writable(options.out, "--out", ".html")
     result = shoal.chaos(
         config, trials=options.trials, faults=options.faults, seed=options.seed, folder=options.folder,
         minutes=options.minutes, every=options.every, show=True,

@@ -8,7 +8,8 @@ from typing import Annotated
 from rich.console import Console
 
 import shoal
-from shoal.base.section import POSITIONAL, Section
+from shoal.base.options import POSITIONAL
+from shoal.base.section import Section
 
 PIPE_WIDTH = 160
 """Columns where there is no terminal, so that no name is broken."""

@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import shoal
-from shoal.base.section import POSITIONAL, Section
+from shoal.base.options import POSITIONAL
+from shoal.base.section import Section
 
 
 class SampleOptions(Section):

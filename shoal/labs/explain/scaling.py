@@ -9,7 +9,7 @@ from rich.table import Table
 from shoal.base.section import Section
 from shoal.planning.cost.flops import YEAR, dollars, petaflop_days, six_n_t, training_seconds
 from shoal.planning.cost.scaling import CHINCHILLA, REFITTED, Allocation, kaplan_optimum, twenty_tokens
-from shoal.spec.catalog import accelerator, accelerator_names
+from shoal.spec.catalog import accelerators
 
 LAWS = {
     "Kaplan": kaplan_optimum, "Chinchilla": CHINCHILLA.optimum, "the same, refitted": REFITTED.optimum,
@@ -58,8 +58,7 @@ def _devices(options: ScalingOptions) -> Table:
     columns = [text for name in TRAININGS for text in (f"{name}, years", "M$")]
     title = f"a training on one device at {100 * options.utilisation:g} % of its dense peak"
     table = _table(title, "", "TFLOP/s", *columns)
-    for name in accelerator_names():
-        machine = accelerator(name)
+    for name, machine in accelerators().items():
         dense, (of, rate) = machine.dense_flops(machine.half), machine.printed
         table.add_row(f"{name}, {machine.half}", *_row(dense, options.utilisation, machine.dollars_per_hour))
         if rate != dense:

@@ -65,7 +65,7 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
     >>> shoal.explain("A[Ix, J] * B[J, K] -> C[Ix, K]", mesh="x=4")  # doctest: +SKIP
     """
     kind, show = _find(subject)
-    show(validate(kind, options, where=f"explain {subject}"), console or Console())
+    show(validate(kind, options, source=f"explain {subject}"), console or Console())
 
 
 def _find(subject: str) -> tuple[type[Section], Callable[[Any, Console], int]]:

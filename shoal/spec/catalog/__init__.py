@@ -1,6 +1,6 @@
 """Facts as data: model shapes and accelerators, each with its source, read from TOML."""
 
-from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerator_names, match
+from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators, match
 from shoal.spec.catalog.experts import Experts
 from shoal.spec.catalog.links import link
 from shoal.spec.catalog.mixture_of_depths import Depths
@@ -13,7 +13,7 @@ __all__ = [
     "ModelShape",
     "Published",
     "accelerator",
-    "accelerator_names",
+    "accelerators",
     "link",
     "match",
     "model_names",

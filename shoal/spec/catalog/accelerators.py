@@ -6,18 +6,16 @@ The cores of a CPU have no entry: their peak is no fact of a data sheet, it is m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 
-from shoal.base.errors import UsageError, did_you_mean
-from shoal.spec.catalog.tables import entries, forgets
+from shoal.base.errors import UsageError
+from shoal.base.section import Section
+from shoal.spec.catalog.tables import entries, find
 
 
-class Accelerator(BaseModel):
+class Accelerator(Section):
     """One device as torch sees it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""
@@ -26,7 +24,7 @@ class Accelerator(BaseModel):
     """Dense matrix products, FLOP/s, by number format: bf16, fp16, tf32, fp32, fp64, fp8, int8. A format it lacks is
     not there."""
 
-    sparse_flops: dict[str, PositiveFloat] = {}
+    sparse_flops: dict[str, PositiveFloat] = Field(default={})
     """What data sheets print besides: the same with half of one matrix zero (2:4). Nothing here computes with it."""
 
     memory_bytes: PositiveFloat
@@ -83,15 +81,9 @@ class Accelerator(BaseModel):
         return kind, self.dense_flops(kind)
 
 
-@forgets
-@cache
-def _catalog() -> Mapping[str, Accelerator]:
+def accelerators() -> Mapping[str, Accelerator]:
+    """Every accelerator, by name."""
     return entries("accelerators", Accelerator)
-
-
-def accelerator_names() -> list[str]:
-    """All names in the catalog."""
-    return list(_catalog())
 
 
 def accelerator(name: str) -> Accelerator:
@@ -100,9 +92,7 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         UsageError: the name is not in the catalog.
     """
-    if name not in _catalog():
-        raise UsageError(f"accelerator '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
-    return _catalog()[name]
+    return find(name, accelerators(), "accelerator")
 
 
 def match(device_name: str) -> Accelerator | None:
@@ -113,4 +103,4 @@ def match(device_name: str) -> Accelerator | None:
     >>> match("NVIDIA H100 80GB HBM3 MIG 3g.40gb") is None
     True
     """
-    return next((a for a in _catalog().values() if device_name in a.devices), None)
+    return next((a for a in accelerators().values() if device_name in a.devices), None)

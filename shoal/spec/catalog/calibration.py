@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
+from shoal.base.section import Section, validate
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
-from shoal.spec.catalog.tables import FOLDER
+from shoal.spec.catalog.tables import shipped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,10 +26,8 @@ SPREADS = ("node", "small", "large")
 """One node, up to 128 accelerators, and more: what the errors of an estimate are known by."""
 
 
-class Constant(BaseModel):
+class Constant(Section):
     """One constant: a number, or one for each generation, network, software or scale."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     meaning: str
     """What it is."""
@@ -59,7 +57,7 @@ class Constant(BaseModel):
     fitted: Literal["time", "memory", ""] = ""
     """The measurements that it is fitted to; not at all if empty."""
 
-    value: NonNegativeFloat | dict[str, NonNegativeFloat] = {}
+    value: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default={})
     """What the fit found: a number, or a table of some of what there is one for each of."""
 
     @model_validator(mode="after")
@@ -171,10 +169,10 @@ def read_calibration(path: Path | None = None) -> Calibration:
         UsageError: no such file, not TOML, a constant that is missing, unknown or by something else than shoal's own,
             or a value that is unknown, negative or not finite.
     """
-    own = _entries(tomllib.loads((FOLDER / "calibration.toml").read_text("utf-8")), "calibration.toml")
+    own = _constants(shipped("calibration"), "calibration.toml")
     if path is None:
         return Calibration(own)
-    given = _entries(read_toml(path), str(path))
+    given = _constants(read_toml(path), str(path))
     if wrong := sorted(given.keys() ^ own.keys()):
         raise UsageError(f"{path}: constants must be those of shoal's own calibration.toml; these differ: {wrong}")
     for name, constant in given.items():
@@ -183,20 +181,8 @@ def read_calibration(path: Path | None = None) -> Calibration:
     return Calibration(given)
 
 
-def _entries(tables: dict[str, Any], where: str) -> dict[str, Constant]:
-    found = {}
-    for name, values in tables.items():
-        if not isinstance(values, dict):
-            raise UsageError(f"{where} is no calibration: {name} = {values!r} is no table")
-        try:
-            found[name] = Constant(**values)
-        except ValidationError as error:
-            deepest = max(error.errors(), key=lambda each: len(each["loc"]))
-            place = ".".join(map(str, deepest["loc"][::2]))  # between keys stand the types, of which it may be one
-            said = deepest["msg"].removeprefix("Value error, ")
-            what = f"{place}: {said[0].lower()}{said[1:]}" if place else said
-            raise UsageError(f"{where} is no calibration: [{name}] {what}") from None
-    return found
+def _constants(tables: dict[str, Any], source: str) -> dict[str, Constant]:
+    return {name: validate(Constant, values, source=source, prefix=name) for name, values in tables.items()}
 
 
 @cache

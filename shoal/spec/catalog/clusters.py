@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from shoal.base.section import Section
+from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators
 from shoal.spec.catalog.links import Link, link
-from shoal.spec.catalog.tables import entries, forgets, wrong
+from shoal.spec.catalog.tables import entries, wrong
 
 NETWORKS = {
     "IB100": "infiniband-edr", "IB200": "infiniband-hdr", "IB400": "infiniband-ndr", "IB800": "infiniband-xdr",
@@ -23,10 +23,8 @@ NETWORKS = {
 """What a cluster's name may end in: the network between its nodes."""
 
 
-class Node(BaseModel):
+class Node(Section):
     """What accelerators share, in a server or a pod."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""
@@ -68,7 +66,7 @@ class Node(BaseModel):
     watts: PositiveFloat | None = None
     """The most that a whole node draws, with its host, switches and fans; None where its maker does not say."""
 
-    constants: dict[str, NonNegativeFloat] = {}
+    constants: dict[str, NonNegativeFloat] = Field(default={})
     """Of the calibrated cost model (`calibration.toml`), where they were measured on this very node."""
 
     reference: PositiveFloat | None = None
@@ -143,16 +141,9 @@ class Cluster:
         return f"{what}, {self.inside.name} inside {'each node' if self.nic else 'the node'}{out}"
 
 
-@forgets
-@cache
 def nodes() -> Mapping[str, Node]:
     """Every node type, by name."""
     return entries("nodes", Node)
-
-
-def node_names() -> list[str]:
-    """All names in the catalog."""
-    return list(nodes())
 
 
 def cluster(name: str) -> Cluster:
@@ -172,7 +163,7 @@ def cluster(name: str) -> Cluster:
     if wanted is None and per_node is None:
         if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and (kind := _known(pod[1])) in _pods():
             return _slice(name, nodes()[kind], int(pod[2]))
-        if rest in accelerator_names():
+        if rest in accelerators():
             return Cluster(name, accelerator(rest), 1, 1)
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
     kind = _known(rest)

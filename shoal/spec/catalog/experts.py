@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shoal.base.section import Section
 
 Gate = Literal["top-k", "switch", "gshard", "noisy-top-k", "expert-choice"]
 Score = Literal["softmax", "sigmoid"]
@@ -15,10 +17,8 @@ def last_of_every(layer: int, first: int, every: int) -> bool:
     return layer >= first and (layer - first) % every == every - 1
 
 
-class Experts(BaseModel):
+class Experts(Section):
     """The experts that stand in place of some layers' feed-forward blocks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     count: int = Field(gt=0, le=2**16)
     """E, experts of a layer that tokens are routed to."""

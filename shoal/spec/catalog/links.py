@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from pydantic import NonNegativeFloat, PositiveFloat
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
-
-from shoal.base.errors import UsageError, did_you_mean
-from shoal.spec.catalog.tables import entries, forgets
+from shoal.base.section import Section
+from shoal.spec.catalog.tables import entries, find
 
 
-class Link(BaseModel):
+class Link(Section):
     """One direction of a link."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""
@@ -29,23 +24,10 @@ class Link(BaseModel):
     """Where the numbers are from."""
 
 
-@forgets
-@cache
-def _catalog() -> Mapping[str, Link]:
-    return entries("links", Link)
-
-
-def link_names() -> list[str]:
-    """All names in the catalog."""
-    return list(_catalog())
-
-
 def link(name: str) -> Link:
     """A link by its name in the catalog.
 
     Raises:
         UsageError: the name is not in the catalog.
     """
-    if name not in _catalog():
-        raise UsageError(f"link '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
-    return _catalog()[name]
+    return find(name, entries("links", Link), "link")

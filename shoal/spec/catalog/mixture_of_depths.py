@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from shoal.base.section import Section
 from shoal.spec.catalog.experts import last_of_every
 
 
-class Depths(BaseModel):
+class Depths(Section):
     """Layers that only the tokens which their router scores highest pass through, the others going by on the residual
     stream (Raposo et al. 2024, "Mixture-of-Depths")."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     capacity: PositiveFloat = Field(le=1)
     """The part of each sequence's tokens that pass through such a layer, rounded up."""

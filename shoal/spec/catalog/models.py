@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import PositiveInt
 
-from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.errors import did_you_mean
+from shoal.base.section import Section
 from shoal.spec.catalog.experts import Experts
 from shoal.spec.catalog.mixture_of_depths import Depths
-from shoal.spec.catalog.tables import entry, forgets, table, wrong
+from shoal.spec.catalog.tables import entry, find, table, wrong
 
 
-class Latent(BaseModel):
+class Latent(Section):
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are made
     from one narrow vector of a token. It is counted, not trained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     query_rank: PositiveInt
     """Width that queries are compressed to."""
@@ -30,10 +27,8 @@ class Latent(BaseModel):
     """Width of a query's and of the one common key's part that carries positions, besides head_dim."""
 
 
-class ModelShape(BaseModel):
+class ModelShape(Section):
     """Everything that decides a decoder-only transformer's tensors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     family: Literal["llama", "gpt"]
     """llama: RMSNorm, RoPE, SwiGLU, no biases. gpt: LayerNorm, learned positions, GELU, biases (GPT-2 and GPT-3)."""
@@ -211,24 +206,17 @@ class Published(NamedTuple):
 _ABOUT = {"published_parameters", "published_to", "published_active", "off_because", "source"}
 
 
-@forgets
-@cache
-def _catalog() -> Mapping[str, dict[str, Any]]:
-    return table("models")
-
-
 def _entry(name: str) -> dict[str, Any]:
-    if name not in _catalog():
-        raise UsageError(f"model.name = '{name}' is not in the catalog; {did_you_mean(name, _catalog())}")
-    found = _catalog()[name]
-    if (other := found.get("same_as", name)) not in _catalog():
-        raise wrong("models", name, f"same_as: there is no model '{other}'; {did_you_mean(str(other), _catalog())}")
-    return _catalog()[other]
+    known = table("models")
+    other = find(name, known, "model.name =").get("same_as", name)
+    if other not in known:
+        raise wrong("models", name, f"same_as: there is no model '{other}'; {did_you_mean(str(other), known)}")
+    return known[other]
 
 
 def model_names() -> list[str]:
     """All names in the catalog."""
-    return list(_catalog())
+    return list(table("models"))
 
 
 def model_shape(name: str) -> ModelShape:
@@ -247,7 +235,7 @@ def model_shape(name: str) -> ModelShape:
         if "head_dim" not in shape and hidden % heads:
             raise wrong("models", name, f"hidden: {hidden} is no multiple of heads {heads}, and head_dim is not given")
         shape = {"kv_heads": heads, "head_dim": hidden // heads} | shape
-    found = entry(ModelShape, name, shape, "models")
+    found = entry(ModelShape, "models", name, shape)
     if found.heads % found.kv_heads:
         raise wrong("models", name, f"kv_heads: {found.kv_heads} does not divide heads {found.heads}")
     return found

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from shoal.spec.catalog.tables import entries, forgets
+from shoal.base.section import Section
+from shoal.spec.catalog.tables import entries
 
 Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 
 
-class Software(BaseModel):
+class Software(Section):
     """One framework of one time."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str
     """The name in the catalog."""
@@ -87,8 +85,6 @@ class Software(BaseModel):
     """Where this is from."""
 
 
-@forgets
-@cache
 def software_table() -> Mapping[str, Software]:
     """Every entry, by name, in the order of the file."""
     return entries("software", Software)

@@ -6,93 +6,85 @@ A user's file has the same tables under one more name: ``[accelerators.NAME]``, 
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
+from shoal.base.section import validate
 
 T = TypeVar("T")
-Reading = TypeVar("Reading", bound="_Cached")
 Model = TypeVar("Model", bound=BaseModel)
+Table = dict[str, dict[str, Any]]
 FOLDER = Path(__file__).parent
 KINDS = ("accelerators", "links", "nodes", "models", "software")
-_own: dict[str, dict[str, dict[str, Any]]] = {}
+_own: dict[str, Table] = {}
 _file = ""  # that a user's tables are from
-_caches: list[Callable[[], None]] = []
+_checked: dict[str, dict[str, Any]] = {}
 
 
-class _Cached(Protocol):
-    def cache_clear(self) -> None: ...
+def table(kind: str) -> Table:
+    """Every entry of one of `KINDS`, by name, unchecked."""
+    return shipped(kind) | _own.get(kind, {})
 
 
-class OnDemand(Mapping[str, T]):
-    """Values by name, each made when it is first asked for: to read the whole catalog takes longer than to estimate.
-
-    Args:
-        make: a value, from its name.
-    """
-
-    def __init__(self, names: Iterable[str], make: Callable[[str], T]):
-        self._names, self._make = dict.fromkeys(names), make
-        self._made: dict[str, T] = {}
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self._made:
-            if name not in self._names:
-                raise KeyError(name)
-            self._made[name] = self._make(name)
-        return self._made[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def table(kind: str) -> Mapping[str, dict[str, Any]]:
-    """Every entry of one of `KINDS`, by name."""
-    texts, given = _shipped(kind), _own.get(kind, {})
-    return OnDemand([*texts, *given], lambda name: given[name] if name in given else tomllib.loads(texts[name])[name])
+@cache
+def shipped(kind: str) -> Table:
+    """The tables of one of shoal's own files."""
+    return tomllib.loads((FOLDER / f"{kind}.toml").read_text("utf-8"))
 
 
 def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
-    """The same, checked: a user's own all of them, shoal's where they are asked for.
+    """Every entry of one of `KINDS`, by name.
 
     Raises:
         UsageError: see `entry`.
     """
-    values = table(kind)
-    found = OnDemand(values, lambda name: entry(of, name, values[name], kind))
-    for name in _own.get(kind, {}):
-        found[name]
-    return found
+    if kind not in _checked:
+        _checked[kind] = {name: entry(of, kind, name, values) for name, values in table(kind).items()}
+    return _checked[kind]
 
 
-def _shipped(kind: str) -> dict[str, str]:
-    """The TOML of each of shoal's own entries, by name: from its head to the next."""
-    _, *found = re.split(r"^\[", (FOLDER / f"{kind}.toml").read_text("utf-8"), flags=re.MULTILINE)
-    return {text.partition("]")[0].strip('"'): f"[{text}" for text in found}
+def find(name: str, known: Mapping[str, T], what: str) -> T:
+    """The entry of this name.
+
+    Raises:
+        UsageError: the name is not in the catalog.
+    """
+    if name not in known:
+        raise UsageError(f"{what} '{name}' is not in the catalog; {did_you_mean(name, known)}")
+    return known[name]
+
+
+def entry(of: type[Model], kind: str, name: str, values: Mapping[str, Any]) -> Model:
+    """One entry, checked; with its name, if it has a place for that.
+
+    Raises:
+        UsageError: a value that is missing, unknown or out of its range.
+    """
+    if "name" in values:
+        raise wrong(kind, name, "name: the table's own name is it")
+    named = {"name": name} if "name" in of.model_fields else {}
+    return validate(of, named | {**values}, source=_source(kind, name), prefix=f"{kind}.{name}")
+
+
+def wrong(kind: str, name: str, what: str) -> UsageError:
+    """An error in an entry, with the file that it is from."""
+    return UsageError(f"{_source(kind, name)}: {kind}.{name}: {what}")
+
+
+def _source(kind: str, name: str) -> str:
+    return _file if name in own(kind) else "catalog"
 
 
 def own(kind: str) -> frozenset[str]:
     """The names of the entries that are a user's."""
     return frozenset(_own.get(kind, {}))
-
-
-def forgets(cache: Reading) -> Reading:
-    """Have a cached reading of a table forgotten when a user's file is added."""
-    _caches.append(cache.cache_clear)
-    return cache
 
 
 def add_catalog(path: str | Path) -> None:
@@ -130,26 +122,4 @@ def add_catalog(path: str | Path) -> None:
 def forget() -> None:
     """Back to shoal's own tables."""
     _own.clear()
-    for clear in _caches:
-        clear()
-
-
-def entry(of: type[Model], name: str, values: dict[str, Any], kind: str) -> Model:
-    """One entry, checked; with its name, if it has a place for that.
-
-    Raises:
-        UsageError: a value that is missing, unknown or out of its range.
-    """
-    if "name" in values:
-        raise wrong(kind, name, "name: the table's own name is it")
-    try:
-        return of(**({"name": name} if "name" in of.model_fields else {}), **values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise wrong(kind, name, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
-
-
-def wrong(kind: str, name: str, what: str) -> UsageError:
-    """An error in an entry, with the file that it is from."""
-    return UsageError(f"{_file if name in own(kind) else 'catalog'}: [{kind}.{name}] {what}")
+    _checked.clear()

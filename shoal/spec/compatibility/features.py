@@ -8,74 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config.data import DataConfig
-from shoal.spec.config.failover import FailoverConfig
-from shoal.spec.config.optimizer import OptimizerConfig
-from shoal.spec.config.precision import Float8Config, LossScaleConfig
-from shoal.spec.config.relaxed import RelaxedConfig
-from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
+from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP32, Formats
 from shoal.spec.optimizers import ELEMENTWISE, SOPHIA_PRECISIONS
 from shoal.spec.schedules import ASYNCHRONOUS, SLICED, SPLIT_BACKWARD
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, POOLED, SERVED, UNSYNCHRONISED
 
-
-class Sections(Protocol):
-    """The sections of a config that decide what goes together; a `RunConfig` has them all."""
-
-    @property
-    def parallel(self) -> Layout: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def train(self) -> TrainConfig: ...
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
-    @property
-    def loss_scale(self) -> LossScaleConfig: ...
-    @property
-    def float8(self) -> Float8Config: ...
-    @property
-    def relaxed(self) -> RelaxedConfig: ...
-    @property
-    def checkpoint(self) -> CheckpointConfig: ...
-    @property
-    def failover(self) -> FailoverConfig: ...
-    @property
-    def metrics(self) -> MetricsConfig: ...
-
-
-class DefaultSections(NamedTuple):
-    """A run of which only some sections are known; the others use no feature."""
-
-    parallel: Layout = Layout()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(clip_norm=0)
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    float8: Float8Config = Float8Config()
-    relaxed: RelaxedConfig = RelaxedConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    failover: FailoverConfig = FailoverConfig()
-    metrics: MetricsConfig = MetricsConfig()
+BARE = RunConfig(optimizer=OptimizerConfig(clip_norm=0))
+"""The config of a run that uses no feature: where only some sections are known, it has the others."""
 
 
 class Run(NamedTuple):
     """What predicates read.
 
     Attributes:
-        config: the sections of the run's config.
         shape: the model.
         splits_backward: whether the pipeline program has backward split into two halves; None takes what the table of
             schedules says, which does not know schedule files.
         updates: updates of the weights in one step, where the program is known.
     """
 
-    config: Sections
+    config: RunConfig
     shape: ModelShape
     splits_backward: bool | None = None
     updates: int | None = None

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from shoal.base.errors import UsageError
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.features import Sections
+from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import FORMATS, MX_BLOCK
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 
@@ -31,7 +31,7 @@ def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
 
 
-def check_float8_sizes(config: Sections, shape: ModelShape) -> None:
+def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
     """Refuse 8-bit products whose scales a rank could not compute as one device does.
 
     Raises:
@@ -70,7 +70,7 @@ def check_float8_sizes(config: Sections, shape: ModelShape) -> None:
             )
 
 
-def check_relaxed_sizes(config: Sections) -> None:
+def check_relaxed_sizes(config: RunConfig) -> None:
     """Refuse groups of replicas, and steps between averages, that do not fit the run.
 
     Raises:

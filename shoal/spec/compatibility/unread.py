@@ -8,13 +8,12 @@ from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
 from shoal.spec import optimizers, sync_methods
-from shoal.spec.compatibility.features import Sections, written
-from shoal.spec.config.data import DataConfig
-from shoal.spec.config.precision import Float8Config
+from shoal.spec.compatibility.features import written
+from shoal.spec.config import DataConfig, Float8Config, RunConfig
 from shoal.spec.number_formats import FORMATS
 
 
-def check_unread(config: Sections) -> None:
+def check_unread(config: RunConfig) -> None:
     """Refuse a setting that the chosen optimizer, schedule, precision, method or sampler does not read.
 
     Raises:
@@ -36,7 +35,7 @@ def _default(section: type[BaseModel], name: str) -> Any:
     return section.model_fields[name].default
 
 
-def _check_optimizer(config: Sections) -> None:
+def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
     for chooser, readers in (("name", optimizers.READ_BY), ("schedule", optimizers.SCHEDULED_BY)):
         chosen = getattr(optimizer, chooser)
@@ -49,7 +48,7 @@ def _check_optimizer(config: Sections) -> None:
                 )
 
 
-def _check_precision(config: Sections) -> None:
+def _check_precision(config: RunConfig) -> None:
     precision = config.train.precision
     formats = FORMATS[precision]
     for section, read, instead in (
@@ -86,7 +85,7 @@ def _check_float8(float8: Float8Config) -> None:
         )
 
 
-def _check_relaxed(config: Sections) -> None:
+def _check_relaxed(config: RunConfig) -> None:
     sync, relaxed = config.parallel.sync, config.relaxed
     for name, field in type(relaxed).model_fields.items():
         value, readers = getattr(relaxed, name), sync_methods.READ_BY[name]

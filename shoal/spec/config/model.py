@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, create_model
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section
+from shoal.base.section import Section, docstrings
 from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token to, unless it is given
@@ -16,17 +16,16 @@ _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token
 
 def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
     """Give a section the fields of a part of `ModelShape`, each of which may be left out."""
-    fields: dict[str, Any] = {
-        field: (Annotated[(info.annotation, Field(), *info.metadata)] | None, None)
-        for field, info in of.model_fields.items()
-    }
+    fields: dict[str, Any] = {}
+    for name, about in docstrings(of).items():
+        field = of.model_fields[name]
+        kind: Any = Annotated[(field.annotation, Field(), *field.metadata)]
+        fields[name] = (kind | None, Field(None, description=about))
 
     def with_fields(section: type[Section]) -> type[Section]:
-        made = create_model(
+        return create_model(
             section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields
         )
-        made.made_from = of
-        return made
 
     return with_fields
 

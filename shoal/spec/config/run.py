@@ -56,12 +56,12 @@ def load_config(path: str | Path) -> RunConfig:
     Traceback (most recent call last):
     shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
-    return build_config(read_toml(path), where=str(path))
+    return build_config(read_toml(path), source=str(path))
 
 
-def build_config(values: dict[str, Any], *, where: str = "config") -> RunConfig:
+def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
     """A `RunConfig` from plain nested values, with errors in the words of the file."""
-    return validate(RunConfig, values, where=where)
+    return validate(RunConfig, values, source=source)
 
 
 def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from shoal.base.errors import did_you_mean
+from shoal.base.section import Section
 
 MOST_RANKS = 2**20
 """More ranks than any machine has: a larger product is a slip, and would take for ever to check."""
@@ -44,15 +45,13 @@ def _known_schedule(name: str) -> str:
     return name
 
 
-class Layout(BaseModel):
+class Layout(Section):
     """How many ways each axis of a training step is split.
 
     >>> layout = Layout(dp=4, zero=1, tp=2, pp=2)
     >>> layout.world_size, layout.describe()
     (16, 'dp 4 (ZeRO-1) x tp 2 x pp 2 (1f1b)')
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
     dp: Degree = 1
     """Data-parallel replicas: each works on its own part of the global batch."""

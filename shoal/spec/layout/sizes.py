@@ -8,7 +8,7 @@ import math
 from shoal.base.errors import UsageError, divisors, nearest_divisors
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.check import check_compatibility
-from shoal.spec.compatibility.features import DefaultSections, Run
+from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.layout.layout import MOST_RANKS, Layout
 
 MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
@@ -28,7 +28,7 @@ def check_layout(
     Raises:
         UsageError: naming the field, its value, the equation that fails and the nearest values that work.
     """
-    check_compatibility(Run(DefaultSections(parallel=layout), shape))
+    check_compatibility(Run(BARE.model_copy(update={"parallel": layout}), shape))
     if shape.latent is not None:
         raise UsageError(
             "model: multi-head latent attention is counted, but neither trained nor estimated."

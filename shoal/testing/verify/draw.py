@@ -9,7 +9,7 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility import features
 from shoal.spec.compatibility.check import is_excluded
-from shoal.spec.compatibility.features import DefaultSections, Run
+from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.optimizers import SOPHIA_PRECISIONS
@@ -67,7 +67,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    drawn = Run(DefaultSections(parallel=Layout.model_validate(parallel)), model_shape("tiny"))
+    drawn = Run(BARE.model_copy(update={"parallel": Layout(**parallel)}), model_shape("tiny"))
     may = routers and not is_excluded(features.EXPERTS, drawn) and not is_excluded(features.DEPTHS, drawn)
     sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
     heads = tp * ulysses * choose((1, 2))
@@ -121,7 +121,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
 def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
     rule = OptimizerConfig(name=cast(Any, optimizer))
-    alone = Run(DefaultSections(optimizer=rule), model_shape("tiny"))
+    alone = Run(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
     run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, alone))
     settings: dict[str, Any] = {"name": optimizer, "learning_rate": 1e-2}
     if optimizer in SOPHIA_PRECISIONS:  # estimates that most steps use, since a small scale clips nearly all

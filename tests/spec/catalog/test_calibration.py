@@ -10,8 +10,9 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.planning.cost.batched_runs import ATTENTION
-from shoal.spec.catalog.calibration import FOLDER, calibration, names_of, read_calibration
+from shoal.spec.catalog.calibration import calibration, names_of, read_calibration
 from shoal.spec.catalog.software import software_named, software_table
+from shoal.spec.catalog.tables import FOLDER
 
 
 def test_every_constant_is_for_what_is_known_and_no_larger_than_it_can_be() -> None:
@@ -34,15 +35,15 @@ def test_what_no_measurement_reached_is_what_one_expects() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("hbm", {"value": {"hoper": 0.7}}, "[hbm] value: there is no generation 'hoper'; did you mean 'hopper'?"),
-        ("hbm", {"value": {"hopper": nan}}, "[hbm] value.hopper: input should be a finite number"),
-        ("hbm", {"value": {"hopper": -0.1}}, "[hbm] value.hopper: input should be greater than or equal to 0"),
-        ("hbm", {"value": 0.5}, "[hbm] value: it is a table, with some of volta, ampere"),
-        ("hbm", {"by": "network"}, "[hbm] value: there is no network 'ampere'"),
+        ("hbm", {"value": {"hoper": 0.7}}, "hbm: value: there is no generation 'hoper'; did you mean 'hopper'?"),
+        ("hbm", {"value": {"hopper": nan}}, "hbm.value = nan: input should be a finite number"),
+        ("hbm", {"value": {"hopper": -0.1}}, "hbm.value = -0.1: input should be greater than or equal to 0"),
+        ("hbm", {"value": 0.5}, "hbm: value: it is a table, with some of volta, ampere"),
+        ("hbm", {"by": "network"}, "hbm: value: there is no network 'ampere'"),
         ("hbm", {"by": "network", "value": {}}, "[hbm] by = 'network', but in shoal's own it is 'generation'"),
-        ("hbm", {"most": inf}, "[hbm] most: input should be a finite number"),
-        ("narrow_head", {"value": {"hopper": 15.0}}, "[narrow_head] value: it is one number"),
-        ("narrow_head", {"value": inf}, "[narrow_head] value: input should be a finite number"),
+        ("hbm", {"most": inf}, "hbm.most = inf: input should be a finite number"),
+        ("narrow_head", {"value": {"hopper": 15.0}}, "narrow_head: value: it is one number"),
+        ("narrow_head", {"value": inf}, "narrow_head.value = inf: input should be a finite number"),
     ],
 )
 def test_constants_of_a_user_that_would_count_for_nothing_or_as_nonsense(name, changes, said, tmp_path) -> None:
@@ -56,7 +57,7 @@ def test_constants_of_a_user_that_would_count_for_nothing_or_as_nonsense(name, c
 
 def test_a_file_of_constants_is_one_of_tables(tmp_path) -> None:
     (tmp_path / "flat.toml").write_text("hbm = 0.5\n")
-    with pytest.raises(UsageError, match=r"hbm = 0\.5 is no table"):
+    with pytest.raises(UsageError, match=r"hbm = 0\.5: input should be a table"):
         read_calibration(tmp_path / "flat.toml")
 
 

@@ -1,13 +1,12 @@
 """Facts are what their sources say."""
 
 import math
-import tomllib
 from itertools import pairwise
 
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.spec.catalog import accelerator, accelerator_names, match, model_names, model_shape, published, tables
+from shoal.spec.catalog import accelerator, accelerators, match, model_names, model_shape, published
 
 SIZES = ("tiny", "tiny-gpt", "bench-10m", "gpt2-124m", "gpt3-175b", "llama-2-70b", "llama-3.1-405b", "llama-3.2-1b")
 
@@ -129,7 +128,7 @@ def test_another_name_is_the_same_shape():
     assert model_shape("llama-3-405b") == model_shape("llama-3.1-405b")
 
 
-@pytest.mark.parametrize("name", accelerator_names())
+@pytest.mark.parametrize("name", accelerators())
 def test_accelerators_are_plausible(name):
     a = accelerator(name)
     assert a.source
@@ -165,13 +164,8 @@ def test_variants_and_slices_match_nothing(device):
 
 
 def test_no_two_accelerators_share_a_device_name():
-    devices = [device for name in accelerator_names() for device in accelerator(name).devices]
+    devices = [device for name in accelerators() for device in accelerator(name).devices]
     assert len(devices) == len(set(devices))
-
-
-@pytest.mark.parametrize("kind", tables.KINDS)
-def test_a_table_read_by_entries_is_the_table(kind):
-    assert dict(tables.table(kind)) == tomllib.loads((tables.FOLDER / f"{kind}.toml").read_text("utf-8"))
 
 
 def test_unknown_accelerator_names_the_nearest():

@@ -15,7 +15,7 @@ from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY
 from shoal.spec import schedules, sync_methods
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.check import check_compatibility, find_conflict, is_excluded
-from shoal.spec.compatibility.features import DefaultSections, Run
+from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.compatibility.table import CONFLICTS
 from shoal.spec.config import RelaxedConfig, RunConfig, TrainConfig
 from shoal.spec.layout import Layout
@@ -48,11 +48,11 @@ def test_a_run_that_is_drawn_breaks_no_row_and_excludes_nothing_that_it_uses(sou
 
 def test_the_default_run_and_a_bare_layout_use_nothing_that_excludes_anything() -> None:
     check_compatibility(Run(RunConfig(), TINY))
-    check_compatibility(Run(DefaultSections(), TINY))
+    check_compatibility(Run(BARE, TINY))
 
 
 def test_both_settings_the_reason_and_the_remedy_are_named() -> None:
-    config = DefaultSections(parallel=Layout(dp=2, cp=2, sync="diloco"))
+    config = BARE.model_copy(update={"parallel": Layout(dp=2, cp=2, sync="diloco")})
     with pytest.raises(UsageError) as refused:
         check_compatibility(Run(config, TINY))
     assert str(refused.value) == (
@@ -68,8 +68,8 @@ def test_compiling_is_refused_by_what_the_program_does() -> None:
         if EVERY["dualpipe"].refuses(4, microbatches, 2):
             continue
         split = splits_backward(build_program(EVERY["dualpipe"], 4, microbatches, virtual_stages=2))
-        train = TrainConfig(compile=True)
-        run = Run(DefaultSections(Layout(pp=4, schedule="dualpipe"), train=train), TINY, splits_backward=split)
+        sections = {"parallel": Layout(pp=4, schedule="dualpipe"), "train": TrainConfig(compile=True)}
+        run = Run(BARE.model_copy(update=sections), TINY, splits_backward=split)
         assert (find_conflict(run) is not None) == split
         found.add(split)
     assert True in found
@@ -95,4 +95,4 @@ def test_kinds_of_methods_are_those_of_the_layout() -> None:
 
 def test_what_plans_ask_is_what_training_asks() -> None:
     """Sections that a plan does not have use no feature."""
-    check_run(DefaultSections(parallel=Layout(dp=2, pp=2, zero=1)), TINY)
+    check_run(BARE.model_copy(update={"parallel": Layout(dp=2, pp=2, zero=1)}), TINY)

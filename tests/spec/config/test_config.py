@@ -124,7 +124,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path, toml, message):
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(UsageError) as error:
-        build_config({"train": {"steps": 0}, "parallel": {"pp": -1}, "dta": {}}, where="run.toml")
+        build_config({"train": {"steps": 0}, "parallel": {"pp": -1}, "dta": {}}, source="run.toml")
     assert [line.split(":")[1].split()[0] for line in str(error.value).splitlines()] == [
         "parallel.pp", "train.steps", "there",
     ]  # fmt: skip
