@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import check_place, write_whole
+from shoal.base.files import write_whole
 from shoal.base.section import Section
 from shoal.engine.device import usable_cores
 
@@ -78,17 +78,6 @@ def choose_names(given: str, known: Iterable[str], option: str, separator: str =
         if name not in known:
             raise UsageError(f"{option} {given}: there is no '{name}'; {did_you_mean(name, known)}")
     return names
-
-
-def check_new_file(path: Path | None, option: str, *endings: str) -> None:
-    """Refuse a file that exists, whose folder does not exist, or that ends in something else.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    if path is not None and path.suffix not in endings:
-        raise UsageError(f"{option} {path}: give a file ending in {' or '.join(endings)}.")
-    check_place(path, option, new=True)
 
 
 def check_folder(path: Path | None, option: str) -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.base.errors import UsageError
-from shoal.base.files import write_whole
+from shoal.base.files import check_writable, write_whole
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import Benchmark, Say, check_new_file, choose_names, make_table, write_records
+from shoal.labs.bench.benchmark import Benchmark, Say, choose_names, make_table, write_records
 from shoal.labs.bench.race import slowest_rank, time_in_turns
 from shoal.labs.collectives.description import VECTORS, Collective, Description
 from shoal.labs.collectives.price import bus_bandwidth
@@ -93,8 +93,8 @@ class CollectivesBenchmark(Benchmark):
             raise UsageError("--sizes: give sizes above 0, such as --sizes 64kB 16MB")
         if not all(2 <= n <= MOST_RANKS for n in self.ranks):
             raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: 2 to {MOST_RANKS} processes each")
-        check_new_file(self.out, "--out", ".csv")
-        check_new_file(self.plot, "--plot", ".svg")
+        check_writable(self.out, "--out", ".csv", new=True)
+        check_writable(self.plot, "--plot", ".svg", new=True)
         rows: list[CollectiveTiming] = []
         try:
             for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, say):

@@ -245,7 +245,7 @@ def check_fixed(fields: str | Mapping[str, Any]) -> dict[str, Any]:
     {'tp': 8, 'sequence_parallel': True, 'stage_layers': (7, 9)}
     """
     values = _parse(fields) if isinstance(fields, str) else dict(fields)
-    layout = validate(Layout, values, where="--fix")
+    layout = validate(Layout, values, source="--fix")
     if unknown := [name for name in values if name not in LEVELS]:
         raise UsageError(f"--fix {unknown[0]}: it is not searched; allowed: {', '.join(LEVELS)}")
     given = {name: getattr(layout, name) for name in values}

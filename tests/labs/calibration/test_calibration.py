@@ -253,7 +253,7 @@ def test_a_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("")
     assert main(["calibrate", "--out", str(file)]) == 2
     assert "not overwritten" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r"ends in \.toml"):
+    with pytest.raises(UsageError, match=r"ending in \.toml"):
         run(CalibrateOptions(out=tmp_path / "here.json"))
 
 

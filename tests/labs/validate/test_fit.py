@@ -140,8 +140,8 @@ def test_the_score_counts_what_did_not_fit() -> None:
     [
         (["nowhere"], "no such folder"),
         (["."], "no row of any CSV file"),
-        ([".", "--out", "page.pdf"], "must end in .html"),
-        ([".", "--fit", "constants"], "must end in .toml"),
+        ([".", "--out", "page.pdf"], "ending in .html"),
+        ([".", "--fit", "constants"], "ending in .toml"),
         ([".", "--constants", "missing.toml"], "no such file"),
     ],
 )

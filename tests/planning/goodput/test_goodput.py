@@ -139,7 +139,7 @@ def test_one_job_is_drawn_too(tmp_path: Path) -> None:
         ("--checkpoint 0s", "a save that costs nothing"),
         ("--flush 10min --interval 5min", "longer than --interval 5min"),
         ("--devices 10000000 --restart 1h", "it would never get on"),
-        ("--out goodput.html", "ends in .svg"),
+        ("--out goodput.html", "ending in .svg"),
     ],
 )
 def test_what_cannot_be_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:

@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.engine.cpu_tuning import allocator_environment
 from shoal.labs.bench.benchmark import (
     VERDICTS,
     Benchmark,
     Say,
-    check_new_file,
     choose_names,
     make_table,
     write_records,
@@ -72,7 +72,7 @@ class StepBenchmark(Benchmark):
         """Run the races; whatever ends them, print the table of those that are done."""
         if self.quick:
             reject_unused(self, ("turns", "steps"), "--quick takes 2 turns of 1 step")
-        check_new_file(self.out, "bench step --out", ".csv", ".json")
+        check_writable(self.out, "bench step --out", ".csv", ".json", new=True)
         wanted = self.choose_races()
         turns, steps = (2, 1) if self.quick else (self.turns, self.steps)
         rows: list[ContenderResult] = []
