@@ -35,9 +35,7 @@ def charts(draw: st.DrawFn) -> Chart:
     plan = build_program(EVERY[draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))], ranks, microbatches)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = draw(st.sampled_from([1e-6, 1e-3, 1.0, 60.0]))
-
-    def lengths(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
-        return scale * random.choice([0.0, 0.01, 1.0, 3.0], len(rank))
-
-    timeline = simulate(plan, ActionTimes(lengths, lengths, lengths, step=scale), MessageTimes(latency=scale / 10))
+    stages = (plan.stages, plan.microbatches)
+    lengths = (scale * random.choice([0.0, 0.01, 1.0, 3.0], stages) for _ in range(3))
+    timeline = simulate(plan, ActionTimes(*lengths, step=scale), MessageTimes(latency=scale / 10))
     return Chart(draw(st.text(max_size=12)), timeline, seconds=draw(st.booleans()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,69 +40,44 @@ class Disturbance:
             raise UsageError(f"jitter {self.jitter}: allowed are 0 to 1, the standard deviation over the mean")
 
 
-@dataclass(frozen=True)
-class DistinctReplicas:
-    """Those of a pipeline's replicas that differ; all others behave as the first.
-
-    Attributes:
-        count: [kinds] how many replicas each stands for.
-        compute: [kinds, ranks] the factor on each pipeline rank's computations.
-        links: for each kind, the factors on messages between two pipeline ranks (source, target).
-    """
-
-    count: np.ndarray
-    compute: np.ndarray
-    links: tuple[Mapping[tuple[int, int], float], ...]
-
-
-def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1) -> DistinctReplicas:
-    """Tell apart as few replicas as behave differently; with jitter all do.
+def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Tell apart as few kinds of a pipeline's replicas as behave differently; with jitter all do.
 
     The tensor-parallel ranks of one replica and stage move together, as slow as the slowest.
+
+    Returns:
+        [kinds] how many replicas each stands for, undisturbed ones first; and [kinds, pp, pp] the factor on messages
+        from one pipeline rank to another, on the diagonal that on a rank's computations.
 
     Raises:
         UsageError: a straggler or a slow link that this world does not have.
     """
     world = f"the world has ranks 0 to {pp * dp * tp - 1} (pp {pp} x dp {dp} x tp {tp})"
-    compute: dict[int, dict[int, float]] = {}
-    links: dict[int, dict[tuple[int, int], float]] = {}
+    slow: dict[int, dict[tuple[int, int], float]] = {}  # by replica: factors, by source and target
+
+    def note(replica: int, source: int, target: int, factor: float) -> None:
+        known = slow.setdefault(replica, {})
+        known[source, target] = max(known.get((source, target), factor if tp == 1 else 1.0), factor)
+
     for rank, factor in disturbance.stragglers.items():
         if not 0 <= rank < pp * dp * tp:
             raise UsageError(f"straggler {rank}: {world}")
-        stage, replica = rank // (dp * tp), rank // tp % dp
-        factors = compute.setdefault(replica, {})
-        alone = tp == 1
-        factors[stage] = max(factors.get(stage, factor if alone else 1.0), factor)
+        note(rank // tp % dp, rank // (dp * tp), rank // (dp * tp), factor)
     for (a, b), factor in disturbance.slow_links.items():
         if not (0 <= a < pp * dp * tp and 0 <= b < pp * dp * tp):
             raise UsageError(f"slow link {a}-{b}: {world}")
-        (i, x), (j, y) = ((rank // (dp * tp), rank % (dp * tp)) for rank in (a, b))
+        (i, x), (j, y) = (divmod(rank, dp * tp) for rank in (a, b))
         if x != y or i == j:
             raise UsageError(
                 f"slow link {a}-{b}: activations only pass between pipeline ranks of one replica; "
                 f"rank {a} meets {', '.join(str(k * dp * tp + x) for k in range(pp) if k != i) or 'nobody'}"
             )
-        slow = links.setdefault(x // tp, {})
-        for pair in ((i, j), (j, i)):
-            slow[pair] = max(slow.get(pair, factor if tp == 1 else 1.0), factor)
-    return _group(disturbance, compute, links, pp, dp)
-
-
-def _group(
-    disturbance: Disturbance, compute: dict[int, dict[int, float]], links: dict[int, dict[tuple[int, int], float]],
-    pp: int, dp: int,
-) -> DistinctReplicas:  # fmt: skip
-    groups: dict[tuple[object, ...], list[int]] = {}
-    disturbed = range(dp) if disturbance.jitter else sorted(compute.keys() | links.keys())
-    for replica in disturbed:
-        own = (replica,) if disturbance.jitter else ()
-        key = (*own, tuple(sorted(compute.get(replica, {}).items())), tuple(sorted(links.get(replica, {}).items())))
-        groups.setdefault(key, []).append(replica)
-    kinds = [(len(members), compute.get(members[0], {}), links.get(members[0], {})) for members in groups.values()]
-    if undisturbed := dp - len(disturbed):
-        kinds.insert(0, (undisturbed, {}, {}))
-    factors = np.ones((len(kinds), pp))
-    for kind, (_, slow, _) in enumerate(kinds):
-        for rank, factor in slow.items():
-            factors[kind, rank] = factor
-    return DistinctReplicas(np.array([count for count, _, _ in kinds]), factors, tuple(slow for _, _, slow in kinds))
+        note(x // tp, i, j, factor)
+        note(x // tp, j, i, factor)
+    alike = Counter((r if disturbance.jitter else -1, tuple(sorted(slow.get(r, {}).items()))) for r in range(dp))
+    kinds = sorted(alike, key=lambda kind: not disturbance.jitter and bool(kind[1]))
+    factors = np.ones((len(kinds), pp, pp))
+    for i, (_, own) in enumerate(kinds):
+        for pair, factor in own:
+            factors[i, *pair] = factor
+    return np.array([alike[kind] for kind in kinds]), factors

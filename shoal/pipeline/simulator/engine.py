@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from shoal.pipeline.program import Program
@@ -16,7 +14,7 @@ from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 def simulate(
     program: Program | Columns,
-    times: ActionTimes | None = None,
+    times: ActionTimes | np.ndarray | None = None,
     links: MessageTimes | None = None,
     *,
     disturbance: Disturbance | None = None,
@@ -28,7 +26,8 @@ def simulate(
 
     Args:
         program: as `Player` takes it.
-        times: of the actions; all computations take 1 where not given, and what follows them nothing.
+        times: of the actions, or of the rows of their columns; where not given, all computations take 1, and what
+            follows them nothing.
         links: times of the messages; nothing where not given.
         disturbance: slow ranks and links, noise.
         dp: replicas of the pipeline, which meet at each REDUCE and GATHER. Those that do not differ are played once.
@@ -45,40 +44,31 @@ def simulate(
     >>> float(timeline.step_time), timeline.peak_live.tolist()
     (27.0, [4.0, 4.0, 4.0, 4.0])
     """
-    times, links, disturbance = times or ActionTimes(), links or MessageTimes(), disturbance or Disturbance()
-    player = Player(program, blocking=links.blocking, paired=times.pair is not None, tied=tied)
+    times = ActionTimes() if times is None else times
+    links, disturbance = links or MessageTimes(), disturbance or Disturbance()
+    paired = isinstance(times, ActionTimes) and times.pair is not None
+    player = Player(program, blocking=links.blocking, paired=paired, tied=tied)
     columns, (producer, consumer) = player.columns, player.messages
-    replicas = different_replicas(disturbance, columns.ranks, dp, tp)
-    rows, kinds, rank = columns.rows, len(replicas.count), columns.rank
+    replicas, slower = different_replicas(disturbance, columns.ranks, dp, tp)
+    rows, kinds, rank = columns.rows, len(replicas), columns.rank
     source, target = rank[producer], rank[consumer]
 
-    duration, latency = np.zeros((2, rows + len(producer), kinds))
-    factors = replicas.compute[:, rank].T  # [rows, kinds]
+    computing = slower[:, rank, rank]  # [kinds, rows]
     if disturbance.jitter:
-        factors = factors * _noise(disturbance, (kinds, rows)).T
-    factors[np.isin(columns.op, (REDUCE, GATHER))] = 1.0  # which no rank does alone
-    duration[:rows] = times.of(columns)[:, None] * factors
+        computing *= _noise(disturbance, computing.shape)
+    computing[:, np.isin(columns.op, (REDUCE, GATHER))] = 1.0  # which no rank does alone
+    factors = np.concatenate([computing, slower[:, source, target]], axis=1).T  # [events, kinds]
     time, flight = links.between(source, target)
-    for kind, slow in enumerate(replicas.links):
-        factor = _link_factors(slow, columns.ranks)[source, target]
-        duration[rows:, kind], latency[rows:, kind] = time * factor, flight * factor
-
+    duration = np.append(times.of(columns) if isinstance(times, ActionTimes) else times, time)[:, None] * factors
+    latency = np.append(np.zeros(rows), flight)[:, None] * factors
     start, end, arrival = (when.T for when in player.play(duration, latency, together=kinds > 1))
     begin, ends, pairs = start[:, :rows], end[:, :rows], player.pairs
     begin[:, pairs], ends[:, pairs] = begin[:, pairs + 1], ends[:, pairs + 1]
     messages = Messages(source, target, producer, consumer, start[:, rows:], arrival[:, rows:])
-    return Timeline(columns, replicas.count, begin, ends, pairs, messages)
+    return Timeline(columns, replicas, begin, ends, pairs, messages)
 
 
-def _link_factors(slow: Mapping[tuple[int, int], float], ranks: int) -> np.ndarray:
-    """[ranks, ranks] by source and target."""
-    factors = np.ones((ranks, ranks))
-    for pair, factor in slow.items():
-        factors[pair] = factor
-    return factors
-
-
-def _noise(disturbance: Disturbance, shape: tuple[int, int]) -> np.ndarray:
+def _noise(disturbance: Disturbance, shape: tuple[int, ...]) -> np.ndarray:
     """Log-normal factors with mean 1."""
     variance = np.log1p(disturbance.jitter**2)
     return np.random.default_rng(disturbance.seed).lognormal(-variance / 2, np.sqrt(variance), shape)

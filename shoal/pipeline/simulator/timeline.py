@@ -189,19 +189,13 @@ def _versions(columns: Columns, rank: int) -> int:
     rows = slice(columns.offset[rank], columns.offset[rank + 1])
     stage, version, steps = columns.stage[rows], columns.version[rows], columns.op[rows] == STEP
     most = 1
-    for one in sorted(set(stage[version >= 0].tolist())):
-        used = (stage == one) & (version >= 0) & ~steps
-        last = np.full(int(version[used].max()) + 1, -1)
-        np.maximum.at(last, version[used], np.flatnonzero(used))
-        made = np.flatnonzero(steps & ((stage == one) | (stage == -1)))
-        begins = np.concatenate(([0], made + 1))
-        ends = np.concatenate((made + 1, [len(stage)]))
-        kept = min(len(last), len(ends))
-        ends[:kept] = np.maximum(ends[:kept], last[:kept] + 1)
-        change = np.zeros(len(stage) + 2, int)
-        np.add.at(change, begins, 1)
-        np.add.at(change, ends, -1)
-        most = max(most, int(np.cumsum(change).max()))
+    for one in set(stage[version >= 0].tolist()):
+        made = np.flatnonzero(steps & ((stage == one) | (stage == -1)))  # version k by the k-th
+        uses = np.flatnonzero((stage == one) & (version >= 0) & ~steps)
+        last_use = np.full(len(made) + 1, -1)
+        np.maximum.at(last_use, version[uses], uses)
+        older = np.arange(len(made))[:, None] >= np.arange(len(made) + 1)
+        most = max(most, 1 + int((older & (last_use > made[:, None])).sum(axis=1).max(initial=0)))
     return most
 
 

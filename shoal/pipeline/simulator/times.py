@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.simulator.columns import BACKWARD, FORWARD, GATHER, INPUT, REDUCE, STEP, WEIGHT, Columns
+from shoal.pipeline.program import Op
+from shoal.pipeline.simulator.columns import CODE, Columns
 
-Duration = float | np.ndarray | Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""A time [s or any one unit] for all; an array by stage, or by stage and micro-batch; or a function of the arrays
-(pipeline rank, stage, micro-batch, part)."""
+Duration = float | np.ndarray
+"""A time [s or any one unit] for all, or an array by stage, or by stage and micro-batch."""
+
+FIELDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.REDUCE: "reduce",
+    Op.STEP: "step",
+    Op.GATHER: "gather",
+}
+"""The field of `ActionTimes` for each op."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class ActionTimes:
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is not None and not callable(given) and not _are_times(given):
+            if given is not None and not _are_times(given):
                 raise UsageError(f"times.{field.name}: {given} must be finite and not negative")
 
     def of(self, columns: Columns) -> np.ndarray:
@@ -56,30 +66,20 @@ class ActionTimes:
         Raises:
             UsageError: an array has not as many entries as there are stages and micro-batches.
         """
-        names = {
-            FORWARD: "forward", INPUT: "backward_input", WEIGHT: "backward_weight", REDUCE: "reduce", STEP: "step",
-            GATHER: "gather",
-        }  # fmt: skip
         times = np.zeros(columns.rows)
-        rank = columns.rank
-        for code, name in names.items():
-            rows = np.flatnonzero(columns.op == code)
-            times[rows] = self._look_up(name, columns, rank, rows)
-        rows = np.flatnonzero(columns.op == BACKWARD)
-        halves = ("backward_input", "backward_weight") if self.backward is None else ("backward",)
-        times[rows] = sum(self._look_up(name, columns, rank, rows) for name in halves)
+        for op, name in FIELDS.items():
+            rows = np.flatnonzero(columns.op == CODE[op])
+            halves = op is Op.BACKWARD and self.backward is None
+            names = ("backward_input", "backward_weight") if halves else (name,)
+            times[rows] = sum(self._look_up(one, columns, rows) for one in names)
         if self.pair is not None:
             pairs = columns.pairs
-            times[pairs + 1] = self._look_up("pair", columns, rank, pairs)
+            times[pairs + 1] = self._look_up("pair", columns, pairs)
             times[pairs] = 0.0
         return np.where(columns.part >= 0, times / columns.program.parts, times)
 
-    def _look_up(self, name: str, columns: Columns, rank: np.ndarray, rows: np.ndarray) -> np.ndarray | float:
-        given = getattr(self, name)
-        if callable(given):
-            where = (rank, columns.stage, columns.microbatch, columns.part)
-            return np.asarray(given(*(column[rows] for column in where)), dtype=float)
-        table = np.asarray(given, dtype=float)
+    def _look_up(self, name: str, columns: Columns, rows: np.ndarray) -> np.ndarray | float:
+        table = np.asarray(getattr(self, name), dtype=float)
         wanted = (columns.program.stages, columns.program.microbatches)[: table.ndim]
         if table.shape != wanted:
             raise UsageError(f"times.{name}: given for {table.shape} (stages, micro-batches), the program has {wanted}")
@@ -105,11 +105,6 @@ class MessageTimes:
         for name in ("time", "latency"):
             if not _are_times(getattr(self, name)):
                 raise UsageError(f"links.{name}: {getattr(self, name)} must be finite and not negative")
-
-    @classmethod
-    def of_bandwidth(cls, message_bytes: float, bytes_per_second: float, latency: float = 0.0) -> MessageTimes:
-        """Links on which a message takes its size over the bandwidth, all times in seconds."""
-        return cls(time=message_bytes / bytes_per_second, latency=latency)
 
     def between(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The time and the latency of each message. [messages] each"""

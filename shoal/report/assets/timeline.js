@@ -93,8 +93,8 @@ function duration(time) {
 function amount(t, value) {
   if (!t.bytes) return `${digits(value)} activation${value === 1 ? "" : "s"}`;
   let power = 0;
-  while (Math.abs(value) >= 1024 && power < 5) { value /= 1024; power++; }
-  return `${digits(value, 3)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][power]}`;
+  while (Math.abs(value) >= 1000 && power < 4) { value /= 1000; power++; }
+  return `${digits(value, 3)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 function ticks(from, to, most) {
   let step = 10 ** Math.floor(Math.log10((to - from) / most));

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.report.timeline.chart import Chart, span
+from shoal.base.units import show_seconds
+from shoal.report.timeline.chart import Chart
 from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.palette import NAMES
 
@@ -47,12 +48,12 @@ class Comparison:
         slowest, busy, _ = max(self.measured.by_rank(), key=lambda entry: entry[1])
         steps = len(self.measured.step_times)
         return [
-            (f"measured step (mean of {steps})", span(self.measured.step_time, seconds=True)),
-            ("simulated step", span(self.predicted, seconds=True)),
+            (f"measured step (mean of {steps})", show_seconds(self.measured.step_time)),
+            ("simulated step", show_seconds(self.predicted)),
             ("difference of the simulated", f"{100 * self.difference:+.1f} %"),
             ("with each step's own times", f"{100 * self.measured.replayed:+.1f} %"),
             ("bubble, measured / simulated", f"{100 * measured.bubble:.1f} / {100 * simulated.bubble:.1f} %"),
-            (f"a step's computations, busiest rank ({slowest.rank})", span(busy, seconds=True)),
+            (f"a step's computations, busiest rank ({slowest.rank})", show_seconds(busy)),
         ]
 
 
@@ -60,7 +61,7 @@ def op_table(measured: MeasuredStep) -> list[list[str]]:
     """Headings, then a row for each op and stage."""
     rows = [["action", "stage", "recorded", "median", "mean", "longest"]]
     for op, stage, count, *times in measured.by_op():
-        lengths = (span(time, seconds=True) for time in times)
+        lengths = (show_seconds(time) for time in times)
         rows.append([NAMES[op], str(stage) if stage >= 0 else "–", f"{count:,}", *lengths])
     return rows
 
@@ -73,5 +74,5 @@ def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
     for rank, busy, waiting in shown:
         numbers = (str(n) for n in (rank.rank, rank.pp, rank.dp, rank.tp))
         share = 1 - busy / measured.step_time
-        rows.append([*numbers, span(busy, seconds=True), span(waiting, seconds=True), f"{100 * share:.1f} %"])
+        rows.append([*numbers, show_seconds(busy), show_seconds(waiting), f"{100 * share:.1f} %"])
     return rows

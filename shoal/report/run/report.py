@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from shoal.base.errors import UsageError
+from shoal.base.units import show_bytes
 from shoal.report.curves import curves
 from shoal.report.events import effective_facts, event_table
 from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.run.comparison import Comparison, op_table, rank_table
-from shoal.report.timeline.chart import amount
 from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.write import check_name, write
 from shoal.spec.config import RUN_FILE, RunConfig, load_config
@@ -59,7 +59,7 @@ class RunReport:
         facts.append(("tokens per second (median)", f"{median(rates):,.0f}"))
         if last.mfu is not None:
             facts.append(("model FLOPs utilisation", f"{100 * last.mfu:.1f} %"))
-        facts.append(("peak memory of a rank", amount(max(m.memory_bytes for m in self.metrics))))
+        facts.append(("peak memory of a rank", show_bytes(max(m.memory_bytes for m in self.metrics))))
         return facts + effective_facts(self.events)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from shoal.pipeline.program import Op
-from shoal.pipeline.simulator.columns import BACKWARD, FORWARD, INPUT, OPS, WEIGHT
+from shoal.base.units import show_bytes, show_seconds
+from shoal.pipeline.simulator.columns import COMPUTING, FORWARD, OPS
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.report.timeline.palette import NAMES, SHADES, Paint
 
@@ -72,7 +73,7 @@ class Chart:
                 copy[stage] = stage // program.depth % 2
                 shade[stage] = round(beside.index(stage) * (SHADES - 1) / max(1, len(beside) - 1))
         codes = np.stack((columns.op.astype(int), copy[columns.stage], shade[columns.stage]))
-        codes[1:, columns.op > WEIGHT] = 0
+        codes[1:, columns.op > COMPUTING] = 0
         found, paint = np.unique(codes, axis=1, return_inverse=True)
         return [Paint(OPS[op], int(c), int(s)) for op, c, s in found.T.tolist()], paint.ravel()
 
@@ -89,18 +90,11 @@ class Chart:
 
         As `Timeline.peak_bytes` counts it: from the begin of a forward to the end of what frees it.
         """
-        columns = self.timeline.columns
-        activation = 1.0 if self.activation is None else self.activation
-        kept = activation if self.kept_for_weight is None else self.kept_for_weight
-        whole, half = (np.broadcast_to(np.asarray(b, float), columns.program.stages) for b in (activation, kept))
-        change, at = np.zeros(columns.rows), self.end.copy()
-        for code, amount in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
-            rows = columns.op == code
-            change[rows] = amount[columns.stage[rows]]
-        change[columns.part >= 0] /= columns.program.parts
-        at[columns.op == FORWARD] = self.start[columns.op == FORWARD]
+        columns, (whole, half) = self.timeline.columns, self._bytes
+        change = columns.activation_changes(whole, half)
+        at = np.where(columns.op == FORWARD, self.start, self.end)
         series = []
-        for begin, end in zip(columns.offset[:-1], columns.offset[1:], strict=True):
+        for begin, end in pairwise(columns.offset):
             rows = begin + np.flatnonzero(change[begin:end])  # in the rank's order, which is that of time
             series.append((at[rows], np.cumsum(change[rows])))
         return series
@@ -108,28 +102,31 @@ class Chart:
     @cached_property
     def peak(self) -> np.ndarray:
         """[ranks] the most that is alive at once."""
-        return np.array([values.max(initial=0.0) for _, values in self.live])
+        return self.timeline.peak_bytes(*self._bytes)
 
     @property
-    def first(self) -> float:
-        """When the first action begins."""
-        return float(self.start.min(initial=np.inf))
+    def _bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """[stages] that a micro-batch keeps after its forward, and between the halves of its backward."""
+        whole = 1.0 if self.activation is None else self.activation
+        half = whole if self.kept_for_weight is None else self.kept_for_weight
+        stages = self.timeline.columns.program.stages
+        return np.broadcast_to(np.asarray(whole, float), stages), np.broadcast_to(np.asarray(half, float), stages)
 
     def summary(self) -> dict[str, str]:
         """The table's row: step time, bubble, memory, communication, weight versions, then `facts`."""
         timeline = self.timeline
         sent = np.bincount(timeline.messages.source, minlength=timeline.ranks)
-        peak = self.peak.max(initial=0.0)
+        time = timeline.step_time
         row = {
-            "step": span(timeline.step_time, seconds=self.seconds),
-            "bubble": f"{100 * timeline.bubble if timeline.compute_span else 0:.1f} %",
+            "step": show_seconds(time) if self.seconds else f"{time:.4g} T",
+            "bubble": f"{100 * timeline.bubble:.1f} %",
             "peak live activations": f"{timeline.peak_live.max():.3g}",
         }
         if self.activation is not None:
-            row["peak activation memory"] = amount(peak)
+            row["peak activation memory"] = show_bytes(self.peak.max(initial=0.0))
         row["messages"] = f"{sent.sum():,}"
         if self.message_bytes is not None:
-            row["sent per rank, at most"] = amount(sent.max(initial=0) * self.message_bytes)
+            row["sent per rank, at most"] = show_bytes(sent.max(initial=0) * self.message_bytes)
         row["weight versions"] = str(timeline.weight_versions.max())
         return row | self.facts
 
@@ -147,29 +144,25 @@ def legend(charts: Sequence[Chart]) -> list[tuple[Paint, str]]:
     """The paints that can be seen in several charts, each with what it means: of all shades the first."""
     order = list(NAMES)
     seen = {chart.paints[i] for chart in charts for i in np.unique(chart.paint[chart.end > chart.start])}
-    used = sorted(seen, key=lambda p: (p.copy, order.index(p.op), p.shade))
-    named: dict[tuple[Op, int], tuple[Paint, str]] = {}
-    for paint in used:
-        where = ", second copy" if paint.copy else ""
-        named.setdefault((paint.op, paint.copy), (paint, NAMES[paint.op] + where))
-    return list(named.values())
+    first: dict[str, Paint] = {}
+    for paint in sorted(seen, key=lambda p: (p.copy, order.index(p.op), p.shade)):
+        first.setdefault(paint.name, paint)
+    return [(paint, name) for name, paint in first.items()]
 
 
+def has_shades(charts: Sequence[Chart]) -> bool:
+    """Whether some rank has several stages of one copy of the model."""
+    return any(paint.shade for chart in charts for paint in chart.paints)
 
 
-# ---- numbers as text -----------------------------------------------------------------------------------------------
+# ---- axes ----------------------------------------------------------------------------------------------------------
 
 
-def span(time: float, *, seconds: bool) -> str:
-    """A length of time with its unit.
-
-    >>> span(0.01234, seconds=True), span(2.5e-5, seconds=True), span(37.0, seconds=False)
-    ('12.3 ms', '25 µs', '37 T')
-    """
-    if not seconds:
-        return f"{time:.4g} T"
-    factor, unit = scale(abs(time))
-    return f"{time * factor:.3g} {unit}" if abs(time * factor) < 1000 else f"{time * factor:.0f} {unit}"
+def axis(end: float, most: int, *, seconds: bool) -> tuple[str, list[tuple[float, str]]]:
+    """A time axis from 0: its unit, and at most so many round numbers on it, each with its place as a share of it."""
+    factor, unit = scale(end) if seconds else (1.0, "T")
+    marks = ticks(0.0, end * factor, max(2, most))
+    return unit, [(mark / (end * factor) if end else 0.0, f"{mark:.6g}") for mark in marks]
 
 
 def scale(time: float) -> tuple[float, str]:
@@ -178,18 +171,6 @@ def scale(time: float) -> tuple[float, str]:
         if time * factor >= 1:
             return factor, unit
     return 1e6, "µs"
-
-
-def amount(size: float) -> str:
-    """Bytes with a binary prefix.
-
-    >>> amount(1536), amount(3 << 30)
-    ('1.5 KiB', '3 GiB')
-    """
-    power = 0
-    while abs(size) >= 1024 and power < 5:
-        size, power = size / 1024, power + 1
-    return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 def ticks(begin: float, end: float, most: int) -> list[float]:

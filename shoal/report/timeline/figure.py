@@ -12,9 +12,9 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from shoal.base.errors import UsageError
-from shoal.report.timeline.chart import Chart, legend, scale, ticks
-from shoal.report.timeline.palette import INK, WHITE, colour, ink
+from shoal.report.svg import INK
+from shoal.report.timeline.chart import Chart, axis, has_shades, legend
+from shoal.report.timeline.palette import WHITE, colour, ink
 
 PAGE = 504.0  # the text width of a US letter page with one-inch margins is 468; two-column styles have 504
 MARGIN = 3.0
@@ -118,19 +118,19 @@ def _lanes(chart: Chart, left: float, top: float, per_time: float, lane: float, 
 
 
 def _axis(left: float, y: float, plot: float, end: float, *, seconds: bool) -> list[Rectangle | Label]:
-    factor, unit = scale(end) if seconds else (1.0, "T")
+    unit, numbers = axis(end, int(plot / 45), seconds=seconds)
     marks: list[Rectangle | Label] = [Rectangle(left, y + 1.5, plot, 0.5, RULE)]
-    for mark in ticks(0.0, end * factor, max(2, int(plot / 45))):
-        x = left + mark / (end * factor) * plot
+    for share, number in numbers:
+        x = left + share * plot
         marks.append(Rectangle(x - 0.25, y + 1.5, 0.5, 3, RULE))
-        marks.append(Label(x, y + 11.5, f"{mark:.6g}", fill=SOFT, anchor="middle"))
+        marks.append(Label(x, y + 11.5, number, fill=SOFT, anchor="middle"))
     return [*marks, Label(left - 6, y + 11.5, unit, fill=SOFT, anchor="end")]
 
 
 def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Rectangle | Label], float]:
     """The marks, and where they end."""
     entries = [(colour(paint), name) for paint, name in legend(charts)]
-    if any(paint.shade for chart in charts for paint in chart.paints):
+    if has_shades(charts):
         entries.append(("", "lighter: a later stage of the rank"))
     marks: list[Rectangle | Label] = []
     x = MARGIN
@@ -145,19 +145,13 @@ def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Recta
     return marks, y + MARGIN + 2
 
 
-def write_figure(path: Path, charts: Sequence[Chart], *, width: float = PAGE) -> None:
-    """Write a figure as its file's name says.
-
-    Raises:
-        UsageError: the name ends neither in .svg nor in .png.
-    """
-    drawn = figure(charts, width=width)
+def write_figure(path: Path, charts: Sequence[Chart]) -> None:
+    """Write a figure as its file's name says, .svg or .png."""
+    drawn = figure(charts)
     if path.suffix == ".svg":
         path.write_text(svg(drawn), encoding="utf-8")
-    elif path.suffix == ".png":
-        png(drawn).save(path, dpi=(DPI, DPI), optimize=True)
     else:
-        raise UsageError(f"{path}: a figure is written as .svg or .png, by the end of its name")
+        png(drawn).save(path, dpi=(DPI, DPI), optimize=True)
 
 
 def svg(drawn: Figure) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -12,18 +13,9 @@ from shoal.pipeline.program import Op
 from shoal.pipeline.simulator.columns import CODE, COMPUTING, OPS, REDUCE, STEP, Columns, of_program
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Messages, Timeline
-from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
+from shoal.pipeline.simulator.times import MessageTimes
 from shoal.training.records.profile import Profile, RankProfile
 
-FIELDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-    Op.REDUCE: "reduce",
-    Op.STEP: "step",
-    Op.GATHER: "gather",
-}
 WAITED = 20e-6  # s; a shorter wait says nothing about the message
 
 
@@ -81,9 +73,8 @@ class MeasuredStep:
 
     def timeline(self, step: int) -> Timeline:
         """One recorded step; each replica is a kind of its own, shown by its first tensor-parallel rank."""
-        plan = simulate(self.columns)
-        start, end = self.start[step, :, 0], self.end[step, :, 0]
-        messages = replace(plan.messages, start=end[:, plan.messages.producer], end=start[:, plan.messages.consumer])
+        start, end, sent = self.start[step, :, 0], self.end[step, :, 0], self._messages
+        messages = replace(sent, start=end[:, sent.producer], end=start[:, sent.consumer])
         kinds = np.ones(len(start), int)
         return Timeline(self.columns, kinds, start, end, pairs=np.empty(0, int), messages=messages)
 
@@ -97,30 +88,23 @@ class MeasuredStep:
 
         What is left is what the simulation itself leaves out; with mean times, how they vary comes on top.
         """
-        own = [self._played(self.times_of(step)).step_time for step in range(len(self.step_times))]
+        own = [self._played(lengths).step_time for lengths in self._lengths]
         return float(np.median(np.array(own) / self.step_times - 1))
 
-    def _played(self, times: ActionTimes) -> Timeline:
-        return simulate(self.columns, times, self.links(), dp=self.start.shape[1], tp=self.start.shape[2])
+    def _played(self, lengths: np.ndarray) -> Timeline:
+        return simulate(self.columns, lengths, self.links(), dp=self.start.shape[1], tp=self.start.shape[2])
 
-    def times(self) -> ActionTimes:
-        """For each op and stage, the mean over steps, micro-batches and ranks.
+    def times(self) -> np.ndarray:
+        """[rows] for each op and stage, the mean over steps, micro-batches and ranks.
 
         Where ranks meet, the last to come waits for none: of a reduction and a gather the shortest over the replicas
         counts, and the optimizer (which sums the gradient's norm over all ranks) lasts from the last begin to the last
         end.
         """
         length = self._lengths.mean(axis=0)
-        for code in range(len(OPS)):
-            for stage in range(-1, self.columns.program.stages):
-                rows = (self.columns.op == code) & (self.columns.stage == stage)
-                if np.any(rows):
-                    length[rows] = length[rows].mean()
-        return self._times(length)
-
-    def times_of(self, step: int) -> ActionTimes:
-        """Each action's own time in one recorded step; over replicas and tensor-parallel ranks as in `times`."""
-        return self._times(self._lengths[step])
+        for _, _, rows in self._groups():
+            length[rows] = length[rows].mean()
+        return length
 
     @cached_property
     def _lengths(self) -> np.ndarray:
@@ -133,21 +117,6 @@ class MeasuredStep:
             own = self.end[..., rows].max(axis=all_ranks) - self.start[..., rows].max(axis=all_ranks)
             found[:, rows] = own[:, None]
         return found
-
-    def _times(self, length: np.ndarray) -> ActionTimes:
-        """As the simulator looks them up: by op, stage, micro-batch and part; the mean of actions equal in these."""
-        columns = self.columns
-        place = np.stack([columns.stage + 1, columns.microbatch + 1, columns.part + 1]).astype(int)
-        shape = (len(OPS), *(place.max(axis=1) + 1))
-        total, count = np.zeros(shape), np.zeros(shape)
-        np.add.at(total, (columns.op, *place), np.where(columns.part >= 0, length * columns.program.parts, length))
-        np.add.at(count, (columns.op, *place), 1.0)
-        table = total / np.maximum(count, 1.0)
-
-        def of(code: int) -> Callable[..., np.ndarray]:
-            return lambda rank, stage, microbatch, part: table[code, stage + 1, microbatch + 1, part + 1]
-
-        return ActionTimes(**{FIELDS[op]: of(code) for op, code in CODE.items()})
 
     def links(self) -> MessageTimes:
         """For each pair of pipeline ranks, the median time of those messages that were waited for.
@@ -177,12 +146,16 @@ class MeasuredStep:
     def by_op(self) -> Iterator[tuple[Op, int, int, float, float, float]]:
         """For each op and stage: how many were recorded, their median length, mean and longest [s]."""
         length = self.end - self.start
-        for op in OPS:
-            for stage in range(-1, self.columns.program.stages):
-                rows = (self.columns.op == CODE[op]) & (self.columns.stage == stage)
-                if np.any(rows):
-                    found = length[..., rows]
-                    yield op, stage, found.size, float(np.median(found)), float(found.mean()), float(found.max())
+        for op, stage, rows in self._groups():
+            found = length[..., rows]
+            yield op, stage, found.size, float(np.median(found)), float(found.mean()), float(found.max())
+
+    def _groups(self) -> Iterator[tuple[Op, int, np.ndarray]]:
+        """Each op and stage (-1 for the whole rank), with their rows."""
+        for op, stage in product(OPS, range(-1, self.columns.program.stages)):
+            rows = np.flatnonzero((self.columns.op == CODE[op]) & (self.columns.stage == stage))
+            if len(rows):
+                yield op, stage, rows
 
     def by_rank(self) -> Iterator[tuple[RankProfile, float, float]]:
         """For each rank: the mean time of a step in computations, and waiting for their messages [s]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.pipeline.program import Op
+from shoal.report.svg import INK, mix
 
 NAMES = {
     Op.FORWARD: "forward",
@@ -31,7 +32,6 @@ HUES = {
 """The colour on light ground of each op's first stage, for the first copy of the model and the second."""
 
 WHITE, BLACK = "#ffffff", "#000000"
-INK = "#1f2328"
 SHADES = 4
 FADE = 0.42  # how far the last shade goes towards white
 
@@ -49,6 +49,11 @@ class Paint(NamedTuple):
     copy: int = 0
     shade: int = 0
 
+    @property
+    def name(self) -> str:
+        """What it means, in a legend."""
+        return NAMES[self.op] + (", second copy" if self.copy else "")
+
 
 def colour(paint: Paint, *, dark: bool = False) -> str:
     """The colour of a paint as ``#rrggbb``, for light ground or dark."""
@@ -65,18 +70,6 @@ def ink(ground: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance, 0 to 1 (WCAG 2.2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in channels(colour))]
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def mix(colour: str, other: str, part: float) -> str:
-    """A colour with a part of another, 0 to 1."""
-    return "#" + "".join(
-        f"{round(a + (b - a) * part):02x}" for a, b in zip(channels(colour), channels(other), strict=True)
-    )
-
-
-def channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of ``#rrggbb``, 0 to 255."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return red, green, blue

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from rich.columns import Columns
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from shoal.report.timeline.chart import Chart, legend, scale, table, ticks
-from shoal.report.timeline.palette import BLACK, Paint, colour, ink, mix
+from shoal.report.svg import mix
+from shoal.report.timeline.chart import Chart, axis, has_shades, legend, table
+from shoal.report.timeline.palette import BLACK, Paint, colour, ink
 
 IDLE = -1
 MOST_ROWS = 32  # ranks shown at once; of more, the first and the last
@@ -135,12 +137,11 @@ def _style(paint: Paint, *, other: bool) -> Style:
 
 
 def _axis(label: int, cells: int, end: float, *, seconds: bool, width: int) -> Text:
-    factor, unit = scale(end) if seconds else (1.0, "T")
+    unit, numbers = axis(end, cells // 12, seconds=seconds)
     line = [" "] * (label + cells)
     line[: len(unit)] = unit
-    for mark in ticks(0.0, end * factor, max(2, cells // 12)):
-        text = f"{mark:.6g}"
-        at = label + min(round(mark / (end * factor) * cells) if end else 0, cells - len(text))
+    for share, text in numbers:
+        at = label + min(round(share * cells), cells - len(text))
         if at >= label and all(c == " " for c in line[max(0, at - 1) : at + len(text) + 1]):
             line[at : at + len(text)] = text
     return Text("".join(line).rstrip()[:width], style="dim")
@@ -155,14 +156,8 @@ def _print_legend(console: Console, charts: Sequence[Chart]) -> None:
         else:
             entries.append(Text(f"{_letter(paint)} {name}"))
     entries.append(Text.assemble(("  ", Style(bgcolor="grey15")), " idle") if coloured else Text(". idle"))
-    line = Text()
-    for entry in entries:
-        if line and len(line) + 3 + len(entry) > console.width:
-            console.print(line, no_wrap=True, overflow="crop", crop=True)
-            line = Text()
-        line = Text.assemble(line, "   ", entry) if line else entry
-    console.print(line, no_wrap=True, overflow="crop", crop=True)
-    if any(paint.shade for chart in charts for paint in chart.paints):
+    console.print(Columns(entries, padding=(0, 3)))
+    if has_shades(charts):
         _print(console, f"{'lighter' if coloured else 'small letters'}: a later stage of the rank")
 
 

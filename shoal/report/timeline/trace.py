@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import UsageError
 from shoal.pipeline.program import Op
 from shoal.report.timeline.chart import Chart
-from shoal.report.timeline.palette import NAMES, Paint
 
 COMPUTE, TO_NEXT, TO_PREVIOUS = 1, 2, 3
 TRACKS = {COMPUTE: "compute", TO_NEXT: "send activations", TO_PREVIOUS: "send gradients"}
@@ -33,13 +31,7 @@ COLOURS = {
 
 
 def write_trace(path: Path, charts: Sequence[Chart]) -> None:
-    """Write a trace; gzipped where the name ends in .gz, as Perfetto also takes it.
-
-    Raises:
-        UsageError: the name ends neither in .json nor in .json.gz.
-    """
-    if not path.name.endswith((".json", ".json.gz")):
-        raise UsageError(f"{path}: a trace is written as .json or .json.gz, by the end of its name")
+    """Write a trace; gzipped where the name ends in .gz, as Perfetto also takes it."""
     text = json.dumps({"traceEvents": list(events(charts)), "displayTimeUnit": "ms"}, separators=(",", ":"))
     data = text.encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -78,15 +70,11 @@ def _actions(chart: Chart, first: int) -> Iterator[dict[str, Any]]:
             "tid": COMPUTE,
             "ts": _time(chart, chart.start[row]),
             "dur": _time(chart, chart.end[row] - chart.start[row]),
-            "name": _name(chart.paints[chart.paint[row]]),
+            "name": chart.paints[chart.paint[row]].name,
             "cat": "compute",
             "cname": COLOURS[action.op],
             "args": {"action": str(action)} | {name: number for name, number in numbers if number >= 0},
         }
-
-
-def _name(paint: Paint) -> str:
-    return NAMES[paint.op] + (", second copy" if paint.copy else "")
 
 
 def _alive(chart: Chart, first: int) -> Iterator[dict[str, Any]]:

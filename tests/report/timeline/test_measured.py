@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
-from shoal.pipeline.simulator.columns import CODE, OPS
+from shoal.pipeline.simulator.columns import CODE, OPS, of_program
+from shoal.pipeline.simulator.times import FIELDS
 from shoal.report.run.comparison import Comparison, op_table, rank_table
-from shoal.report.timeline.measured import FIELDS, MeasuredStep
+from shoal.report.timeline.measured import MeasuredStep
 from shoal.training.records.profile import Profile, RankProfile
 from tests.report.charts import program
 
 
-def recorded(plan: Program, times: ActionTimes, links: MessageTimes, steps: int = 1, dp: int = 1) -> Profile:
+def recorded(
+    plan: Program, times: ActionTimes | np.ndarray, links: MessageTimes, steps: int = 1, dp: int = 1
+) -> Profile:
     """What a profiler would record of a simulated step, on every replica: transfers take no time of their own."""
     timeline = simulate(plan, times, links, dp=dp)
     ranks = []
@@ -71,12 +74,9 @@ def test_a_slow_message_is_seen(name):
 @given(st.sampled_from(list(SCHEDULES)), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_a_step_played_with_its_own_times_ends_where_it_did(name, seed):
-    plan, random = program(name), np.random.default_rng(seed)
-
-    def lengths(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
-        return random.uniform(0.1, 3.0, len(rank))
-
-    times = ActionTimes(lengths, lengths, lengths, lengths, reduce=lengths, step=0.5)
+    plan = program(name)
+    op = of_program(plan).op
+    times = np.where(op == CODE[Op.STEP], 0.5, np.random.default_rng(seed).uniform(0.1, 3.0, len(op)))
     assert MeasuredStep.of(recorded(plan, times, MessageTimes())).replayed == pytest.approx(0.0, abs=1e-9)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from shoal.engine.parallel.context.token_order import Chunks
 from shoal.labs.explain.blocks import hue
-from shoal.report.svg import FAINT, GRID, INK, Canvas
-from shoal.report.timeline.palette import WHITE, ink, mix
+from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
+from shoal.report.timeline.palette import WHITE, ink
 
 SIDE = 256.0  # of the square of scores
 BAR = 14.0  # of a sequence's bar, and of a place's in a step
