@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.pipeline.from_layout import check_schedule, program_of, splits_backward
+from shoal.pipeline.from_layout import build_layout_program, check_schedule, splits_backward
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.check import check_compatibility
 from shoal.spec.compatibility.features import Run
@@ -36,7 +36,7 @@ def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> Ru
     """A run with what its pipeline program says, which is built only where some rule reads it."""
     layout = config.parallel
     if config.train.compile:
-        return Run(config, shape, splits_backward=splits_backward(program_of(layout, microbatches)))
+        return Run(config, shape, splits_backward=splits_backward(build_layout_program(layout, microbatches)))
     if layout.schedule in ASYNCHRONOUS and config.optimizer.clip_norm:
-        return Run(config, shape, updates=program_of(layout, microbatches).updates)
+        return Run(config, shape, updates=build_layout_program(layout, microbatches).updates)
     return Run(config, shape)

@@ -123,7 +123,7 @@ def _named(fact: Action, program: Program, rank: int) -> Action:
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:
     """All that a rank must do."""
-    parts = range(program.parts) if program.parts > 1 else (-1,)
+    parts = range(program.sequence_slices) if program.sequence_slices > 1 else (-1,)
     for stage in program.stages_of(rank):
         for m in program.microbatches_of(stage):
             for part in parts:
@@ -162,7 +162,7 @@ def _computation(action: Action, program: Program, rank: int) -> Iterable[Action
         return
     if op is Op.FORWARD and part > 0:
         yield Action(op, stage, microbatch, part - 1)
-    elif op is not Op.FORWARD and 0 <= part < program.parts - 1:
+    elif op is not Op.FORWARD and 0 <= part < program.sequence_slices - 1:
         yield Action(Op.BACKWARD_INPUT, stage, microbatch, part + 1)
     if receive := receive_of(action, program):
         yield receive
@@ -176,7 +176,7 @@ def _send(action: Action, program: Program, rank: int) -> Iterable[Action]:
 
 def _reduce(action: Action, program: Program, rank: int) -> Iterable[Action]:
     """The reduction of a stage's gradients needs all of them: all of its update's, if there are several."""
-    parts = range(program.parts) if program.parts > 1 else (-1,)
+    parts = range(program.sequence_slices) if program.sequence_slices > 1 else (-1,)
     for m in program.microbatches_of(action.stage):
         if action.version < 0 or program.update_of[m] == action.version - 1:
             for part in parts:

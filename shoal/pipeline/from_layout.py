@@ -19,7 +19,7 @@ VIRTUAL = 2
 """Stages on each rank where the schedule leaves that open and the layout says nothing."""
 
 
-def schedule_of(layout: Layout) -> Schedule:
+def find_schedule(layout: Layout) -> Schedule:
     """The schedule that a layout names.
 
     Raises:
@@ -38,24 +38,24 @@ def schedule_of(layout: Layout) -> Schedule:
 
 def virtual_stages(layout: Layout) -> int:
     """Stages on each pipeline rank."""
-    return schedule_of(layout).virtual or layout.virtual_stages or VIRTUAL
+    return find_schedule(layout).virtual or layout.virtual_stages or VIRTUAL
 
 
-def program_of(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
+def build_layout_program(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
     """The program of one step.
 
     Args:
-        slices: that each sequence is cut into (`slices_of`), 0 where it is not.
+        slices: that each sequence is cut into (`choose_slices`), 0 where it is not.
         transfers: as `build_program` has it.
     """
     program = build_program(
-        schedule_of(layout), layout.pp, microbatches,
-        virtual_stages=virtual_stages(layout), zero=layout.zero, parts=max(1, slices), transfers=transfers,
+        find_schedule(layout), layout.pp, microbatches,
+        virtual_stages=virtual_stages(layout), zero=layout.zero, sequence_slices=max(1, slices), transfers=transfers,
     )
     return replace(program, layers=layout.stage_layers or ())
 
 
-def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
+def choose_slices(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
     """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
     if layout.schedule not in SLICED:
         return ()
@@ -70,14 +70,14 @@ def slices_of(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_
     return layout.sequence_slices
 
 
-def forwards_of(program: Program, microbatches: int) -> Program:
+def build_forwards(program: Program, microbatches: int) -> Program:
     """The forwards alone of some micro-batches, on the placement of another program.
 
     Micro-batches go through in groups of as many as there are ranks, each group through all of a rank's stages
     (Narayanan et al. 2021, figure 4): the longest that a rank need never wait for itself.
     """
     ranks = program.ranks
-    program = Program((), program.stage_rank, microbatches, copies=program.copies)
+    program = Program((), program.stage_rank, microbatches, model_copies=program.model_copies)
     orders = []
     for rank in range(ranks):
         forwards = [Action(Op.FORWARD, s, m) for s in program.stages_of(rank) for m in program.microbatches_of(s)]
@@ -85,8 +85,7 @@ def forwards_of(program: Program, microbatches: int) -> Program:
         orders.append(sorted(
             forwards, key=lambda a: ((a.microbatch - first[a]) // ranks, a.stage % program.depth, a.microbatch)
         ))
-    forward = replace(program, actions=tuple(map(tuple, orders)))
-    return replace(program, actions=tuple(map(tuple, add_transfers(forward))))
+    return add_transfers(replace(program, actions=tuple(map(tuple, orders))))
 
 
 def check_schedule(
@@ -100,13 +99,13 @@ def check_schedule(
     Raises:
         UsageError: naming the field, its value, and what fits.
     """
-    schedule, virtual = schedule_of(layout), virtual_stages(layout)
+    schedule, virtual = find_schedule(layout), virtual_stages(layout)
     if layout.virtual_stages is not None and layout.virtual_stages != virtual:
         raise UsageError(
             f"parallel.virtual_stages = {layout.virtual_stages}, but {layout.schedule} has {virtual} on each rank."
             f"\n  Leave virtual_stages out, or take one of {', '.join(_open())}."
         )
-    depth = len(schedule.placement(layout.pp, virtual)) // schedule.copies
+    depth = len(schedule.placement(layout.pp, virtual)) // schedule.model_copies
     if depth > shape.layers:
         raise UsageError(
             f"parallel.pp = {layout.pp} with {layout.schedule}: {shape.layers} layers cannot fill {depth} stages, each "

@@ -7,7 +7,7 @@ executes it, and any other reader (a simulator, a drawing) sees exactly what run
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -75,16 +75,16 @@ class Action(NamedTuple):
 class Program:
     """Every pipeline rank's actions for one step.
 
-    A stage is a run of consecutive layers. With several `copies` of the model (DualPipe) the stages of the second
-    follow those of the first: of S stages in all, stage s computes part ``s % depth`` of the model, depth = S / copies.
+    A stage is a run of consecutive layers. With two copies of the model (DualPipe) the stages of the second follow
+    those of the first: of S stages in all, stage s computes part ``s % depth`` of the model, depth = S / model_copies.
 
     Attributes:
         actions: for each pipeline rank, its actions in order.
         stage_rank: for each stage, the pipeline rank that holds it.
         microbatches: how many micro-batches flow through; consecutive ones through each copy.
         gathers: whether each stage's updated parameters must be gathered after the step.
-        copies: of the model, each on all ranks together.
-        parts: slices of the sequence that each micro-batch is cut into.
+        model_copies: how many there are, each on all ranks together.
+        sequence_slices: that each micro-batch's sequences are cut into.
         updates: how often each stage's weights are updated in the course of the program.
         layers: of each part of the model, where the layout says; otherwise they are even.
 
@@ -98,8 +98,8 @@ class Program:
     stage_rank: tuple[int, ...]
     microbatches: int
     gathers: bool = False
-    copies: int = 1
-    parts: int = 1
+    model_copies: int = 1
+    sequence_slices: int = 1
     updates: int = 1
     layers: tuple[int, ...] = ()
 
@@ -111,7 +111,7 @@ class Program:
     @property
     def depth(self) -> int:
         """Number of stages that a micro-batch passes through."""
-        return self.stages // self.copies
+        return self.stages // self.model_copies
 
     @property
     def ranks(self) -> int:
@@ -148,7 +148,7 @@ class Program:
     def microbatches_of(self, stage: int) -> range:
         """The micro-batches that pass through a stage."""
         copy = stage // self.depth
-        return range(copy * self.microbatches // self.copies, (copy + 1) * self.microbatches // self.copies)
+        return range(copy * self.microbatches // self.model_copies, (copy + 1) * self.microbatches // self.model_copies)
 
 
 class StageDurations(NamedTuple):
@@ -170,7 +170,7 @@ class Schedule(NamedTuple):
             asynchronous schedule also says where each stage's STEPs are.
         placement: from (pipeline ranks, stages per rank) the rank of each stage.
         virtual: stages per rank, None where the user chooses.
-        copies: of the model.
+        model_copies: how many there are.
         refuses: from (pipeline ranks, micro-batches, stages per rank) why they cannot be, or "".
         order: from (rank, pipeline ranks, micro-batches, stages per rank) the order of one rank alone, where it can be
             written down without the others'.
@@ -181,21 +181,21 @@ class Schedule(NamedTuple):
     orders: Callable[[int, int, int], list[list[Action]]]
     placement: Callable[[int, int], tuple[int, ...]]
     virtual: int | None = 1
-    copies: int = 1
+    model_copies: int = 1
     refuses: Callable[[int, int, int], str] = lambda ranks, microbatches, virtual: ""
     order: Callable[[int, int, int, int], list[Action]] | None = None
 
 
 def build_program(
-    schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0, parts: int = 1,
-    transfers: bool = True,
+    schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0,
+    sequence_slices: int = 1, transfers: bool = True,
 ) -> Program:  # fmt: skip
     """The program of a schedule.
 
     Args:
         ranks: pipeline ranks.
         virtual_stages: stages on each rank, where the schedule leaves that open.
-        parts: slices that each sequence is cut into.
+        sequence_slices: that each sequence is cut into.
         zero: ZeRO stage: 1 and 2 gather the parameters after the step; 3 gathers them layer by layer inside the passes.
         transfers: between ranks are written down; who only plays the program knows where they are.
 
@@ -206,71 +206,74 @@ def build_program(
     """
     virtual = schedule.virtual or virtual_stages
     stage_rank = schedule.placement(ranks, virtual)
-    orders = [in_slices(order, parts) for order in schedule.orders(ranks, microbatches, virtual)]
+    orders = [_cut(order, sequence_slices) for order in schedule.orders(ranks, microbatches, virtual)]
     program = Program(
-        tuple(tuple(a for a in order if a.op is not Op.STEP) for order in orders),
-        stage_rank, microbatches, gathers=zero in (1, 2), copies=schedule.copies, parts=parts,
-        updates=max(1, sum(a.op is Op.STEP for a in orders[0])),
+        (), stage_rank, microbatches, gathers=zero in (1, 2), model_copies=schedule.model_copies,
+        sequence_slices=sequence_slices, updates=max(1, sum(a.op is Op.STEP for a in orders[0])),
     )
-    computed = add_transfers(program) if transfers else program.actions
-    actions = [
-        _with_updates(order, actions, program) if program.updates > 1 else (*actions, *finish(program, rank))
-        for rank, (order, actions) in enumerate(zip(orders, computed, strict=True))
-    ]
-    return replace(program, actions=tuple(map(tuple, actions)))
+    actions = tuple(tuple(_with_updates(order, program, rank)) for rank, order in enumerate(orders))
+    program = replace(program, actions=actions)
+    return add_transfers(program) if transfers else program
 
 
-def in_slices(order: Sequence[Action], parts: int) -> list[Action]:
-    """An order with each pass cut into slices of the sequence: forwards from the first to the last, backwards back."""
-    if parts == 1:
-        return list(order)
-    slices = range(parts)
-    return [
-        action._replace(part=part) for action in order for part in (slices if action.op in FORWARDS else slices[::-1])
-    ]
+def _cut(order: list[Action], slices: int) -> list[Action]:
+    """Cut each pass into slices of the sequence: forwards from the first to the last, backwards from the last."""
+    if slices == 1:
+        return order
+    parts = range(slices)
+    return [action._replace(part=i) for action in order for i in (parts if action.op in FORWARDS else parts[::-1])]
 
 
-def add_transfers(program: Program) -> list[list[Action]]:
+def _with_updates(order: list[Action], program: Program, rank: int) -> list[Action]:
+    """Put reductions before, and gathers after, the updates that an order has, or one of all stages at its end.
+
+    That takes the stages in the model's order, so that two copies' ranks meet at each.
+    """
+    if program.updates > 1:
+        around = (Op.REDUCE, Op.STEP, Op.GATHER) if program.gathers else (Op.REDUCE, Op.STEP)
+        ops = {Op.STEP: around}
+        return [action._replace(op=op) for action in order for op in ops.get(action.op, (action.op,))]
+    stages = sorted(program.stages_of(rank), key=lambda stage: stage % program.depth)
+    reduces, gathers = ([Action(op, stage) for stage in stages] for op in (Op.REDUCE, Op.GATHER))
+    return [*order, *reduces, Action(Op.STEP), *(gathers if program.gathers else ())]
+
+
+def add_transfers(program: Program) -> Program:
     """Put the sends and receives that the computations of a program need around them.
 
     A result is sent as soon as it is there. A receive is posted one computation early, so that the data can travel
     while the rank computes. Messages between two ranks in one direction match by their order alone, so a rank posts
     its receives in the order in which the sender computes, some before their turn.
     """
-    channels: dict[tuple[Op, int, int], list[Action]] = {}
+    waiting: dict[tuple[Op, int, int], deque[Action]] = defaultdict(deque)  # receives, by their op and both ranks
     for rank, order in enumerate(program.actions):
         for action in order:
             if receive := _received_as(action, program):
-                target = program.stage_rank[receive.stage]
-                channels.setdefault((receive.op, rank, target), []).append(receive)
-    waiting = {key: deque(receives) for key, receives in channels.items()}
-    return [_with_transfers(rank, order, program, waiting) for rank, order in enumerate(program.actions)]
-
-
-def _with_transfers(
-    rank: int, order: Sequence[Action], program: Program, waiting: dict[tuple[Op, int, int], deque[Action]]
-) -> list[Action]:
-    actions: list[Action] = []
+                waiting[receive.op, rank, program.stage_rank[receive.stage]].append(receive)
     posted: set[Action] = set()
 
-    def post(action: Action) -> None:
+    def post(action: Action) -> Iterator[Action]:
         needed = receive_of(action, program)
-        if needed is None or needed in posted:
+        if needed is None:
             return
-        source = program.stage_rank[sender_of(needed).stage]
-        queue = waiting.get((needed.op, source, rank), deque())
+        source, target = program.stage_rank[sender_of(needed).stage], program.stage_rank[needed.stage]
+        queue = waiting[needed.op, source, target]
         while queue and needed not in posted:
-            actions.append(queue.popleft())
-            posted.add(actions[-1])
+            posted.add(queue[0])
+            yield queue.popleft()
 
-    for now, action in enumerate(order):
-        if now == 0:
-            post(action)
-        for ahead in order[now + 1 : now + 2]:
-            post(ahead)
-        actions.append(action)
-        actions += sends_of(action, program)
-    return actions
+    def with_transfers(order: Sequence[Action]) -> Iterator[Action]:
+        passes = [action for action in order if action.op in COMPUTE]
+        following = dict(pairwise(passes))
+        for first in passes[:1]:
+            yield from post(first)
+        for action in order:
+            if action in following:
+                yield from post(following[action])
+            yield action
+            yield from sends_of(action, program)
+
+    return replace(program, actions=tuple(tuple(with_transfers(order)) for order in program.actions))
 
 
 def receive_of(action: Action, program: Program) -> Action | None:
@@ -304,26 +307,3 @@ def _message(action: Action, target: int, program: Program) -> Action | None:
     same_copy = source // program.depth == target // program.depth  # -1 and `stages` belong to none
     far = same_copy and program.stage_rank[source] != program.stage_rank[target]
     return Action(op, target, action.microbatch, action.part) if far else None
-
-
-def _with_updates(order: Sequence[Action], actions: Sequence[Action], program: Program) -> Iterator[Action]:
-    """Put a stage's updates where its order has them, after the sends of the backward before."""
-    step_after = {backward: step for backward, step in pairwise(order) if step.op is Op.STEP}
-    due: list[Action] = []
-    for action in actions:
-        if action.op not in SENDS:
-            yield from due
-            due = []
-        yield action
-        if action in step_after:
-            step = step_after[action]
-            around = (Op.REDUCE, Op.STEP, Op.GATHER) if program.gathers else (Op.REDUCE, Op.STEP)
-            due = [step._replace(op=op) for op in around]
-    yield from due
-
-
-def finish(program: Program, rank: int) -> list[Action]:
-    """What follows a rank's last backward. Stages in the model's order, so that two copies' ranks meet at each."""
-    stages = sorted(program.stages_of(rank), key=lambda stage: stage % program.depth)
-    reduces, updated = ([Action(op, stage) for stage in stages] for op in (Op.REDUCE, Op.GATHER))
-    return [*reduces, Action(Op.STEP), *(updated if program.gathers else ())]

@@ -11,7 +11,7 @@ from math import exp
 
 import numpy as np
 
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import Columns, before_backwards, of_program
 from shoal.planning.cost.flops import hardware_flops, model_flops
@@ -35,7 +35,7 @@ class Estimate(StagePrices):
 
     def __init__(self, run: EstimatedRun, columns: Columns | None = None, known: dict | None = None):
         super().__init__(run, known)
-        self.columns = columns or of_program(program_of(run.layout, run.microbatches, transfers=False))
+        self.columns = columns or of_program(build_layout_program(run.layout, run.microbatches, transfers=False))
         self.program = self.columns.program
         self.parts = stage_parts(run.shape, self.program)
 

@@ -47,7 +47,7 @@ def test_every_schedule_equals_one_device_or_is_refused(pool, name, pp, tied, vi
     parallel = {"pp": pp, "schedule": name}
     if SCHEDULES[name].virtual is None:
         parallel["virtual_stages"] = virtual
-    model = {"layers": stages // SCHEDULES[name].copies + more, "tied": tied}
+    model = {"layers": stages // SCHEDULES[name].model_copies + more, "tied": tied}
     if reason := SCHEDULES[name].refuses(pp, microbatches, stages // pp):
         with pytest.raises(UsageError) as refused:
             differs(pool, parallel, model, microbatches)

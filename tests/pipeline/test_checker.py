@@ -90,7 +90,7 @@ def execute(program: Program) -> dict[int, set[int]]:
             posted.setdefault(channel(action), deque()).append(action)
         if op is Op.REDUCE:
             reduced.add(stage)
-            if not all(stage % program.depth + c * program.depth in reduced for c in range(program.copies)):
+            if not all(stage % program.depth + c * program.depth in reduced for c in range(program.model_copies)):
                 return False
         if op is Op.STEP:
             for held in program.stages_of(rank):

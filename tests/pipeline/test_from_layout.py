@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.check_run import check_run
-from shoal.pipeline.from_layout import check_schedule, forwards_of, program_of, virtual_stages
+from shoal.pipeline.from_layout import build_forwards, build_layout_program, check_schedule, virtual_stages
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, receive_of, sender_of
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.spec.catalog import model_shape
@@ -56,7 +56,7 @@ def test_a_validation_goes_forward_through_all_stages_and_never_waits_in_a_circl
     trained = next((m for m in range(1, 30) if not SCHEDULES[name].refuses(pp, m, virtual_stages(layout))), None)
     if trained is None:
         return
-    program = forwards_of(program_of(layout, trained), microbatches)
+    program = build_forwards(build_layout_program(layout, trained), microbatches)
     queues = [list(actions) for actions in program.actions]
     done: set[Action] = set()
     while any(queues):
@@ -68,7 +68,8 @@ def test_a_validation_goes_forward_through_all_stages_and_never_waits_in_a_circl
     assert forwards == {
         Action(Op.FORWARD, stage, m) for stage in range(program.stages) for m in program.microbatches_of(stage)
     }
-    assert sum(len(program.microbatches_of(copy * program.depth)) for copy in range(program.copies)) == microbatches
+    through = [len(program.microbatches_of(copy * program.depth)) for copy in range(program.model_copies)]
+    assert sum(through) == microbatches
 
 
 def _ready(action: Action, program, done: set[Action]) -> bool:

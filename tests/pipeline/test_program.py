@@ -113,7 +113,7 @@ def test_a_deadlock_is_told_with_who_waits_where() -> None:
     """Stage 1 wants a forward's result before stage 0, which waits for a gradient first, can send it."""
     first = [Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0), Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 1)]
     second = [Action(Op.FORWARD, 1, 0), Action(Op.FORWARD, 1, 1), Action(Op.BACKWARD, 1, 0), Action(Op.BACKWARD, 1, 1)]
-    orders = add_transfers(Program((tuple(first), tuple(second)), (0, 1), 2))
+    orders = add_transfers(Program((tuple(first), tuple(second)), (0, 1), 2)).actions
     actions = [[*order, Action(Op.REDUCE, stage), Action(Op.STEP)] for stage, order in enumerate(orders)]
     with pytest.raises(ProgramError, match="deadlock: pipeline rank 0 waits at 0B0; pipeline rank 1 waits at 1F1"):
         check_program(Program(tuple(map(tuple, actions)), (0, 1), 2))

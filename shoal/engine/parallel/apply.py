@@ -69,7 +69,7 @@ def build_stages(
         places = sorted({rank for s, rank in enumerate(holders) if program.is_first(s) or program.is_last(s)})
         ends = mesh.group(f"pp:{','.join(map(str, places))}", purpose="ends")
     copies = ""
-    if program.copies > 1:
+    if program.model_copies > 1:
         # The stages of a rank have their copies on one other rank.
         other = {holders[(mine + program.depth) % program.stages] for mine in program.stages_of(here)}
         copies = f"pp:{','.join(map(str, sorted({here} | other)))}"

@@ -26,7 +26,7 @@ from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout, Recompute
 from shoal.training.step.engine_state import attention_kernel
@@ -197,7 +197,7 @@ def _model(layers: int, hidden: int, recompute: Recompute = "none") -> Transform
 def _stage(shape: ModelShape, layout: Layout, rank: int) -> LocalStage:
     """One that is all of a model, as a step of the engine has it."""
     (stage,), parameters = build_stages(
-        shape, program_of(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],
+        shape, build_layout_program(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],
         spread(layout, shape.max_sequence), kernel=attention_kernel("auto", torch.device("cpu"), torch.float32),
     )  # fmt: skip
     initialise(parameters, shape, 0)

@@ -15,7 +15,7 @@ from shoal.engine.collectives.dry_groups import DryMesh
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.from_layout import program_of, slices_of
+from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.time.traffic import Sent
 from shoal.planning.describe import describe_run
@@ -144,8 +144,8 @@ def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: boo
     run, device = estimate.run, torch.device("cpu" if as_here else "cuda")
     kernel = attention_kernel(config.train.attention, device, POLICIES[run.precision].compute)
     s = run.sequence_length
-    slices = slices_of(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
-    program = program_of(run.layout, run.microbatches, len(slices))
+    slices = choose_slices(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
+    program = build_layout_program(run.layout, run.microbatches, len(slices))
     one = replace(estimate.forward, kernel=kernel)
     return RankCounts(
         one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)

@@ -18,7 +18,6 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.columns import Columns, of_program
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
@@ -90,20 +89,20 @@ def played(printed: Printed) -> Timeline:
     forward, backward_input, backward_weight, message = printed.times
     v = printed.virtual
     times = ActionTimes(forward / v, backward_input / v, backward_weight / v)
-    return simulate(_columns(printed), times, MessageTimes(time=message))
+    return simulate(_program(printed), times, MessageTimes(time=message))
 
 
-def _columns(printed: Printed) -> Columns:
+def _program(printed: Printed) -> Program:
     p, m = printed.ranks, printed.microbatches
     if printed.method in NAMES:
         schedule = SCHEDULES[NAMES[printed.method]]
-        return of_program(pipeline.build_program(schedule, p, m, virtual_stages=printed.virtual, transfers=False))
+        return pipeline.build_program(schedule, p, m, virtual_stages=printed.virtual, transfers=False)
     if printed.method not in AUTOMATIC:
         raise UsageError(f"{printed.row}: method {printed.method}; known are {', '.join((*NAMES, *AUTOMATIC))}")
     orders = zb_auto(
         p, m, pipeline.StageDurations(*printed.times), memory=AUTOMATIC[printed.method] * p, kept=printed.kept
     )
-    return of_program(Program(tuple(map(tuple, orders)), looped(p, 1), m))
+    return Program(tuple(map(tuple, orders)), looped(p, 1), m)
 
 
 def compare(printed: Iterable[Printed]) -> tuple[list[str], float]:

@@ -20,7 +20,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
 from shoal.engine.precision.policy import POLICIES
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import Action, Op
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.float8 import EightBits
@@ -68,7 +68,7 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
         one_host: whether all ranks are there, and so share what memory they can.
     """
     layout, policy = config.parallel, FORMATS[config.train.precision]
-    program = program_of(layout, layout.microbatches(config.train.global_batch))
+    program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, POLICIES[config.train.precision].compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
     forward = MicroBatch(

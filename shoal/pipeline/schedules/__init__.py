@@ -36,7 +36,7 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("zb-auto", "Qi et al. 2024, section 3.1", auto.as_1f1b, looped),
         per_rank_schedule(
             "dualpipe", "DeepSeek-AI 2024, figure 5", dualpipe.dualpipe, v_placement,
-            virtual=2, copies=2, refuses=dualpipe.refuses,
+            virtual=2, model_copies=2, refuses=dualpipe.refuses,
         ),
         per_rank_schedule("dualpipev", "Qi et al. 2025 (cut-in-half)", dualpipe.dualpipe_v, v_placement, virtual=2),
         per_rank_schedule("terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", gpipe.gpipe, looped),

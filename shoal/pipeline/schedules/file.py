@@ -42,10 +42,11 @@ def dump_csv(program: Program, *, transfers: bool = False) -> str:
     Raises:
         UsageError: the program has slices of sequences or versions of weights, which the format cannot say.
     """
-    if program.parts > 1 or program.updates > 1:
+    if program.sequence_slices > 1 or program.updates > 1:
         raise UsageError(
             "torch's format of a schedule has no slices of a sequence and no versions of weights, and this program has "
-            f"{program.parts} slices and {program.updates} updates: write a synchronous schedule without slices"
+            f"{program.sequence_slices} slices and {program.updates} updates: write a synchronous schedule without "
+            "slices"
         )
     rows = io.StringIO()
     writer = csv.writer(rows)
@@ -63,7 +64,7 @@ def load_csv(text: str, name: str = "schedule") -> Program:
     Raises:
         UsageError: the text is no complete schedule, with the row and the cell where that shows.
     """
-    return build_program(_schedule(text, name), *_size(_orders(text, name)))
+    return _read(text, name)[1]
 
 
 def schedule_from_csv(path: str | Path) -> Schedule:
@@ -78,12 +79,12 @@ def schedule_from_csv(path: str | Path) -> Schedule:
         raise UsageError(
             f"schedule file {path}: {error}\n  Give a text file as torch.distributed.pipelining writes it."
         ) from None
-    return _schedule(text, str(path))
+    return _read(text, str(path))[0]
 
 
-def _schedule(text: str, name: str) -> Schedule:
+def _read(text: str, name: str) -> tuple[Schedule, Program]:
     orders = _orders(text, name)
-    ranks, microbatches = _size(orders)
+    ranks, microbatches = len(orders), 1 + max(action.microbatch for order in orders for action in order)
     placement = _placement(orders, name)
     through = [{a.microbatch for a in order if a.stage == s} for s, r in enumerate(placement) for order in [orders[r]]]
     copies = len({frozenset(stage) for stage in through})
@@ -97,14 +98,15 @@ def _schedule(text: str, name: str) -> Schedule:
 
     schedule = Schedule(
         f"file:{name}", "torch.distributed.pipelining, a file", lambda *_: orders, lambda *_: placement,
-        virtual=max(map(placement.count, range(ranks))), copies=copies, refuses=refuses,
+        virtual=max(map(placement.count, range(ranks))), model_copies=copies, refuses=refuses,
         order=lambda rank, *_: orders[rank],
     )
+    program = build_program(schedule, ranks, microbatches)
     try:
-        check_program(build_program(schedule, ranks, microbatches))
+        check_program(program)
     except ProgramError as error:
         raise UsageError(f"schedule file {name} (a row for each pipeline rank, from 0): {error}") from None
-    return schedule
+    return schedule, program
 
 
 def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) -> None:
@@ -163,11 +165,6 @@ def _actions(cell: str, place: str) -> list[Action]:
             f"(0F1;1B0)OVERLAP_F_B, 0UNSHARD, 0RESHARD and {', '.join('0' + name for name in AROUND.values())}"
         )
     return []
-
-
-def _size(orders: list[list[Action]]) -> tuple[int, int]:
-    """Ranks and micro-batches."""
-    return len(orders), 1 + max(action.microbatch for order in orders for action in order)
 
 
 def _placement(orders: list[list[Action]], name: str) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Columns:
         of_others, after_others = _counted(made, self.rank) - over, _counted(change, self.rank) - after
         several = np.bincount(self.program.stage_rank)[self.rank] - 1
         every = (after_others > 0) & (after_others == several)
-        nth = np.minimum(np.stack([over, of_others]) // self.program.parts, NTH - 1)
+        nth = np.minimum(np.stack([over, of_others]) // self.program.sequence_slices, NTH - 1)
         return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
     def activation_changes(self, whole: np.ndarray, half: np.ndarray) -> np.ndarray:
@@ -107,7 +107,7 @@ class Columns:
         for code, by_stage in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
             rows = self.op == code
             change[rows] = by_stage[self.stage[rows]]
-        change[self.part >= 0] /= self.program.parts
+        change[self.part >= 0] /= self.program.sequence_slices
         return change
 
     def action(self, row: int) -> Action:
@@ -178,7 +178,7 @@ def before_backwards(
     here = follows & np.append(False, holder[1:] == holder[:-1])
     change = columns.activation_changes(np.array(whole) - passing * here, np.array(half))
     messages = passing * _messages(columns, here, follows & ~here)
-    messages[columns.part >= 0] /= columns.program.parts
+    messages[columns.part >= 0] /= columns.program.sequence_slices
     before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
     found = np.full((*TOLD_APART, stages), -np.inf)
     for i, code in enumerate((BACKWARD, INPUT, WEIGHT, FORWARD)):

@@ -15,7 +15,6 @@ from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.columns import Columns, of_program
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.theory import EqualStages
@@ -111,24 +110,24 @@ def compare_schedules(
     durations = StageDurations(forward, backward_input, backward_weight, comm)
     closed = not (comm or latency or jitter or stragglers or (slices or 1) > 1)
     read = [] if file is None else [_read(Path(file))]
-    for _, columns in read:
-        pp, microbatches = columns.ranks, columns.program.microbatches
+    for _, program in read:
+        pp, microbatches = program.ranks, program.microbatches
 
-    def programs() -> Iterator[tuple[str, Columns]]:
+    def programs() -> Iterator[tuple[str, Program]]:
         yield from read
         for name in names:
-            yield name, _columns(name, pp, microbatches, virtual_stages, slices, durations, memory, kept_for_weight)
+            yield name, _program(name, pp, microbatches, virtual_stages, slices, durations, memory, kept_for_weight)
 
     found = []
-    for name, columns in programs():
+    for name, program in programs():
         # What a rank holds of one copy of the model is the same for all schedules, so a stage's share differs.
-        share = pp / columns.program.depth
+        share = pp / program.depth
         equal = EqualStages(
-            pp, microbatches, columns.program.stages // pp, share * forward, share * backward_input,
+            pp, microbatches, program.stages // pp, share * forward, share * backward_input,
             share * backward_weight, None if pair is None else share * pair,
         )  # fmt: skip
         times = ActionTimes(equal.f, equal.b, equal.w, pair=equal.pair, reduce=reduce, step=step)
-        timeline = simulate(columns, times, links, disturbance=disturbance, dp=dp, tp=tp)
+        timeline = simulate(program, times, links, disturbance=disturbance, dp=dp, tp=tp)
         found.append(PlayedSchedule(name, timeline, equal if closed else None))
     return found
 
@@ -178,28 +177,28 @@ def _plain(name: str) -> str:
     return re.sub("[-_ ]", "", name.lower())
 
 
-def _read(file: Path) -> tuple[str, Columns]:
+def _read(file: Path) -> tuple[str, Program]:
     try:
-        return file.stem, of_program(load_csv(file.read_text(encoding="utf-8"), str(file)))
+        return file.stem, load_csv(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise UsageError(f"--csv {file}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--csv {file}: it is no text") from None
 
 
-def _columns(
+def _program(
     name: str, pp: int, microbatches: int, virtual_stages: int | None, slices: int | None, times: StageDurations,
     memory: float | None, kept_for_weight: float,
-) -> Columns:  # fmt: skip
+) -> Program:  # fmt: skip
     if name in AUTOMATIC:
         room = max(1, round((memory or AUTOMATIC[name]) * pp))
         orders = zb_auto(pp, microbatches, times, memory=room, kept=min(1.0, kept_for_weight))
-        return of_program(Program(tuple(map(tuple, orders)), looped(pp, 1), microbatches))
+        return Program(tuple(map(tuple, orders)), looped(pp, 1), microbatches)
     schedule = EVERY[name]
     virtual = schedule.virtual or virtual_stages or VIRTUAL
     if reason := schedule.refuses(pp, microbatches, virtual):
         raise UsageError(f"--pp {pp} --microbatches {microbatches}: {reason}")
-    parts = slices or (SLICES if name == "terapipe" else 1)
-    return of_program(
-        build_program(schedule, pp, microbatches, virtual_stages=virtual, parts=parts, transfers=False)
+    sliced = slices or (SLICES if name == "terapipe" else 1)
+    return build_program(
+        schedule, pp, microbatches, virtual_stages=virtual, sequence_slices=sliced, transfers=False
     )

@@ -173,7 +173,7 @@ def _messages(columns: Columns, sent_after: np.ndarray) -> np.ndarray:
     """Producer and consumer of each message, link after link, in the order in which it is sent. [2, messages] rows"""
     program = columns.program
     # The row that computes each result. [forward or backward, stages, micro-batches, parts], NOTHING where none
-    made = np.full((2, program.stages, program.microbatches, program.parts), NOTHING, np.int32)
+    made = np.full((2, program.stages, program.microbatches, program.sequence_slices), NOTHING, np.int32)
     pairs = []
     for kind, codes, step in ((0, (FORWARD,), -1), (1, (BACKWARD, INPUT), 1)):
         consumer = np.flatnonzero(np.isin(columns.op, codes))
@@ -210,7 +210,7 @@ def _meet(columns: Columns, waits_for: np.ndarray, before: np.ndarray, tied: boo
     def rows_of(code: int, which: int) -> np.ndarray:
         return np.flatnonzero((op == code) & (stage == which))
 
-    if program.copies == 2:
+    if program.model_copies == 2:
         for part in range(program.depth):
             for code in (REDUCE, GATHER):
                 for one, other in zip(rows_of(code, part), rows_of(code, part + program.depth), strict=False):

@@ -76,7 +76,7 @@ class ActionTimes:
             pairs = columns.pairs
             times[pairs + 1] = self._look_up("pair", columns, pairs)
             times[pairs] = 0.0
-        return np.where(columns.part >= 0, times / columns.program.parts, times)
+        return np.where(columns.part >= 0, times / columns.program.sequence_slices, times)
 
     def _look_up(self, name: str, columns: Columns, rows: np.ndarray) -> np.ndarray | float:
         table = np.asarray(getattr(self, name), dtype=float)

@@ -217,7 +217,7 @@ class RankCounts:
             for held, here in self._here(bucket, chunk):
                 if held.partial:
                     found[held.partial] += here
-                if self.program.copies > 1 and not held.alone:
+                if self.program.model_copies > 1 and not held.alone:
                     found[self._copies] += here
         return found
 

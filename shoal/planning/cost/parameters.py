@@ -37,7 +37,7 @@ def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     layers, depth = layers_of(shape, program), program.depth
     shared = shape.tied and depth > 1
     of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
-    return of_copy * program.copies
+    return of_copy * program.model_copies
 
 
 def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:

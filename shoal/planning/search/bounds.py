@@ -80,7 +80,7 @@ class StageChain:
 
     def through(self, microbatches: np.ndarray) -> np.ndarray:
         """[layouts, stages] of each layout's micro-batches, those through each stage."""
-        copies = self.program.copies
+        copies = self.program.model_copies
         ends = np.arange(copies + 1) * microbatches[:, None] // copies
         return np.repeat(np.diff(ends).astype(float), self.program.depth, axis=1)
 
@@ -96,7 +96,7 @@ class StageChain:
         """[stages] messages from the first stage of each one's copy."""
         far = 1.0 - self.beside
         far[:: self.program.depth] = 0
-        return np.cumsum(far.reshape(self.program.copies, -1), axis=1).ravel()
+        return np.cumsum(far.reshape(self.program.model_copies, -1), axis=1).ravel()
 
     @cached_property
     def first_holders(self) -> np.ndarray:
@@ -150,7 +150,7 @@ class StageChain:
 
     def _before(self, values: np.ndarray) -> np.ndarray:
         """[layouts, stages] the sum over the stages before, of the same copy."""
-        table = values.reshape(len(values), self.program.copies, -1)
+        table = values.reshape(len(values), self.program.model_copies, -1)
         return (np.cumsum(table, axis=2) - table).reshape(values.shape)
 
     def _in_flight(

@@ -140,7 +140,7 @@ def _outlines(
     placement = schedule.placement(pp, schedule.virtual or pipe["virtual_stages"])
     for split in splits(run.shape, pp, depth_of(pp, pipe), space):
         layers = split["stage_layers"] or ()
-        if (key := (placement, schedule.copies, layers)) not in known:
-            program = Program(((),) * pp, placement, 0, copies=schedule.copies, layers=layers)
+        if (key := (placement, schedule.model_copies, layers)) not in known:
+            program = Program(((),) * pp, placement, 0, model_copies=schedule.model_copies, layers=layers)
             known[key] = Outline.of(run.shape, program)
         yield split, known[key]

@@ -135,7 +135,7 @@ class Outline:
             added: of `added`, all that is not in the ends.
         """
         passes, after = added
-        through = microbatches // self.chain.program.copies  # of the first stage
+        through = microbatches // self.chain.program.model_copies  # of the first stage
         busy = (ends[0] + through * passes + after).max(axis=1)
         return np.maximum(busy, ends[1] + after[:, self.chain.first_holders].min(axis=1))
 

@@ -217,7 +217,7 @@ def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
 def depth_of(pp: int, pipe: Fields) -> int:
     """Stages that a micro-batch passes through."""
     schedule = SCHEDULES[pipe["schedule"]]
-    return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.copies
+    return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.model_copies
 
 
 def fits(run: EstimatedRun, layout: Layout) -> bool:

@@ -30,7 +30,7 @@ from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
 from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import Nursery
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.comparison import differences, done, last, reached
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, Planted, disturbed, variable
@@ -88,7 +88,7 @@ class Chaos:
         self.config = config.model_copy(update={"data": data, "metrics": metrics, "checkpoint": kept})
         self.folder, self.nursery, self.log = folder, nursery, log
         self.steps, self.ranks = config.train.steps, config.parallel.world_size
-        program = program_of(config.parallel, config.parallel.microbatches(config.train.global_batch))
+        program = build_layout_program(config.parallel, config.parallel.microbatches(config.train.global_batch))
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
         prepare(self.config.data)
         self.reference = folder / "undisturbed"

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.launch.worker_pool import Pool, RankError
 from shoal.pipeline.check_run import check_run
-from shoal.pipeline.from_layout import schedule_of, virtual_stages
+from shoal.pipeline.from_layout import find_schedule, virtual_stages
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
@@ -62,7 +62,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     if not own_precision:
         changed["precision"] = verified_as(train.precision)
     if accumulate and config.parallel.microbatches(train.global_batch) == 1:
-        schedule, virtual = schedule_of(config.parallel), virtual_stages(config.parallel)
+        schedule, virtual = find_schedule(config.parallel), virtual_stages(config.parallel)
         if reason := schedule.refuses(config.parallel.pp, 2, virtual):
             notes.append(f"faults of accumulation stay unseen, which need two micro-batches: {reason}")
         else:

@@ -40,7 +40,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         for stages in ((1, 2, 3) if SCHEDULES[name].virtual is None else (None,))
         if not SCHEDULES[name].refuses(pp, accumulation, stages or SCHEDULES[name].virtual or 1)
     ])
-    depth = pp * (virtual or SCHEDULES[schedule].virtual) // SCHEDULES[schedule].copies
+    depth = pp * (virtual or SCHEDULES[schedule].virtual) // SCHEDULES[schedule].model_copies
     zero = choose((0, 1, 2, 3))
     tp_x = choose((1, 2)) if tp == 4 else 1
     sequence_parallel = tp > 1 and choose((False, True))

@@ -26,7 +26,7 @@ from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
@@ -198,7 +198,7 @@ def _step(
     for depth in depths:
         begin_depths(depth)
     choices = Choices([model], model.shape, config.data.sequence_length)
-    program = program_of(config.parallel, config.parallel.microbatches(n))
+    program = build_layout_program(config.parallel, config.parallel.microbatches(n))
     if program.updates > 1:
         gradients: dict[str, Tensor] = {}
 

@@ -18,7 +18,7 @@ from shoal.engine.collectives.shm.window import Window
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.build import build as build_optimizer
 from shoal.engine.optim.schedule import learning_rate
-from shoal.pipeline.from_layout import forwards_of
+from shoal.pipeline.from_layout import build_forwards
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import Diverged, ReplicaEngine, ReplicaResult
@@ -124,7 +124,7 @@ class FreeEngine(ReplicaEngine):
         batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in mine]
         sums = torch.zeros(2, dtype=torch.float64)
         if batches:
-            sums[0] = self._runtime(forwards_of(self.program, len(batches))).evaluate(batches)
+            sums[0] = self._runtime(build_forwards(self.program, len(batches))).evaluate(batches)
             sums[1] = sum(batch.unmasked() for batch in batches)
         loss, tokens = read(all_reduce(sums, group))
         return loss / max(1.0, tokens)

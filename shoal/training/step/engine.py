@@ -14,7 +14,7 @@ from shoal.engine.collectives.ops import all_reduce, read
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
-from shoal.pipeline.from_layout import forwards_of
+from shoal.pipeline.from_layout import build_forwards
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
 from shoal.training.step.mixture_of_depths import Foreseen
@@ -107,7 +107,7 @@ class Engine(EngineState):
         """
         per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
         passes = -(-self.config.train.validation_sequences // per_pass)
-        program = forwards_of(self.program, passes)
+        program = build_forwards(self.program, passes)
         batches = [samples.batch(self._validation_indices(m)) for m in range(passes)]
         tokens = max(1, *self._count(batches, [0] * passes))
         batches = [batch.to(self.mesh.device) for batch in batches]

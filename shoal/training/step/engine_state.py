@@ -21,7 +21,7 @@ from shoal.engine.precision.loss_scale import LossScale
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.checker import check_program
-from shoal.pipeline.from_layout import program_of, slices_of
+from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -45,10 +45,10 @@ class EngineState:
         layout, train = config.parallel, config.train
         self.policy = POLICIES[train.precision]
         self.microbatches = layout.microbatches(train.global_batch)
-        self.slices = slices_of(
+        self.slices = choose_slices(
             layout, shape, microbatches=self.microbatches, sequence_length=config.data.sequence_length
         )
-        self.program = program_of(layout, self.microbatches, len(self.slices))
+        self.program = build_layout_program(layout, self.microbatches, len(self.slices))
         check_program(self.program, tied=shape.tied)
         self.spread = spread(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)

@@ -39,7 +39,7 @@ def test_what_torch_writes_is_read(name: str, transfers: bool, tmp_path: Path) -
     assert "2 pipeline ranks and 8 micro-batches" in read.refuses(4, 8, 2)
 
 
-@pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].copies == 1])
+@pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].model_copies == 1])
 def test_what_is_written_torch_reads(name: str, tmp_path: Path) -> None:
     program = build_program(SCHEDULES[name], 4, 8, virtual_stages=2)
     (tmp_path / "ours.csv").write_text(dump_csv(program))
@@ -50,7 +50,7 @@ def test_what_is_written_torch_reads(name: str, tmp_path: Path) -> None:
     assert torchs.stage_index_to_group_rank == dict(enumerate(program.stage_rank))
 
 
-@pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].copies == 1])
+@pytest.mark.parametrize("name", [n for n in SYNCHRONOUS if SCHEDULES[n].model_copies == 1])
 def test_torch_reads_each_cell_as_it_is_meant_transfers_too(name: str) -> None:
     program = build_program(SCHEDULES[name], 4, 8, virtual_stages=2)
     kinds = {"SEND_F": "SF", "RECV_F": "RF", "SEND_B": "SB", "RECV_B": "RB", "REDUCE_GRAD": "R"}

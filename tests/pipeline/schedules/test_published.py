@@ -17,7 +17,7 @@ def cost(name: str, p: int, m: int, virtual: int = 2) -> tuple[float, Check]:
     """A rank's idle time, in passes of one stage; and the rest."""
     schedule = SCHEDULES[name]
     result = check_program(build_program(schedule, p, m, virtual_stages=virtual))
-    busy = 3 * m * (schedule.virtual or virtual) / schedule.copies
+    busy = 3 * m * (schedule.virtual or virtual) / schedule.model_copies
     return busy / (1 - result.bubble) - busy, result
 
 

@@ -31,7 +31,7 @@ def step_time(program: Program, lasting: dict[Op, float], time: float, latency: 
                 elif action.op not in RECEIVES:
                     receive = receive_of(action, program) if action.op in COMPUTE else None
                     begin = max(now, found.get(sender_of(receive), 0.0)) if receive else now
-                    if action.op is Op.REDUCE and program.copies == 2:  # which waits for the copy's
+                    if action.op is Op.REDUCE and program.model_copies == 2:  # which waits for the copy's
                         other = (action.stage + program.depth) % program.stages
                         begin = max(begin, found.get(Action(Op.RECV_FORWARD, other), 0.0))
                         found[Action(Op.RECV_FORWARD, action.stage)] = now

@@ -133,7 +133,7 @@ def test_the_formulas_of_deepseek_v3() -> None:
         dual = play("dualpipe", EqualStages(P, 32, 2, f, b, w, pair))
         assert dual.idle.max() == pytest.approx((P / 2 - 1) * (pair + whole - 3 * w))
         assert dual.peak_live.max() == P + 1
-        assert dual.columns.program.copies == 2  # parameters
+        assert dual.columns.program.model_copies == 2  # parameters
     assert not formulas
 
 

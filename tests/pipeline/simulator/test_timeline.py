@@ -34,7 +34,7 @@ def test_the_check_is_that_of_the_timeline(name: str, p: int, m: int, v: int) ->
 
 
 def test_slices_of_a_sequence_take_and_keep_their_share() -> None:
-    whole, cut = (simulate(build_program(SCHEDULES["gpipe"], 4, 2, parts=parts)) for parts in (1, 4))
+    whole, cut = (simulate(build_program(SCHEDULES["gpipe"], 4, 2, sequence_slices=n)) for n in (1, 4))
     assert np.allclose(cut.busy, whole.busy)
     assert cut.peak_live.tolist() == whole.peak_live.tolist() == [2.0] * 4
     assert whole.bubble == pytest.approx(3 / (2 + 3)) and cut.bubble == pytest.approx(3 / (8 + 3))  # eight shorter ones

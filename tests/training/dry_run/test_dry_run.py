@@ -14,7 +14,7 @@ from shoal.engine.collectives.dry_groups import DryMesh
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.from_layout import program_of, slices_of
+from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
@@ -122,10 +122,10 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
 def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCounts:
     layout, s, policy = config.parallel, config.data.sequence_length, FORMATS[config.train.precision]
     microbatches = layout.microbatches(config.train.global_batch)
-    slices = slices_of(layout, shape, microbatches=microbatches, sequence_length=s)
+    slices = choose_slices(layout, shape, microbatches=microbatches, sequence_length=s)
     kernel = attention_kernel(config.train.attention, torch.device("cpu"), POLICIES[config.train.precision].compute)
     run = MicroBatch(shape, layout, s, policy.compute.itemsize, kernel=kernel)
-    program = program_of(layout, microbatches, len(slices))
+    program = build_layout_program(layout, microbatches, len(slices))
     return RankCounts(run, program, mesh, policy, slices, by_parts=layout.overlaps_products(background=False))
 
 

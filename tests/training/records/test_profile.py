@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.pipeline.from_layout import program_of
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import RECEIVES, SENDS, receive_of, sender_of
 from shoal.training.records.profile import clock_offset, read_profile
 from tests.trainings.runs import small_config, train_in
@@ -37,7 +37,7 @@ def test_every_action_is_recorded_once_in_order_and_on_one_clock(parallel, corpu
     )
     folder = train_in(pool, config, tmp_path / "run")
     profile, layout = read_profile(folder), config.parallel
-    program = program_of(layout, layout.microbatches(config.train.global_batch))
+    program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
     assert profile.program == program
     assert [rank.rank for rank in profile.ranks] == list(range(layout.world_size))
     assert {(rank.pp, rank.dp, rank.tp) for rank in profile.ranks} == {
