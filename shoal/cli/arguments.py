@@ -16,6 +16,7 @@ from shoal.base.options import read
 from shoal.base.section import Section, validate
 from shoal.cli.commands import COMMANDS
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config
+from shoal.spec.config.run import MOVED, note_moved
 
 T = TypeVar("T", bound=Section)
 
@@ -36,6 +37,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
             read or is out of its range.
         SystemExit: 0, after ``--help``.
     """
+    args = [_rename_moved(word) for word in args]
     if "resume" in options.model_fields:
         args = _complete_resume(args)
     file, args = split_run_file(args)
@@ -45,6 +47,16 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     given = read(f"shoal {command}", COMMANDS[command].help, types, base, args)
     own = validate(options, given.pop(""), source="command line")
     return own, validate(RunConfig, base | given, source="command line")
+
+
+def _rename_moved(word: str) -> str:
+    """An option by its new name, if its key has moved to another section."""
+    option, equals, value = word.partition("=")
+    key = option.removeprefix("--").replace("-", "_")
+    if key == option or key not in MOVED:
+        return word
+    note_moved(key)
+    return f"--{MOVED[key]}{equals}{value}"
 
 
 def split_run_file(args: list[str]) -> tuple[Path | None, list[str]]:

@@ -1,11 +1,11 @@
-"""Executes a rank's part of a `Program`: one stage with accumulation, or any pipeline, on the same path."""
+"""Execute a rank's part of a `Program`: one stage with accumulation, or any pipeline, on the same path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,19 +17,20 @@ from shoal.engine.collectives.ops import Transfer, start_receive, start_send
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.cache import Slice
 from shoal.engine.parallel.apply import LocalStage
-from shoal.engine.weight_versions import Stash
+from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program
 
-Update = Callable[[Action, Tensor], None]
+R = TypeVar("R")
+Update = Callable[[Action, Tensor], R]
 Place = tuple[int, int, int]
-"""A stage, a micro-batch and a slice of it (-1 for the whole)."""
+"""A stage, a micro-batch and a slice of its sequences (-1 for all of them)."""
 
 Channel = tuple[Op, bool]
-"""What travels one way along the pipeline: the direction, and whether it goes from a lower rank to a higher."""
+"""Messages of one direction along the pipeline: FORWARD or BACKWARD, and whether from a lower rank to a higher."""
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A micro-batch, or a slice of it, between its forward and its backward on one stage."""
 
     hidden: Tensor | None
@@ -38,30 +39,34 @@ class _Flight:
 
 
 class Recorder(Protocol):
-    """Told what a runtime does, as it does it."""
+    """Called by a runtime around each action."""
 
     def begin(self, action: Action) -> None:
-        """An action begins."""
+        """Called when the action begins."""
 
     def arrived(self, action: Action) -> None:
-        """What the action had to wait for, if anything, is there."""
+        """Called when the message that the action waited for, if any, has arrived."""
 
     def end(self, action: Action) -> None:
-        """It is done (a transfer: it is on its way)."""
+        """Called when the action is done (a transfer: started)."""
 
 
 class Runtime:
-    """One rank's executor.
+    """The executor of one rank.
 
     Args:
-        program: of all pipeline ranks; this rank's part is taken by the mesh's pp index.
-        stages: the stages that this rank holds.
-        mesh: where messages go.
+        program: of all pipeline ranks; this rank's part is that of the mesh's pp index.
+        stages: the stages of this rank.
+        mesh: the ranks that messages go to.
         hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
             h/tp_x).
         dtype: of these activations.
-        slices: of this rank's tokens of a sequence, how many are in each slice, where the program has slices.
-        tokens: which tokens of a sequence are this rank's, [s] of them; None for all.
+        slices: how many of this rank's tokens of a sequence are in each slice, if the program has slices.
+        tokens: which tokens of a sequence this rank has, [s]; None for all.
+
+    Attributes:
+        versions: the weight versions of each stage, in asynchronous pipelines.
+        recorders: called around each action.
     """
 
     def __init__(
@@ -81,23 +86,23 @@ class Runtime:
         self.last_weights = _last_weights(self.actions)
         self.hidden_shape, self.dtype, self.slices = hidden_shape, dtype, slices
         self.tokens = tokens
-        self.stashes = {
-            stage.index: Stash(
+        self.versions = {
+            stage.index: WeightVersions(
                 stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
             )
             for stage in stages if program.updates > 1
         }
         self.recorders: list[Recorder] = []
-        # A group for each way along the pipeline: what is sent one way never waits for what goes another.
+        # A group for each channel, so that messages of one never wait for those of another.
         self.groups: dict[Channel, Group] = {}
         self._connect()
         self._reset()
 
     def _connect(self) -> None:
-        """Make the groups, and exchange one number on every way that messages will take, in an order common to all.
+        """Create the groups, and exchange one number on every route, in an order common to all ranks.
 
-        NCCL connects two ranks at their first transfer and holds both until the other is there; in a step, where each
-        waits at a place of its own, that could be never.
+        NCCL connects two ranks at their first transfer, and blocks each until the other is there too: in a step, whose
+        ranks wait in different places, that could deadlock.
         """
         ranks, here = self.mesh.ranks("pp"), self.mesh.index("pp")
         used = {
@@ -114,7 +119,7 @@ class Runtime:
                 start_receive(number, ranks[source], self.groups[channel]).wait()
 
     def _route(self, action: Action) -> tuple[Channel, int, int]:
-        """The way that a message takes, and the pipeline ranks that it goes from and to."""
+        """The channel of a message, and the pipeline ranks that it goes from and to."""
         forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         other = action.stage + (1 if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
         near, far = self.program.stage_rank[action.stage], self.program.stage_rank[other]
@@ -126,77 +131,70 @@ class Runtime:
         self._gradient: dict[Place, Tensor] = {}
         self._receiving: dict[tuple[Op, Place], Transfer] = {}
         self._sending: list[tuple[Transfer, Tensor]] = []
-        self._flights: dict[Place, _Flight] = {}
-        self._parts: dict[tuple[int, int], Slice] = {}  # the newest of each micro-batch on each stage
+        self._in_flight: dict[Place, _InFlight] = {}
+        self._caches: dict[tuple[int, int], Slice] = {}  # the newest of each micro-batch on each stage
         self._loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def step(self, batches: Sequence[Batch], scale: np.ndarray, update: Update) -> Tensor:
-        """Run one step.
+    def step(self, batches: Sequence[Batch], scale: np.ndarray, update: Update[R]) -> tuple[Tensor, R | None]:
+        """Run the program once.
 
         Args:
             batches: this replica's micro-batches, on the device.
-            scale: what each micro-batch's summed loss is multiplied by before backward: 1 / number of tokens that count
+            scale: for each micro-batch the factor on its summed loss before backward: 1 / number of tokens that count
                 in its update, globally.
-            update: called with each STEP and the summed loss [nats] of this rank's forwards until then (0 without a
-                last stage); it updates the weights.
+            update: called at each STEP with the action and the summed loss [nats] of this rank's forwards so far (0
+                without a last stage); it updates the weights.
 
         Returns:
-            The summed loss of all of them.
+            The summed loss of all micro-batches, and what the last update returned.
         """
         self._reset()
-        batches = [self._own(batch) for batch in batches]
+        batches = [self._local_tokens(batch) for batch in batches]
+        updated = None
         for stage in self.stages.values():
             stage.parameters.begin()
-        for versions in self.stashes.values():
+        for versions in self.versions.values():
             versions.begin()
         for i, action in enumerate(self.actions):
-            stash = self.stashes.get(action.stage)
             for recorder in self.recorders:
                 recorder.begin(action)
-            if stash:
-                stash.before(i, action)
-            self._do(action, batches, scale, update)
-            if stash:
-                stash.after(i, action)
+            if action.stage in self.versions:
+                self.versions[action.stage].before(i, action)
+            match action.op:
+                case Op.FORWARD:
+                    self._forward(action, batches[action.microbatch], scale[action.microbatch])
+                case Op.BACKWARD:
+                    self._backward(action)
+                    self.stages[action.stage].parameters.backward_done()
+                case Op.BACKWARD_INPUT:
+                    with self.stages[action.stage].parameters.deferred(action.microbatch):
+                        self._backward(action)
+                case Op.BACKWARD_WEIGHT:
+                    parameters = self.stages[action.stage].parameters
+                    parameters.last_microbatch = action in self.last_weights
+                    parameters.add_deferred(action.microbatch)
+                case Op.REDUCE:
+                    self.stages[action.stage].parameters.finish()
+                case Op.STEP:
+                    updated = update(action, self._loss)
+                    if 0 < action.version < self.program.updates:
+                        self.stages[action.stage].parameters.begin()
+                case Op.GATHER:
+                    self.stages[action.stage].parameters.gather()
+                case _:
+                    self._transfer(action)
+            if action.stage in self.versions:
+                self.versions[action.stage].after(i, action)
             for recorder in self.recorders:
                 recorder.end(action)
-        self._drain()
-        return self._loss
+        for work, _ in self._sending:
+            work.wait()
+        return self._loss, updated
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The summed loss [nats] of a program that has forwards alone (0 without a last stage)."""
-        self._reset()
-        batches = [self._own(batch) for batch in batches]
-        for action in self.actions:
-            self._do(action, batches, np.ones(len(batches)), lambda action, loss: None)
-        self._drain()
-        return self._loss
-
-    def _do(self, action: Action, batches: Sequence[Batch], scale: np.ndarray, update: Update) -> None:
-        match action.op:
-            case Op.FORWARD:
-                self._forward(action, batches[action.microbatch], scale[action.microbatch])
-            case Op.BACKWARD:
-                self._backward(action)
-                self.stages[action.stage].parameters.backward_done()
-            case Op.BACKWARD_INPUT:
-                with self.stages[action.stage].parameters.deferred(action.microbatch):
-                    self._backward(action)
-            case Op.BACKWARD_WEIGHT:
-                parameters = self.stages[action.stage].parameters
-                parameters.last_microbatch = action in self.last_weights
-                parameters.add_deferred(action.microbatch)
-            case Op.REDUCE:
-                self.stages[action.stage].parameters.finish()
-            case Op.STEP:
-                update(action, self._loss)
-                if 0 < action.version < self.program.updates:
-                    self.stages[action.stage].parameters.begin()
-            case Op.GATHER:
-                self.stages[action.stage].parameters.gather()
-            case _:
-                self._transfer(action)
+        """Return the summed loss [nats] of a program of forwards alone (0 without a last stage)."""
+        return self.step(batches, np.ones(len(batches)), lambda action, loss: None)[0]
 
     # ---- computations ------------------------------------------------------------------------------------------
 
@@ -208,7 +206,7 @@ class Runtime:
             hidden.requires_grad_()
         part = None
         if number >= 0:
-            part = self._parts[stage, microbatch] = Slice(self._parts.get((stage, microbatch)))
+            part = self._caches[stage, microbatch] = Slice(self._caches.get((stage, microbatch)))
             batch = self._slice(batch, number)
         samples = batch.samples if torch.is_grad_enabled() else None  # validation draws nothing
         output = self.stages[stage].module(batch.tokens, batch.targets, batch.documents, hidden, part, samples)
@@ -218,23 +216,23 @@ class Runtime:
         else:
             self._hidden[stage + 1, microbatch, number] = output.detach()
         if torch.is_grad_enabled():
-            self._flights[place] = _Flight(hidden, output, part)
+            self._in_flight[place] = _InFlight(hidden, output, part)
         elif number == len(self.slices) - 1:
-            self._parts.pop((stage, microbatch), None)
+            self._caches.pop((stage, microbatch), None)
 
-    def _own(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch, with the documents of all, since it sees those."""
+    def _local_tokens(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch, with the documents of all tokens, which attention needs."""
         if self.tokens is None:
             return batch
         return replace(batch, tokens=batch.tokens[:, self.tokens], targets=batch.targets[:, self.tokens])
 
     def _slice(self, batch: Batch, part: int) -> Batch:
-        """A slice of a micro-batch, with the documents of all tokens, since it sees those before it."""
+        """A slice of a micro-batch, with the documents of all tokens, which attention needs."""
         places = self.slice_of(part)
         return replace(batch, tokens=batch.tokens[:, places], targets=batch.targets[:, places])
 
     def slice_of(self, part: int) -> slice:
-        """Where a part of a sequence is in it; -1 is all of it."""
+        """The tokens of a slice of a sequence; -1 is all of them."""
         if part < 0:
             return slice(None)
         *_, start, stop = (0, 0, *accumulate(self.slices[: part + 1]))
@@ -243,17 +241,17 @@ class Runtime:
     def _backward(self, action: Action) -> None:
         self._arrived(Op.RECV_BACKWARD, action)
         stage, microbatch, number = place = action[1:4]
-        flight = self._flights.pop(place)
+        flight = self._in_flight.pop(place)
         self.stages[stage].parameters.last_microbatch = action in self.last_weights
         outputs, gradients = [flight.output], [self._gradient.pop(place, None)]
         if flight.part is not None:
             outputs += flight.part.left()
             gradients += flight.part.gradients()
         torch.autograd.backward(outputs, gradients)
-        if number == 0:  # slices go back from last to first: nobody needs the keys and values of this micro-batch now
-            self._parts.pop((stage, microbatch), None)
+        if number == 0:  # the last of its slices: the keys and values of this micro-batch are no longer needed
+            self._caches.pop((stage, microbatch), None)
         if flight.hidden is not None:
-            assert flight.hidden.grad is not None  # every part of the model uses what it is given
+            assert flight.hidden.grad is not None  # every layer uses its input
             self._gradient[stage - 1, microbatch, number] = flight.hidden.grad
 
     # ---- transfers ---------------------------------------------------------------------------------------------
@@ -281,21 +279,16 @@ class Runtime:
         return tensor
 
     def _arrived(self, op: Op, action: Action) -> None:
-        """Wait for the message that a computation needs, if it comes from another rank."""
+        """Wait for the message that a computation needs, if one comes from another rank."""
         work = self._receiving.pop((op, action[1:4]), None)
         if work is not None:
             work.wait()
         for recorder in self.recorders:
             recorder.arrived(action)
 
-    def _drain(self) -> None:
-        for work, _ in self._sending:
-            work.wait()
-        self._sending = []
-
 
 def _last_weights(actions: Sequence[Action]) -> set[Action]:
-    """The passes that complete the gradients of a stage: the last ones before each reduction."""
+    """The passes that complete the gradients of a stage: the last before each reduction."""
     latest: dict[int, Action] = {}
     last = set()
     for action in actions:

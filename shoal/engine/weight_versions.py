@@ -1,11 +1,11 @@
 """Weight stashing: the versions of a stage's weights that micro-batches in flight still compute with.
 
 PipeDream (Narayanan et al. 2019, section 3.3) keeps a version for each of them, PipeDream-2BW (Narayanan et al. 2021b)
-two. The newest version lies where the optimizer updates it, in place. Before an update, a version that is used again is
-copied; a pass that uses it has the stage's parameters point at the copy. Autograd keeps parameters, not their data, and
-so finds in backward what the parameters point at then: the version that the forward used.
+two. The newest version lies where the optimizer updates it, in place. A version that is used again is copied before an
+update; a pass that uses it makes the stage's parameters point at the copy. Autograd keeps parameters, not their data,
+and so finds the version of the forward in backward.
 
-With ZeRO-3 a version is this rank's shard of it, and is gathered for each use as always.
+With ZeRO-3 a version is this rank's shard, and is gathered for each use as always.
 """
 
 from __future__ import annotations
@@ -19,53 +19,57 @@ from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.pipeline.program import COMPUTE, Action, Op
 
 
-class Stash:
+class WeightVersions:
     """The versions of one stage's weights on one rank.
 
     Args:
         buckets: of the stage.
-        actions: of the stage, each with its place in the rank's program: they say how long a version is needed.
+        actions: of the stage, each with its place in the rank's program; they decide how long a version is needed.
+
+    Attributes:
+        copies: the versions besides the newest, each a tensor for each bucket.
+        newest: the number of the version that the optimizer updates.
     """
 
     def __init__(self, buckets: Sequence[Bucket], actions: Sequence[tuple[int, Action]]):
         self.buckets = buckets
         self.last_use = {action.version: i for i, action in actions if action.op in COMPUTE}
-        self.kept: dict[int, list[Tensor]] = {}
+        self.copies: dict[int, list[Tensor]] = {}
         self._free: list[list[Tensor]] = []
         self.newest = 0
 
     def begin(self) -> None:
-        """A program begins: the weights as they are now are its version 0."""
+        """Begin a program, whose version 0 is that of the weights as they are now."""
         self._use(self.newest)
         self.newest = 0
 
     def before(self, i: int, action: Action) -> None:
-        """Have the weights ready for action number ``i``: those that a pass uses, or those that are updated."""
+        """Bring in the version that action number ``i`` computes with or updates."""
         if action.op in COMPUTE:
             self._use(action.version)
         elif action.op is Op.STEP:
             self._use(self.newest)
             if self.last_use.get(self.newest, -1) > i:
-                self._keep()
+                self._copy_newest()
             self.newest = action.version
 
     def after(self, i: int, action: Action) -> None:
-        """A version is given back after its last use."""
-        if action.op in COMPUTE and self.last_use[action.version] == i and action.version in self.kept:
+        """Free a version after its last use."""
+        if action.op in COMPUTE and self.last_use[action.version] == i and action.version in self.copies:
             self._use(self.newest)
-            self._free.append(self.kept.pop(action.version))
+            self._free.append(self.copies.pop(action.version))
 
     def bytes(self) -> int:
-        """Of the versions besides the newest: kept, or left from those that were."""
-        return sum(t.untyped_storage().nbytes() for copies in (*self.kept.values(), *self._free) for t in copies)
+        """Bytes of the versions besides the newest, and of memory kept for them."""
+        return sum(t.untyped_storage().nbytes() for copy in (*self.copies.values(), *self._free) for t in copy)
 
     def _use(self, version: int) -> None:
-        copies: Sequence[Tensor | None] = self.kept.get(version) or [None] * len(self.buckets)
+        copies: Sequence[Tensor | None] = self.copies.get(version) or [None] * len(self.buckets)
         for bucket, copy in zip(self.buckets, copies, strict=True):
             bucket.use(copy)
 
-    def _keep(self) -> None:
+    def _copy_newest(self) -> None:
         copies = self._free.pop() if self._free else [torch.empty_like(bucket.held) for bucket in self.buckets]
         for bucket, copy in zip(self.buckets, copies, strict=True):
             copy.copy_(bucket.held)
-        self.kept[self.newest] = copies
+        self.copies[self.newest] = copies

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from shoal.base.errors import UsageError
 from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig, TrainConfig
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 
 DEGREES = ("dp", "tp", "cp", "pp")
+NO_KNOBS = {"straggler": "", "dead": ""}  # of ranks that may be gone
 
 
 def replan(
@@ -40,7 +41,7 @@ def replan(
         )
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
-        update: dict[str, object] = {"parallel": layout, "train": _without_ranks(config.train)}
+        update: dict[str, object] = {"parallel": layout, "testing": config.testing.model_copy(update=NO_KNOBS)}
         if layout.dp == 1 and config.failover.reexecute_on == "replica":  # there is no other
             update["failover"] = config.failover.model_copy(update={"reexecute_on": "same"})
         changed = config.model_copy(update=update)
@@ -97,11 +98,6 @@ def _adapted(was: Layout, degrees: dict[str, int]) -> Layout:
     if degrees["pp"] != was.pp:
         changed |= {"stage_layers": None, "virtual_stages": None, "schedule": "1f1b", "update_every": None}
     return was.model_copy(update=changed)
-
-
-def _without_ranks(train: TrainConfig) -> TrainConfig:
-    """Handicaps are of ranks that may not be there."""
-    return train.model_copy(update={"straggler": "", "dead": ""})
 
 
 def _divisors(n: int) -> list[int]:

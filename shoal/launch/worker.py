@@ -23,7 +23,7 @@ from shoal.launch.rendezvous import left_open
 from shoal.launch.watch.peer_watch import Neighbours, shared_folder
 from shoal.launch.watch.postmortem import Last, cause, former
 from shoal.spec.config import build_config
-from shoal.training.async_dp.choose import trainer_of
+from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Beat, Phase, record_path
@@ -62,7 +62,7 @@ def run(
     if config.failover.reexecute_every:
         allow_reproducible_products()
     member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
-    device, link = member.device(config.train.device), ThrottledLink.of(config.train.link_gbs)
+    device, link = member.device(config.train.device), ThrottledLink.of(config.testing.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:
@@ -73,7 +73,7 @@ def run(
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)
-    trainer = trainer_of(config)(
+    trainer = trainer_class(config)(
         config,
         check(config),
         mesh,
@@ -100,12 +100,12 @@ def run(
     if built is not None:
         built(trainer)
     trainer.run()
-    trainer.leave()
+    trainer.barrier()
     beat.phase(Phase.DONE)
     if neighbours is not None:
         neighbours.leave()
     destroy_world()
-    trainer.conclude()  # when no rank waits for this one any more
+    trainer.finalize()  # when no rank waits for this one any more
     if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
         return 0
     if member.how == "slurm":  # ends a step with its first task that fails: one tells, when the others are gone

@@ -109,7 +109,7 @@ class _Watch(ValueWatch):
             self.found = _Finding(when, self.mesh.describe(), what)
 
 
-def blame(engine: Engine, step: int, error: NonFinite) -> str:
+def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
     """A message that names the first rank and module where a value of ``step`` is not finite. Collective."""
     watch = _Watch(engine)
     for name, pieces in engine.parameters.weights().items():

@@ -21,7 +21,7 @@ from shoal.training.run_folder import check_steps_left, checkpoints_of
 from shoal.training.step.engine import Engine
 
 
-class States:
+class StateManager:
     """What this rank keeps of the run's states, and goes on from. All ranks call the same things in the same order.
 
     Args:
@@ -148,7 +148,7 @@ class States:
                 "has none of this length"
             )
 
-    def distrust(self, after: int) -> None:
+    def invalidate(self, after: int) -> None:
         """Let no restart go on from the states of later steps."""
         self.disk.set_aside(after)
         if self.memory:

@@ -112,7 +112,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
     """Its agent is killed, and its worker dies with it."""
     folder = tmp_path / "run"
     with Nodes(file, folder, fewest=1) as nodes:
-        agents = nodes.start("--train.pace", "0.3")
+        agents = nodes.start("--testing.pace", "0.3")
         wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 5)
         assert all(psutil.Process(agent.pid).children() for agent in agents)
         left, going = sorted(agents, key=nodes.has_store, reverse=True)
@@ -131,7 +131,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
 def test_the_node_with_the_store_is_lost_and_the_same_command_goes_on(file, tmp_path, undisturbed):
     folder = tmp_path / "run"
     with Nodes(file, folder, fewest=2) as nodes:
-        agents = nodes.start("--train.pace", "0.3")
+        agents = nodes.start("--testing.pace", "0.3")
         wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 6)
         left, going = sorted(agents, key=nodes.has_store)
         going.kill()
@@ -148,7 +148,7 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
     """torchrun ends with 1 whatever its workers say, and passes SIGUSR1 on only if it is told to."""
     folder = tmp_path / "run"
     words = (*AGENT, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-    agent = start("train", file, "--run-folder", folder, "--train.pace", "0.3", agent=words)
+    agent = start("train", file, "--run-folder", folder, "--testing.pace", "0.3", agent=words)
     wait_for(lambda: agent.poll() is not None or logged(folder) >= 5)
     agent.send_signal(signal.SIGUSR1)
     said = agent.communicate(timeout=60)[0]
@@ -212,9 +212,9 @@ def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
 def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturbed):
     """As Kubernetes does with a pod: SIGTERM, and later the same command."""
     words = ("train", file, "--run-folder", tmp_path / "run", "--keep-going")
-    dying = ("--failover.restarts", "0", "--train.dead", "0@1")
+    dying = ("--failover.restarts", "0", "--testing.dead", "0@1")
     assert shoal(*words, *dying)[0] == 128 + signal.SIGKILL  # and nothing is saved yet
-    process = start(*words, "--train.pace", "0.3")
+    process = start(*words, "--testing.pace", "0.3")
     wait_for(lambda: process.poll() is not None or logged(tmp_path / "run") >= 3)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]

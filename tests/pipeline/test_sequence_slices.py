@@ -112,7 +112,7 @@ def test_even_slices_and_places_lose_no_token(units: int, slices: int, multiple:
 def kept(config: RunConfig) -> int:
     """Micro-batches whose keys and values are held when the weights are updated."""
     engine, held = engine_of(config), []
-    engine.observe = lambda: held.append(len(engine.runtime._parts))
+    engine.observe = lambda: held.append(len(engine.runtime._caches))
     engine.step(0)
     return held[0]
 

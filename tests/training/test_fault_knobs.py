@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from shoal.pipeline.program import Action, Op
-from shoal.spec.config import TrainConfig
+from shoal.spec.config import build_config
 from shoal.training import fault_knobs
-from shoal.training.fault_knobs import Handicaps, Watch
+from shoal.training.fault_knobs import FaultKnobs, TimedSteps
+from shoal.training.records import timer
 
 KERNELS = 0.02  # seconds that the device takes for what one action launches
 
@@ -62,7 +63,7 @@ def engine_on(device: LateDevice) -> SimpleNamespace:
 @pytest.fixture
 def device(monkeypatch):
     device = LateDevice()
-    monkeypatch.setattr(fault_knobs, "Stopwatch", lambda _: device)
+    monkeypatch.setattr(timer, "Stopwatch", lambda _: device)
     monkeypatch.setattr(fault_knobs, "time", device)
     return device
 
@@ -70,12 +71,12 @@ def device(monkeypatch):
 @pytest.mark.parametrize(("factor", "pace", "slept"), [(1.0, 0.0, 0.0), (3.0, 0.0, 4 * KERNELS), (2.0, 1.0, 1.96)])
 def test_the_time_of_an_action_is_that_of_the_device(device, factor, pace, slept):
     engine = engine_on(device)
-    watch = Watch(engine, Handicaps({0: factor}, {}, pace))
+    timed = TimedSteps(engine, FaultKnobs({0: factor}, {}, pace))
     for number in range(3):
         engine.step(number)
-    assert watch.times.steps == 3
-    assert watch.times.computing == pytest.approx(3 * (2 * KERNELS + slept))
-    assert watch.times.waiting == pytest.approx(3 * 3 * KERNELS)
+    assert timed.times.steps == 3
+    assert timed.times.computing == pytest.approx(3 * (2 * KERNELS + slept))
+    assert timed.times.waiting == pytest.approx(3 * 3 * KERNELS)
     # A host that waits inside a step for what a neighbour has yet to send may keep from it what it waits for.
     assert device.waits == 3 * (1 + (slept > 0))
 
@@ -83,14 +84,14 @@ def test_the_time_of_an_action_is_that_of_the_device(device, factor, pace, slept
 def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(device, monkeypatch):
     killed = []
     monkeypatch.setattr(fault_knobs.os, "kill", lambda process, signal: killed.append(signal))
-    train = TrainConfig(dead="0@4,1@9")
-    first = Handicaps.of(train, 2)
+    testing = build_config({"testing": {"dead": "0@4,1@9"}}).testing
+    first = FaultKnobs.read(testing, 2)
     engine = engine_on(device)
-    Watch(engine, first)
+    TimedSteps(engine, first)
     for number in (0, 3, 6):  # another took 4
         assert not killed
         engine.step(number)
     assert len(killed) == 1
-    assert first.survivors([1]) == ["train.dead: rank 1 did not die, since it was given no step from 9 on"]
-    assert Handicaps.of(train, 2, begin=6).deaths == {1: 9}  # the other is over
-    assert Handicaps.of(train, 2, restarted=True).deaths == {}
+    assert first.survivors([1]) == ["testing.dead: rank 1 did not die, since it was given no step from 9 on"]
+    assert FaultKnobs.read(testing, 2, begin=6).deaths == {1: 9}  # the other is over
+    assert FaultKnobs.read(testing, 2, restarted=True).deaths == {}

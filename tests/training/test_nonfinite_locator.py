@@ -11,7 +11,7 @@ from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.spec.config import build_config
 from shoal.training.check import check
-from shoal.training.nonfinite_locator import blame
+from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 from tests.training.step.test_engine import Uneven, numbers_config
@@ -51,7 +51,7 @@ def poison(engine: Engine, how: str, module: str) -> None:
 
 
 def poisoned_step(values, rank: int, how: str, module: str) -> tuple[str, str, bool, str]:
-    """A good step, then one with a NaN planted on one rank: the error, the blame, whether the state stayed, where."""
+    """A good step, then one with a NaN planted on one rank: the error, the message, whether the state stayed, where."""
     config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank()), Uneven(config))
     engine.step(0)
@@ -66,7 +66,7 @@ def poisoned_step(values, rank: int, how: str, module: str) -> tuple[str, str, b
     before = [tensor.clone() for tensor in pieces]
     with pytest.raises(NonFinite) as caught:
         engine.step(1)
-    message = blame(engine, 1, caught.value)
+    message = locate_nonfinite(engine, 1, caught.value)
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, pieces, strict=True))
     return str(caught.value), message, same, module
 

@@ -10,7 +10,8 @@ from shoal.base.section import plain
 from shoal.engine.optim.build import RULES
 from shoal.spec.optimizers import ESTIMATES
 from shoal.training.run_folder import new_run
-from shoal.training.step.optimizer_step import NonFinite, OneUpdate
+from shoal.training.step.engine import Engine
+from shoal.training.step.optimizer_step import NonFinite, StepResult
 from tests.trainings.runs import checkpoints, copy_until, curve, same_bits, small_config, train_here, train_in
 
 CURVATURE = {"hessian_every": 4, "hessian_scale": 50.0}
@@ -41,14 +42,14 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
 
 def not_finite_once(values: dict[str, Any], folder: Path, step: int) -> None:
     """A run that ends since a step's gradients seem not to be finite, after its estimate was taken."""
-    make = OneUpdate.__call__
+    update = Engine.update
 
-    def spoilt(updates: OneUpdate, *arguments: object) -> None:
-        if updates.number == step:
+    def spoilt(engine: Engine, number: int, *arguments: Any) -> StepResult:
+        if number == step:
             raise NonFinite(f"step {step}")
-        make(updates, *arguments)
+        return update(engine, number, *arguments)
 
-    with mock.patch.object(OneUpdate, "__call__", spoilt), pytest.raises(NonFinite):
+    with mock.patch.object(Engine, "update", spoilt), pytest.raises(NonFinite):
         train_here(values, folder, resume=False)
 
 

@@ -87,7 +87,7 @@ def plant() -> None:
             fail(fault.partition("@")[0])
         build(trainer, *args, **options)
         if fault and fault.endswith(f"@end:{os.environ['RANK']}:"):  # after all steps
-            trainer.leave = lambda: fail(fault.partition("@")[0])
+            trainer.barrier = lambda: fail(fault.partition("@")[0])
         elif fault and "@end" not in fault:
             lost = json.loads(os.environ.get("LOST_DEVICES", "[]"))
             Fault(trainer, fault, lost[attempt] if lost else None)

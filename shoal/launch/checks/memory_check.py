@@ -31,7 +31,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
-from shoal.training.async_dp.memory import room as room_of
+from shoal.training.async_dp.memory import count_method_bytes
 from shoal.training.step.engine_state import attention_kernel
 
 BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
@@ -84,9 +84,9 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
         }
         state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
         alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
-        room = room_of(config, state, policy)
-        weights = room.weights - (_held_once(config, state, policy) if shares else 0)
-        every.append(RankMemory(weights, state.gradients, room.optimizer + state.estimating, alive, room.method))
+        relaxed = count_method_bytes(config, state, policy)
+        weights = relaxed.weights - (_held_once(config, state, policy) if shares else 0)
+        every.append(RankMemory(weights, state.gradients, relaxed.optimizer + state.estimating, alive, relaxed.method))
     return every
 
 

@@ -195,8 +195,8 @@ REEXECUTION_ON_REPLICA = Feature(
 )  # fmt: skip
 HISTOGRAMS = _set("metrics.histograms")
 PROFILE = _is("metrics.profile", True, name="step profile")
-STRAGGLER_KNOB, PACE_KNOB, DEATH_KNOB = (_set(f"train.{name}") for name in ("straggler", "pace", "dead"))
-SLOW_LINK = _set("train.link_gbs", "simulated network")
+STRAGGLER_KNOB, PACE_KNOB, DEATH_KNOB = (_set(f"testing.{name}") for name in ("straggler", "pace", "dead"))
+SLOW_LINK = _set("testing.link_gbs", "simulated network")
 BACKEND_TRANSPORT = _is("train.transport", "backend", name="backend transport")
 CUDA = _is("train.device", "cuda", name="CUDA")
 UNEVEN_SAMPLER = _set("data.sampler", "overlapping or pooled samples")

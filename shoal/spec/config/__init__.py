@@ -11,6 +11,7 @@ from shoal.spec.config.optimizer import OptimizerConfig
 from shoal.spec.config.precision import Float8Config, LossScaleConfig, Precision
 from shoal.spec.config.relaxed import RelaxedConfig
 from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config
+from shoal.spec.config.testing import TestingConfig
 from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Precision",
     "RelaxedConfig",
     "RunConfig",
+    "TestingConfig",
     "TrainConfig",
     "build_config",
     "load_config",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.optimizer import OptimizerConfig
 from shoal.spec.config.precision import Float8Config, LossScaleConfig
 from shoal.spec.config.relaxed import RelaxedConfig
+from shoal.spec.config.testing import TestingConfig
 from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 from shoal.spec.layout import Layout
 
@@ -44,6 +47,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     failover: FailoverConfig = FailoverConfig()
     metrics: MetricsConfig = MetricsConfig()
+    testing: TestingConfig = TestingConfig()
+
+
+MOVED = {f"train.{name}": f"testing.{name}" for name in ("straggler", "pace", "dead", "link_gbs")}
+"""Keys that have moved to another section. Files and command lines may still have the old ones."""
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -61,7 +69,26 @@ def load_config(path: str | Path) -> RunConfig:
 
 def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
     """A `RunConfig` from plain nested values, with errors in the words of the file."""
-    return validate(RunConfig, values, source=source)
+    return validate(RunConfig, _move_keys(values), source=source)
+
+
+def _move_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, with the keys of `MOVED` in their new sections."""
+    for old, new in MOVED.items():
+        (section, key), (target, name) = old.split("."), new.split(".")
+        there = values.get(section)
+        if isinstance(there, dict) and key in there:
+            values = values | {section: {k: v for k, v in there.items() if k != key}}
+            values[target] = {name: there[key]} | values.get(target, {})
+            if there[key]:  # run folders have every key, most of them with the default
+                note_moved(old)
+    return values
+
+
+@cache
+def note_moved(old: str) -> None:
+    """Say on stderr, once, that a key has moved."""
+    print(f"note: {old} is now {MOVED[old]}", file=sys.stderr)
 
 
 def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:

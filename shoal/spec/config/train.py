@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.base.section import Section
 from shoal.spec.config.precision import Precision
@@ -43,23 +43,8 @@ class TrainConfig(Section):
     threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads per rank; 0 shares the cores between the local ranks."""
 
-    straggler: str = ""
-    """Ranks made slow, as RANK=FACTOR with commas: 1=4 has rank 1 sleep for 3 times what its forwards and backwards
-    took. Each rank's time spent computing and waiting is shown at the end."""
-
-    pace: float = Field(default=0.0, ge=0, le=3600)
-    """Seconds that the forwards and backwards of a step take at least, by sleeping: more ranks than cores then behave
-    as if each had its own machine."""
-
-    dead: str = ""
-    """Ranks that kill themselves (SIGKILL), as RANK@STEP with commas: to see which kind of synchronisation goes on."""
-
     transport: Literal["auto", "backend"] = "auto"
     """How CPU ranks of one host communicate: auto takes memory that they share, backend always gloo."""
-
-    link_gbs: NonNegativeFloat = 0.0
-    """GB/s at which a rank's part of a collective leaves it at most, by waiting: ranks of one host then behave as if
-    that network lay between them (not for pipelines, nor for what shares a window of memory). 0 imitates none."""
 
 
 class CheckpointConfig(Section):

@@ -21,7 +21,7 @@ from shoal.engine.parallel.context.apply import ContextParallel
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.zero import zero_engine
-from shoal.engine.weight_versions import Stash
+from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.testing.verify import fault_patches
 from shoal.training.step.engine import Engine
@@ -113,7 +113,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "unstashed": Fault(
         "an asynchronous pipeline goes back through newer weights than it came forward through",
-        Stash, "_use", lambda right: lambda stash, version: None, {"pp": 2, "schedule": "pipedream"},
+        WeightVersions, "_use", lambda right: lambda versions, version: None, {"pp": 2, "schedule": "pipedream"},
     ),
     "dropped-layer": Fault(
         "an uneven pipeline split leaves layers out",
@@ -130,7 +130,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "local-tokens": Fault(
         "the loss is normalised by the tokens of this replica instead of all",
-        Engine, "_count", lambda right: lambda self, batches, _: [sum(b.unmasked() for b in batches)], {"dp": 2},
+        Engine, "count_tokens", lambda right: lambda self, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
     ),
     "chunk-positions": Fault(
         "a context-parallel rank takes its chunks' tokens for one run of the sequence",

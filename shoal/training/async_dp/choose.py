@@ -1,47 +1,42 @@
-"""Which trainer runs a method of data parallelism, and what the method needs of this machine."""
+"""Which engine runs a method of data parallelism, and what the method needs of this machine."""
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import pick_device
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
-from shoal.training.fault_knobs import Handicaps
+from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
+from shoal.training.async_dp.unsynchronised import FreeEngine
+from shoal.training.fault_knobs import FaultKnobs
+from shoal.training.step.engine import Engine
 
-if TYPE_CHECKING:
-    from shoal.training.trainer import Trainer
 
-def trainer_of(config: RunConfig) -> type[Trainer]:
-    """The trainer of a run."""
-    sync = config.parallel.sync
+def engine_class(sync: str) -> type[Engine]:
+    """The engine of a value of ``parallel.sync``."""
     if sync == "all-reduce":
-        from shoal.training.trainer import Trainer
-
-        return Trainer
-    from shoal.training.async_dp import trainers
-
+        return Engine
     if sync in UNSYNCHRONISED:
-        return trainers.FreeTrainer
-    return trainers.LocalTrainer if sync in LOCAL else trainers.CompressedTrainer
+        return FreeEngine
+    return LocalEngine if sync in LOCAL else CompressedEngine
 
 
 def goes_on_without(config: RunConfig) -> bool:
-    """Whether a run goes on when a rank dies (not the first, which keeps the log)."""
+    """Whether a run goes on when a rank dies (other than the first, which keeps the log)."""
     bulk = config.parallel.sync == "ps-bsp" or (config.parallel.sync == "ps-ssp" and config.relaxed.staleness == 0)
     return config.parallel.sync in UNSYNCHRONISED and not bulk
 
 
 def check_relaxed(config: RunConfig) -> None:
-    """Refuse fault knobs that name no rank, and a method that this machine cannot run.
+    """Reject fault knobs of ranks that do not exist, and a method that this machine cannot run.
 
     Raises:
-        UsageError: naming the field, why, and what would do.
+        UsageError: naming the field, the reason and what works.
     """
-    Handicaps.of(config.train, config.parallel.world_size)
+    FaultKnobs.read(config.testing, config.parallel.world_size)
     sync, device = config.parallel.sync, config.train.device
     if sync not in UNSYNCHRONISED:
         return

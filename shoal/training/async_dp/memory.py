@@ -1,4 +1,4 @@
-"""Bytes that a method of the relaxed family keeps: what each replica has for itself, and what all of a host share."""
+"""Bytes that a method of the relaxed family keeps, for each replica and shared by all of a host."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from typing import NamedTuple
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import Formats
-from shoal.spec.sync_methods import LOCAL, SERVED
-from shoal.training.async_dp.methods.average import LocalSteps
-from shoal.training.async_dp.methods.compress import Compressed
-from shoal.training.async_dp.methods.gossip import Push
-from shoal.training.async_dp.methods.quantised import Quantised
-from shoal.training.async_dp.methods.server import Server
-from shoal.training.async_dp.methods.wagma import GroupAverage
+from shoal.training.async_dp.methods.groups import hops
 
 
-class Room(NamedTuple):
-    """Bytes of one rank, its equal part of what the replicas share included.
+class MethodBytes(NamedTuple):
+    """Bytes of one rank, with its equal share of what the replicas have together.
 
     Attributes:
         weights, optimizer: as of `StateBytes`.
-        method: all that it would not have in the synchronous run.
+        method: all that the synchronous run would not have.
     """
 
     weights: int
@@ -29,33 +23,35 @@ class Room(NamedTuple):
     method: int
 
 
-def room(config: RunConfig, state: StateBytes, policy: Formats) -> Room:
-    """What a rank keeps, but for a few numbers: counters, scales, what fills up blocks, PowerSGD's factors.
+def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) -> MethodBytes:
+    """What a rank keeps, except for a few numbers: counters, scales, the padding of blocks, PowerSGD's factors.
 
     Args:
         state: of a replica for itself.
         policy: the formats of the run.
     """
-    sync, relaxed, n = config.parallel.sync, config.relaxed, config.parallel.dp
+    relaxed, n = config.relaxed, config.parallel.dp
     item, compute = policy.storage.itemsize, policy.compute.itemsize
     elements = state.parameters // (item if item == compute else item + compute)
-    here = (elements, item, n)
+    copy = elements * item
+    coded = elements + copy // n  # of `CodedSum`: which elements are used, and the server error
     weights, optimizer, method = state.parameters, state.optimizer, 0
-    if sync in ("powersgd", "topk"):
-        method = Compressed.bytes(*here)
-    elif sync in ("onebit", "int8"):
-        method = Quantised.bytes(*here)
-    elif sync in LOCAL:
-        outer = sync == "diloco" and relaxed.outer_momentum > 0
-        method = LocalSteps.bytes(*here, momentum=outer, int8=relaxed.outer_int8)
-    elif sync in SERVED:
-        bulk = sync == "ps-bsp" or (sync == "ps-ssp" and relaxed.staleness == 0)
-        optimizer //= n  # the server's
-        method = Server.bytes(*here, sums=policy.reduce.itemsize if bulk else 0)
-    elif sync == "hogwild":
-        weights -= elements * item * (n - 1) // n
-    elif sync == "sgp":
-        method = Push.bytes(*here)
-    elif sync == "wagma":
-        method = GroupAverage.bytes(*here)
-    return Room(weights, optimizer, method)
+    match config.parallel.sync:
+        case "powersgd" | "topk":
+            method = copy
+        case "onebit" | "int8":
+            method = copy + coded
+        case "local-sgd" | "diloco" as sync:
+            momentum = sync == "diloco" and relaxed.outer_momentum > 0
+            method = (1 + momentum + relaxed.outer_int8) * copy + relaxed.outer_int8 * coded
+        case "ps-bsp" | "ps-ssp" | "ps-async" as sync:
+            bulk = sync == "ps-bsp" or (sync == "ps-ssp" and relaxed.staleness == 0)
+            optimizer //= n  # the server's
+            method = elements * (item + bulk * policy.reduce.itemsize) // n
+        case "hogwild":
+            weights -= copy * (n - 1) // n
+        case "sgp":
+            method = (1 + hops(n)) * copy
+        case "wagma":
+            method = 2 * copy
+    return MethodBytes(weights, optimizer, method)

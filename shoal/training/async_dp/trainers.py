@@ -1,4 +1,4 @@
-"""The loops around the relaxed engines: replicas that meet every few steps, or only where the run needs them to."""
+"""The training loop of replicas that meet only when the run needs them to (`FreeEngine`)."""
 
 from __future__ import annotations
 
@@ -12,175 +12,128 @@ import torch.distributed as dist
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.device import peak_memory
-from shoal.training.async_dp.engines import CompressedEngine, LocalEngine, ReplicaResult
+from shoal.spec.config import RunConfig
+from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.async_dp.unsynchronised import COLUMNS, FreeEngine
-from shoal.training.fault_knobs import RankTimes, who_waits
-from shoal.training.records.metrics import StepMetrics
-from shoal.training.records.timer import StepTimer
+from shoal.training.fault_knobs import RankTimes
 from shoal.training.resilience.heartbeat import Phase
-from shoal.training.step.engine import Engine, StepResult
+from shoal.training.step.optimizer_step import StepResult
 from shoal.training.trainer import Trainer
 
-JOIN_SECONDS = 0.5  # for what can still be joined when one has ended
+JOIN_SECONDS = 0.5  # for what can still be joined after a rank has ended
 
 
-def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
-    """The dead replicas whose states in a checkpoint are copies of this living one's: those between it and the next.
-
-    So a checkpoint always has the states of all, and a run that is resumed begins with as many replicas as ever.
-
-    >>> [stands_for(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
-    [[1], [], [4, 5]]
-    """
-    return [dead for dead in range(replicas) if dead not in living and max(o for o in living if o < dead) == replica]
-
-
-class CompressedTrainer(Trainer):
-    """Every step is everyone's, as in the synchronous run."""
-
-    def _engine(self) -> Engine:
-        return CompressedEngine(self.config, self.shape, self.mesh, self.samples["train"])
-
-
-class LocalTrainer(Trainer):
-    """Logs, validates and saves where the replicas average."""
-
-    def _engine(self) -> Engine:
-        return LocalEngine(self.config, self.shape, self.mesh, self.samples["train"])
-
-    def _after_step(self, result: StepResult, timer: StepTimer, peak: float | None, *, last: bool) -> None:
-        if isinstance(result, ReplicaResult) and result.met:
-            super()._after_step(result, timer, peak, last=last)
-        else:
-            self.display.progress(self.step, self.config.train.steps)
+def trainer_class(config: RunConfig) -> type[Trainer]:
+    """The trainer of a run."""
+    return FreeTrainer if config.parallel.sync in UNSYNCHRONISED else Trainer
 
 
 class FreeTrainer(Trainer):
-    """Takes tickets until there are none, then meets the others: to validate, to save, or because it is the end.
+    """Takes tickets until there are none, then meets the others: to validate, to save, or at the end.
 
-    Between meetings the first rank reads what the others tell of themselves, and logs that; it waits for nobody. When a
-    rank has died, those that live make a group of their own at the next meeting and go on; without the first rank,
-    which decides who lives, nobody does.
+    Between meetings the first rank reads what the others report of themselves, and logs it; it waits for no one. When a
+    rank has died, the living make a group of their own at the next meeting and go on; without the first rank, which
+    decides who lives, none does.
     """
 
     engine: FreeEngine
 
-    def _engine(self) -> Engine:
-        return FreeEngine(self.config, self.shape, self.mesh, self.samples["train"])
-
     def run(self) -> None:
         """As `Trainer.run`."""
         self.stop.listen()
-        self._banner()
-        self.peak = self._peak()
-        self.meetings, self.among = 0, self.mesh.group("dp")
-        self.told = torch.zeros_like(self.engine.board)
-        self.started = self.told_step = self.step
-        self.rate, self.told_at = 0.0, time.perf_counter()
-        self._begin_from(self.step)
-        steps = self.config.train.steps
+        self._show_banner()
+        self.peak = self._peak_flops()
+        self.meetings, self.rate = 0, 0.0
+        self.started = self.logged_step = self.step
+        self.logged, self.logged_at = torch.zeros_like(self.engine.board), 0.0
+        stopped = False
         with self.display:
-            while self.step < steps:
+            while self.step < self.config.train.steps and not stopped:
+                next_meeting = self._start_from(self.step)
                 self._free_steps()
-                stopped = self._meeting() < self.next_meeting
-                if stopped:
-                    break
-                self._begin_from(self.step)
+                self._meeting(next_meeting)
+                stopped = self.step < next_meeting
             self.beat.phase(Phase.END)
             self._close()
-            self._tell_times()
+            self._show_board()
 
-    def leave(self) -> None:
-        """As `Trainer.leave`, among those that live."""
+    def barrier(self) -> None:
+        """As `Trainer.barrier`, among the living."""
         self._meet()
 
-    # ---- alone -------------------------------------------------------------------------------------------------
+    # ---- alone ---------------------------------------------------------------------------------------------------
 
-    def _begin_from(self, step: int) -> None:
-        """All go on from a step to the next meeting."""
+    def _start_from(self, step: int) -> int:
+        """Have all go on from a step; returns the step at which they meet next."""
         every = (self.config.train.validate_every, self.config.checkpoint.every)
-        self.next_meeting = min([(step // n + 1) * n for n in every if n] + [self.config.train.steps])
+        next_meeting = min([(step // n + 1) * n for n in every if n] + [self.config.train.steps])
         if self.meetings == 0:
             self.engine.method.start(step)
         if self.first:
-            self.engine.queue.start(step, self.next_meeting)
-            self.told_at = time.perf_counter()
+            self.engine.queue.start(step, next_meeting)
+            self.logged_at = time.perf_counter()
         self._meet()
-
-    @property
-    def _times(self) -> RankTimes:
-        assert self.watch is not None, "a relaxed run watches its times"
-        return self.watch.times
+        return next_meeting
 
     def _free_steps(self) -> None:
         engine, queue = self.engine, self.engine.queue
+        assert self.timed is not None, "a relaxed run measures its times"
         while (ticket := queue.take(engine.replica)) is not None:
             if self.stop.count:
                 queue.stop()
-            if queue.common:
-                engine.sampler = engine.sampler_of(ticket.slot)
+            engine.replica_offset = ticket.slot - engine.replica  # of a common queue
             self.beat.phase(Phase.STEP)
             result = engine.step(ticket.step)
-            self.beat.stepped(ticket.step + 1, self._times.total)
-            self._tell(result)
+            self.beat.stepped(ticket.step + 1, self.timed.times.total)
+            self._report(result, self.timed.times)
             if self.first:
-                self._show(result)
+                self._show_progress(result)
 
-    def _tell(self, result: ReplicaResult) -> None:
+    def _report(self, result: StepResult, times: RankTimes) -> None:
         """Write this replica's row of the board."""
-        times, stale = self._times, self.engine.method.staleness
-        row = self.engine.board[self.engine.replica]
+        stale, row = self.engine.method.staleness, self.engine.board[self.engine.replica]
         row += torch.tensor([1, result.loss * result.tokens, result.tokens, result.gradient_norm, 0, 0, 0, 0, 0])
         row[4:] = torch.tensor([times.computing, times.total, stale.updates, stale.total, stale.most])
 
-    def _show(self, result: ReplicaResult) -> None:
-        """Log, when the replicas have come far enough together since the last time."""
-        every, board = self.config.metrics.log_every, self.engine.board
+    def _show_progress(self, result: StepResult) -> None:
+        """Log, when the replicas together have done enough steps since the last time."""
+        every, board, queue = self.config.metrics.log_every, self.engine.board, self.engine.queue
         done = board[self.engine.window.living(), 0]
-        shares = int(board[:, 0].sum()) // self.engine.replicas if self.engine.queue.common else int(done.mean())
+        shares = int(board[:, 0].sum()) // self.engine.replicas if queue.common else int(done.mean())
         step, self.rate = self.started + shares, result.learning_rate
-        if step // every > self.told_step // every and step < self.next_meeting:
+        if step // every > self.logged_step // every and step < queue.limit:
             self._log_until(step)
         self.display.progress(step, self.config.train.steps)
 
     def _log_until(self, step: int) -> None:
-        now, board = time.perf_counter(), self.engine.board.clone()
-        sums, seconds = (board - self.told).sum(0).tolist(), max(now - self.told_at, 1e-9)
-        news = dict(zip(COLUMNS, sums, strict=True))
-        self.told, self.told_at = board, now
-        self.told_step = step
-        if not news["tokens"]:
+        """Log what the board has gained since the last time."""
+        now, board, replicas = time.perf_counter(), self.engine.board.clone(), self.engine.replicas
+        gained = dict(zip(COLUMNS, (board - self.logged).sum(0).tolist(), strict=True))
+        seconds = max(now - self.logged_at, 1e-9)
+        self.logged, self.logged_at, self.logged_step = board, now, step
+        if not gained["tokens"]:
             return
-        updates = news["updates"]
-        per_sequence = self.config.data.sequence_length * self.config.train.global_batch / self.engine.replicas
-        speed = news["steps"] * per_sequence / seconds
-        metrics = StepMetrics(
-            step=step,
-            steps=self.config.train.steps,
-            loss=news["loss"] / news["tokens"],
+        per_share = self.config.data.sequence_length * self.config.train.global_batch / replicas
+        self._record_metrics(
+            step,
+            gained["steps"] * per_share / seconds,
+            loss=gained["loss"] / gained["tokens"],
             learning_rate=self.rate,
-            gradient_norm=news["norm"] / news["steps"],
-            tokens_per_second=speed,
-            tokens_per_second_per_rank=speed / self.mesh.layout.world_size,
+            gradient_norm=gained["norm"] / gained["steps"],
             memory_bytes=peak_memory(self.mesh.device),
-            seconds_left=(self.config.train.steps - step) * self.engine.replicas * seconds / news["steps"],
-            mfu=speed * self.shape.flops_per_token(self.config.data.sequence_length) / self.peak if self.peak else None,
-            validation_loss=self.validation_loss,
-            staleness=news["stale"] / updates if updates else None,
-            stalest=int(board[:, COLUMNS.index("stalest")].max()) if updates else None,
+            seconds_left=(self.config.train.steps - step) * replicas * seconds / gained["steps"],
+            staleness=gained["stale"] / gained["updates"] if gained["updates"] else None,
+            stalest=int(board[:, COLUMNS.index("stalest")].max()) if gained["updates"] else None,
         )
-        if self.writer:
-            self.writer.write(metrics)
-        self.display.step(metrics)
 
-    # ---- together ----------------------------------------------------------------------------------------------
+    # ---- together ------------------------------------------------------------------------------------------------
 
     def _has_come(self, other: int) -> bool:
         window = self.engine.window
         return window.get(self.engine.arrived + other) >= self.meetings or not window.alive(other)
 
     def _meet(self) -> list[int]:
-        """Wait for all that live; returns them, as the first rank saw it.
+        """Wait for all living replicas; returns them, as the first rank saw it.
 
         Raises:
             PeerLost: the first rank has ended.
@@ -200,46 +153,45 @@ class FreeTrainer(Trainer):
             window.until(lambda: window.get(decided) >= self.meetings, [0], what)
         return [o for o in range(n) if window.get(who) >> o & 1]
 
-    def _meeting(self) -> int:
-        """Settle, validate, log and save; returns the step at which that was."""
+    def _meeting(self, planned: int) -> None:
+        """Settle, validate, log and save.
+
+        Args:
+            planned: the step of this meeting, unless a stop was asked for before.
+        """
         self.beat.phase(Phase.SAVE)
         self._regroup(self._meet())
         self.step = self.engine.queue.limit
-        self.engine.method.settle(self.among)
+        self.engine.method.settle(self.engine.living)
         self.engine.parameters.gather()
-        every, stopped = self.config.train.validate_every, self.step < self.next_meeting
-        self.validation_loss = None
-        if (every and self.step % every == 0) or self.step == self.config.train.steps:
-            self.validation_loss = self.engine.evaluate_among(self.samples["validation"], self.among)
-            self.display.validation(self.validation_loss, self.step)
+        self._validate()
         if self.first:
             self._log_until(self.step)
-        every = self.config.checkpoint.every
-        if stopped or self.step == self.config.train.steps or (every and self.step % every == 0):
+        if self.step < planned or self.step == self.config.train.steps or self._due(self.config.checkpoint.every):
             self.states.save(self.step, block=True)
         self._meet()
-        return self.step
 
     def _regroup(self, living: list[int]) -> None:
-        """Communicate among those that live, whoever else dies meanwhile."""
-        size = 1 if self.among is None else self.among.size()
+        """Communicate among the living, also if others die meanwhile."""
+        engine = self.engine
+        size = 1 if engine.living is None else engine.living.size()
         while len(living) < size:
             groups = self._groups(living)
             met, living = living, self._meet()
-            if met != living:  # whoever has made the groups lets go of them, and torch names the next ones alike on all
+            if met != living:  # all let go of the groups that they made, so that torch gives the next the same names
                 for group in groups:
                     dist.destroy_process_group(group)
                 continue
             self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
-            self.engine.stands_for = stands_for(self.engine.replica, living, self.engine.replicas)
-            self.among = Group(groups[0])
+            engine.stands_for = stands_for(engine.replica, living, engine.replicas)
+            engine.living = Group(groups[0])
             self.states.regroup(groups[1])
             return
 
     def _groups(self, living: list[int]) -> list[dist.ProcessGroup]:
-        """For training, and for keeping states; not all where one of those that live ends before it has joined.
+        """Groups for training and for saving states; not both if one of the living ends before it has joined.
 
-        Who waits for it would wait for as long as the timeout, and so does it beside this thread.
+        Made in a thread of its own: waiting for a rank that has ended takes as long as the timeout.
         """
         made: list[dist.ProcessGroup] = []
         failed: list[RuntimeError] = []
@@ -260,16 +212,26 @@ class FreeTrainer(Trainer):
             raise failed[0]
         return made
 
-    def _tell_times(self) -> None:
-        """The table of who waited, and how stale gradients were."""
+    def _show_board(self) -> None:
+        """Show who waited, and how stale gradients were."""
         times: dict[int, RankTimes | None] = {}
         for replica, row in enumerate(self.engine.board.tolist()):
-            mine = dict(zip(COLUMNS, row, strict=True))
-            here = self.engine.window.alive(replica)
-            times[replica] = RankTimes(int(mine["steps"]), mine["computing"], mine["total"]) if here else None
-        self.display.console.print(who_waits(times))
-        self._tell_survivors(replica for replica, there in times.items() if there)
-        updates, stale = (float(self.engine.board[:, i].sum()) for i in (6, 7))
+            steps, computing, total = (row[COLUMNS.index(name)] for name in ("steps", "computing", "total"))
+            alive = self.engine.window.alive(replica)
+            times[replica] = RankTimes(int(steps), computing, total) if alive else None
+        self._show_times(times)
+        updates, stale = (float(self.engine.board[:, COLUMNS.index(name)].sum()) for name in ("updates", "stale"))
         if updates:
-            most = int(self.engine.board[:, 8].max())
+            most = int(self.engine.board[:, COLUMNS.index("stalest")].max())
             self.display.note(f"staleness: {stale / updates:.2f} updates on average, {most} at most")
+
+
+def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
+    """The dead replicas whose states in a checkpoint are copies of this living one's: those between it and the next.
+
+    So a checkpoint always has the states of all, and a resumed run begins with all replicas.
+
+    >>> [stands_for(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
+    [[1], [], [4, 5]]
+    """
+    return [dead for dead in range(replicas) if dead not in living and max(o for o in living if o < dead) == replica]

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
-from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, read
 from shoal.engine.collectives.shm.window import Window
-from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.data.batches import Dataset
 from shoal.engine.optim.build import build as build_optimizer
-from shoal.engine.optim.schedule import learning_rate
 from shoal.pipeline.from_layout import build_forwards
+from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.engines import Diverged, ReplicaEngine, ReplicaResult
+from shoal.training.async_dp.engines import Diverged, ReplicaEngine
 from shoal.training.async_dp.methods.gossip import Push
 from shoal.training.async_dp.methods.hogwild import Hogwild
 from shoal.training.async_dp.methods.method import Method
-from shoal.training.async_dp.methods.queue import COUNTERS, Queue
+from shoal.training.async_dp.methods.queue import Queue
 from shoal.training.async_dp.methods.server import Server
 from shoal.training.async_dp.methods.wagma import GroupAverage
+from shoal.training.step.engine import flat_names
+from shoal.training.step.optimizer_step import StepResult, clip_factor
 
 COLUMNS = ("steps", "loss", "tokens", "norm", "computing", "total", "updates", "stale", "stalest")
-"""What each replica tells of itself, as sums from the beginning of this process (stalest: the most)."""
+"""What each replica reports of itself, as sums since this process began (stalest: the maximum)."""
 
-COPIES = 24  # of the weights, for which a window has room by replica: more than any method takes
+COPIES = 24  # of the weights, for which a window has space by replica: more than any method takes
 
 
 class FreeEngine(ReplicaEngine):
@@ -40,105 +39,83 @@ class FreeEngine(ReplicaEngine):
 
     Attributes:
         window: of all replicas.
-        queue: what is to be done.
-        board: what each replica tells of itself, [replicas, `COLUMNS`], float64.
-        arrived: the first of its counters of meetings; then one for what the first replica decided.
+        queue: the tickets of steps.
+        board: what each replica reports of itself, [replicas, `COLUMNS`], float64.
+        arrived: the first of its counters of meetings, one for each replica; then two for what the first decided.
+        living: the replicas that live, as a group; None for one.
     """
+
+    method: Method
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         super().__init__(config, shape, mesh, samples)
-        n = self.replicas
-        room = n * COPIES * self.flat.numel * self.flat.weights[0].element_size()
-        self.window = Window(mesh.group("dp"), 64 + 64 * n, room + 2**20)
-        self.queue = Queue(self.window, 0, 0, common=config.data.sampler == "pool")
-        self.arrived = COUNTERS + n
+        n, self.living = self.replicas, mesh.group("dp")
+        size = n * COPIES * self.flat.numel * self.flat.weights[0].element_size()
+        self.window = Window(self.living, 64 + 64 * n, size + 2**20)
+        self.queue = Queue(self.window, common=config.data.sampler == "pool")
+        self.arrived = self.window.counters(n + 2)
         self.board = self.window.tensor(n * len(COLUMNS), torch.float64).view(n, len(COLUMNS))
-        self.method = self._method(self.arrived + n + 2)
+        self.method = self._method()
         self.optimizer = self.method.optimizer
 
-    def _method(self, counters: int) -> Method:
-        """The method of the run, whose counters in the window begin here; lock 0 is the queue's."""
-        config, relaxed, sync = self.config, self.config.relaxed, self.config.parallel.sync
+    def _method(self) -> Method:
+        config, relaxed = self.config, self.config.relaxed
         here = (self.window, self.flat, self.optimizer)
         build = partial(build_optimizer, config.optimizer, compile=config.train.compile)
-        match sync:
-            case "ps-bsp" | "ps-ssp" | "ps-async":
-                bound = {"ps-bsp": 0, "ps-ssp": relaxed.staleness, "ps-async": None}[sync]
-                return Server(
-                    *here, build, counters=counters, locks=1, bound=bound, aware=relaxed.staleness_aware,
-                    clip=config.optimizer.clip_norm,
-                )
+        match config.parallel.sync:
             case "hogwild":
-                return Hogwild(*here, build, counters=counters)
+                return Hogwild(*here, build)
             case "sgp":
-                return Push(*here, counters=counters, locks=1, staleness=relaxed.staleness)
+                return Push(*here, staleness=relaxed.staleness)
             case "wagma":
                 return GroupAverage(
-                    *here, counters=counters, locks=1, size=relaxed.group, staleness=relaxed.staleness,
-                    global_every=relaxed.global_every,
+                    *here, size=relaxed.group, staleness=relaxed.staleness, global_every=relaxed.global_every
                 )
-        raise ValueError(sync)
+            case sync:
+                bound = {"ps-bsp": 0, "ps-ssp": relaxed.staleness, "ps-async": None}[sync]
+                aware, clip = relaxed.staleness_aware, config.optimizer.clip_norm
+                return Server(*here, build, bound=bound, aware=aware, clip=clip)
 
-    # ---- one step ----------------------------------------------------------------------------------------------
-
-    @overload
-    def step(self, step: int, *, stop: bool = False, dry: Literal[False] = False) -> ReplicaResult: ...
-
-    @overload
-    def step(self, step: int, *, stop: bool = False, dry: bool) -> ReplicaResult | None: ...
-
-    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> ReplicaResult | None:
-        """This replica's part of a step, with the samples of `sampler`."""
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
+        """As `Engine`, of this replica, after what the method waits for."""
         if self.method.before(step):
             self.parameters.gather()
-        result = super().step(step, stop=stop, dry=dry)
-        assert result is None or isinstance(result, ReplicaResult), "`update` makes one"
-        return result
+        return super().step(step, stop=stop, dry=dry)
 
-    def count(self, batches: Sequence[Batch]) -> int:
-        """Of this replica."""
-        return sum(batch.unmasked() for batch in batches)
-
-    def update(self, step: int, loss: Tensor, tokens: int, stop: bool) -> ReplicaResult:
+    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Clip, and let the method use the gradients.
 
         Raises:
             Diverged: before any weight is changed.
         """
+        self.complete_gradients()
         mean, norm = float(loss) / max(1, tokens), math.sqrt(float(self.parameters.square_norm()))
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise Diverged(f"step {step}: replica {self.replica} has loss {mean:g}, gradient norm {norm:g}")
-        clip = self.config.optimizer.clip_norm
-        if self.method.clips and clip and norm > clip:
-            self.parameters.scale(clip / norm)
-        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        if self.method.clips and (factor := clip_factor(self, norm)) != 1:
+            self.parameters.scale(factor)
         self.method.update(step, rate, tokens)
-        return ReplicaResult(mean, norm, rate, tokens, stop, met=False)
+        self.refresh_parameters()
+        return StepResult(mean, norm, rate, tokens, stop, met=False)
 
-    def evaluate_among(self, samples: Dataset, group: Group | None) -> float:
-        """As `evaluate`, by the ranks of a group."""
-        index, size = (0, 1) if group is None else (group.rank(), group.size())
+    def evaluate(self, samples: Dataset) -> float:
+        """As `Engine`, by the replicas that live."""
+        index, size = (0, 1) if self.living is None else (self.living.rank(), self.living.size())
         n = self.config.parallel.micro_batch
-        passes = -(-self.config.train.validation_sequences // n)
-        mine = range(index, passes, size)
-        batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in mine]
+        passes = range(index, -(-self.config.train.validation_sequences // n), size)
+        batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in passes]
         sums = torch.zeros(2, dtype=torch.float64)
         if batches:
-            sums[0] = self._runtime(build_forwards(self.program, len(batches))).evaluate(batches)
+            sums[0] = self.runtime_of(build_forwards(self.program, len(batches))).evaluate(batches)
             sums[1] = sum(batch.unmasked() for batch in batches)
-        loss, tokens = read(all_reduce(sums, group))
+        loss, tokens = read(all_reduce(sums, self.living))
         return loss / max(1.0, tokens)
 
-    # ---- state -------------------------------------------------------------------------------------------------
+    def common_state(self) -> dict[str, list[Piece]]:
+        """The weights, and a server's states; only after the replicas have met."""
+        return self.model_state() | flat_names("optimizer", self.method.served_states())
 
-    def state(self) -> dict[str, list[Piece]]:
-        """What the run stands for, and what each replica has for itself; only where the replicas have met."""
-        state = {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
-        for kind, parameters in self.method.common_states().items():
-            state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.items()}
-        return self.common(state) | self.own(self.method.own_states())
-
-    def restored(self, step: int) -> None:
+    def restored(self, updates: int) -> None:
         """As `Engine`."""
         self.method.restored()
         self.parameters.gather()

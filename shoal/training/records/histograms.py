@@ -98,13 +98,12 @@ class Histograms:
         self._counts: Tensor | None = None
         self._forward = False
 
-    def due(self, step: int) -> bool:
-        """Whether a step (0 is the first) is to be recorded."""
-        return step % self.every == 0
-
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record the step that is run inside; collective."""
+        """Record the step inside (0 is the first), if that is due; collective."""
+        if step % self.every:
+            yield
+            return
         engine = self.engine
         self._counts = torch.zeros(len(self.place), BINS, dtype=torch.int64, device=engine.mesh.device)
         self.scale = engine.loss_scale.value if engine.loss_scale else 1.0

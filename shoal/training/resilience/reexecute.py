@@ -80,12 +80,12 @@ def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
         shift: take the samples of the replica so many places on.
     """
     watch, made_ahead = _Hashes(engine), engine.batches_of
-    engine.shift, engine.batches_of = shift, engine.make_batches
+    engine.replica_offset, engine.batches_of = shift, engine.make_batches
     try:
         with reproducible(engine.mesh.device):
             watch.run(engine, step)
     finally:
-        engine.shift, engine.batches_of = 0, made_ahead
+        engine.replica_offset, engine.batches_of = 0, made_ahead
     return watch.trace()
 
 

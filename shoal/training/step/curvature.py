@@ -1,9 +1,9 @@
-"""Estimates of the Hessian's diagonal on any layout, for Sophia: by the very passes that make gradients.
+"""Estimates of the Hessian's diagonal for Sophia on any layout, by the passes that make gradients.
 
-Both are unbiased for the loss of the step's own samples, and what they draw depends on (seed, step, place in the model
+Both are unbiased for the loss of the step's own samples. Their random draws depend on (seed, step, place in the model
 or in the data) alone, so that every layout draws the same.
 
-- Gauss-Newton-Bartlett (Liu et al. 2023, algorithm 2): one forward and backward more, for labels that the model draws
+- Gauss-Newton-Bartlett (Liu et al. 2023, algorithm 2): one more forward and backward, for labels that the model draws
   from its own distribution. With g the gradient of their mean loss over B tokens it is B g o g, and never negative.
 - Hutchinson (algorithm 1): u o (H u) for a normal u. The product H u is the central difference of the gradients at
   weights + d u and weights - d u, two forwards and backwards: no operation, schedule or shard needs a second
@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,25 +28,22 @@ from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.labels import draw, key_of_step
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.optim.shards import Shard
+from shoal.training.step.engine_state import EngineState
 from shoal.training.step.optimizer_step import NonFinite
-
-if TYPE_CHECKING:
-    from shoal.training.step.engine_state import EngineState
 
 SHIFT = 1e-3
 """d, relative to the root mean square of the weights: errors of the difference of 5e-5, and its rounding of fp32."""
 
 
 def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """The estimate that the engine's optimizer is due, for each of its shards a tensor that lies like it, which may be
-    its gradient's until the next backward.
+    """Estimate the diagonal: a tensor for each of the optimizer's shards, which may be the memory of its gradient.
 
     Args:
         batches: this replica's micro-batches of the step, on the device.
-        tokens: that count in the loss of the global batch.
+        tokens: unmasked targets in the global batch.
 
     Raises:
-        NonFinite: on every rank alike, before anything is made of it: the optimizer would keep it for ever.
+        NonFinite: on every rank, before the optimizer has it: its moving average would never lose a NaN.
     """
     with _unrecorded(engine):
         make = gauss_newton_bartlett if engine.config.optimizer.name == "sophia-g" else hutchinson
@@ -61,11 +57,10 @@ def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: i
 
 
 def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Algorithm 2, over the step's tokens that count."""
-    length, layout = engine.config.data.sequence_length, engine.config.parallel
-    numbered = []
+    """Algorithm 2, over the unmasked tokens of the step."""
+    length, numbered = engine.config.data.sequence_length, []
     for microbatch, batch in enumerate(batches):
-        sample = engine.first_sample(step, microbatch) + torch.arange(layout.micro_batch)
+        sample = torch.tensor(engine.sample_indices(step, microbatch))
         index = (sample[:, None] * length + torch.arange(length)).to(batch.targets.device)
         numbered.append(replace(batch, targets=index.where(batch.targets != IGNORE, IGNORE)))
     labels = _labels(engine, key_of_step(engine.config.train.seed, step))
@@ -80,7 +75,7 @@ def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batc
 
 
 def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """From logits and the tokens' numbers in the place of targets to labels."""
+    """Return a function from logits and token numbers (in the place of targets) to drawn labels."""
     tp, rank = engine.mesh.size("tp"), engine.mesh.index("tp")
     rows = -(-engine.shape.vocab // tp)
     here = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
@@ -100,8 +95,8 @@ def _stack(group, x: Tensor) -> Tensor:
 def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Algorithm 1, with the Hessian-vector product by a central difference.
 
-    Besides the weights, which are moved, two numbers for each are alive in the second backward: what it was, and its
-    gradient of the first. The direction is drawn anew where it is needed, in the place of the weights.
+    In the second backward two numbers are alive for each weight besides it: its old value, and the first gradient. The
+    direction is drawn again where it is needed, in the memory of the weights.
     """
     shards, seed = engine.optimizer.shards.shards, engine.config.train.seed
     size = SHIFT * _root_mean_square(engine)
@@ -134,7 +129,7 @@ def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens:
 
 
 def _root_mean_square(engine: EngineState) -> float:
-    """Of all weights of the model, each counted once."""
+    """The root mean square of all weights of the model, each counted once."""
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for shard in engine.optimizer.shards.shards:
         for part in shard.parts:
@@ -144,20 +139,20 @@ def _root_mean_square(engine: EngineState) -> float:
 
 
 def _backward(engine: EngineState, batches: Sequence[Batch], tokens: int) -> None:
-    """The gradients of the mean loss, complete, where the optimizer reads them; no weight changes."""
+    """Compute the complete gradients of the mean loss where the optimizer reads them, and update nothing."""
     engine.runtime.step(
         batches, np.full(len(batches), 1 / tokens), lambda action, loss: engine.parameters.sum_ends()
     )
 
 
 def _gradients(engine: EngineState) -> list[Tensor]:
-    """In the weights' format, which they may be summed in less than."""
+    """The gradients in the number format of the weights, which may be wider than that of the sums."""
     return [shard.gradient.to(shard.weights.dtype) for shard in engine.optimizer.shards.shards]
 
 
 @contextmanager
 def _unrecorded(engine: EngineState):
-    """A profile is of the step's own passes, and so are histograms."""
+    """Keep these passes out of profiles and histograms, which are of the step's own."""
     recorders, engine.runtime.recorders = engine.runtime.recorders, []
     engine.estimating = True
     try:

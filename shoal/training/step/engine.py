@@ -1,159 +1,173 @@
-"""One rank's training engine: the way of a step, from the step's number to updated weights."""
+"""One rank's training engine: one step, from its number to updated weights; validation; what a checkpoint holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, overload
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.base.boxes import Piece
+from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce, read
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
+from shoal.engine.runtime import Update
 from shoal.pipeline.from_layout import build_forwards
+from shoal.pipeline.program import Action
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
-from shoal.training.step.mixture_of_depths import Foreseen
-from shoal.training.step.optimizer_step import ManyUpdates, OneUpdate
-from shoal.training.step.routing import Routed
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step computed, equal on all ranks.
-
-    Attributes:
-        loss: mean over the global batch's unmasked tokens [nats].
-        gradient_norm: of the whole model, before clipping (the mean over several updates); not finite where the step
-            was skipped.
-        learning_rate: that the update used.
-        tokens: unmasked targets in the global batch.
-        stop: whether any rank was asked to stop.
-        loss_scale: that the loss was multiplied by; 1 without one.
-        skipped: whether no update was made, since a gradient overflowed.
-    """
-
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    tokens: int
-    stop: bool
-    loss_scale: float = 1.0
-    skipped: bool = False
+from shoal.training.step.optimizer_step import (
+    NonFinite,
+    StageUpdates,
+    StepResult,
+    clip_factor,
+    sum_totals,
+)
 
 
 class Engine(EngineState):
     """Runs steps, measures the validation loss, and says what a checkpoint holds."""
 
-    # ---- one step ----------------------------------------------------------------------------------------------
-
-    @overload
-    def step(self, step: int, *, stop: bool = False, dry: Literal[False] = False) -> StepResult: ...
-
-    @overload
-    def step(self, step: int, *, stop: bool = False, dry: bool) -> StepResult | None: ...
-
-    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult | None:
-        """Run step number ``step`` (0 is the first): its samples are a pure function of that number.
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
+        """Run one step.
 
         Args:
+            step: its number, from 0; its samples are a pure function of it.
             stop: whether this rank was asked to stop; all ranks learn it from the result.
-            dry: compute everything but leave the weights alone; returns None.
+            dry: leave the weights alone; the result then has no loss and no norm.
 
         Raises:
-            NonFinite: on every rank alike, before any weight is changed (`ManyUpdates`: of that stage).
+            NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline: of that stage).
         """
         batches = self.batches_of(step)
-        update_of = self.program.update_of
-        tokens = self._count(batches, [update_of[m] for m in range(self.microbatches)])
+        update_of = [self.program.update_of[m] for m in range(self.microbatches)]
+        tokens = self.count_tokens(batches, update_of, self.loss_replicas)
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
-        kind = ManyUpdates if self.program.updates > 1 else OneUpdate
-        if self.routing:
-            self.routing.begin()
-        if self.depths:
-            self.depths.begin()
-        updates = kind(self, step, sum(tokens), stop=stop, rate=None if dry else rate)
         loss_scale = self.loss_scale.value if self.loss_scale else 1.0
+        for counts in self.layer_counts:
+            counts.begin()
         for stage in self.stages:  # routers begin the backward of their own losses, which are means over sequences
             stage.module.sequences = self.config.train.global_batch / loss_scale
-        scale = np.array([loss_scale / max(1, tokens[update_of[m]]) for m in range(self.microbatches)])
+        scale = np.array([loss_scale / max(1, tokens[update]) for update in update_of])
         batches = [batch.to(self.mesh.device) for batch in batches]
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
-        updates.finish(self.runtime.step(batches, scale, updates))
+        by_stage = StageUpdates(self, step) if self.program.updates > 1 else None
+        update: Update[StepResult | None]
         if dry:
-            return None
+            update = self.complete_gradients
+        elif by_stage:
+            update = partial(by_stage.update, rate)
+        else:
+            update = partial(self.update, step, sum(tokens), rate, stop)
+        loss, result = self.runtime.step(batches, scale, update)
+        if dry:
+            return StepResult(math.nan, math.nan, rate, sum(tokens))
+        if by_stage:
+            result = by_stage.result(loss, sum(tokens), rate, stop=stop)
         if self.float8:
             self.float8.end_step(self.mesh.group("world"))
-        return StepResult(
-            updates.loss, updates.norm, rate, updates.tokens, updates.stopped, loss_scale, updates.skipped
-        )
+        assert result is not None, "every program has an update"
+        return result
 
-    def _count(self, batches: Sequence[Batch], update_of: Sequence[int]) -> list[int]:
-        """Unmasked targets of each update's micro-batches, of all replicas."""
+    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+        """Clip the gradients by their norm over all stages and update the weights; skip the update if a scaled gradient
+        overflowed. All ranks decide alike: the norm is finite only if every gradient is.
+
+        Args:
+            tokens: unmasked targets in the global batch.
+            loss: summed over this rank's micro-batches [nats].
+
+        Raises:
+            NonFinite: on every rank, before any weight is changed.
+        """
+        self.complete_gradients()
+        loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
+        tokens = max(1, tokens)  # a batch without targets is a step without gradient
+        mean, norm = loss_sum / tokens, math.sqrt(square) if square >= 0 else math.nan
+        scale, scaled_by = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
+        overflowed = not math.isfinite(norm)
+        if not math.isfinite(mean) or (overflowed and (scale is None or scale.exhausted)):
+            smallest = f" with the smallest loss scale, {scaled_by:g}" if scale else ""
+            raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}{smallest}")
+        for counts in self.layer_counts:
+            counts.count()
+        if scale and overflowed:
+            scale.overflowed()
+            return StepResult(mean, norm, rate, tokens, stopped, scaled_by, skipped=True)
+        norm /= scaled_by
+        factor = clip_factor(self, norm) / scaled_by
+        if factor != 1:
+            self.parameters.scale(factor)
+        self.optimizer.step(rate)
+        self.refresh_parameters()
+        if self.routing:
+            self.routing.rebalance()
+        if scale:
+            scale.made()
+        return StepResult(mean, norm, rate, tokens, stopped, scaled_by)
+
+    def count_tokens(self, batches: Sequence[Batch], update_of: Sequence[int], replicas: Group | None) -> list[int]:
+        """Unmasked targets of each update's micro-batches, of all these replicas."""
         counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)
         for batch, update in zip(batches, update_of, strict=True):
             counts[update] += batch.unmasked()
-        return read(all_reduce(counts.to(self.mesh.device), self.mesh.group("dp")))
+        return read(all_reduce(counts.to(self.mesh.device), replicas))
+
+    # ---- validation and metrics ----------------------------------------------------------------------------------
 
     def evaluate(self, samples: Dataset) -> float:
-        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to whole passes.
+        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to full passes.
 
-        What routers did in them is then in ``validated``.
+        The metrics of experts are then in ``validated``.
         """
-        per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
+        layout = self.config.parallel
+        n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
         passes = -(-self.config.train.validation_sequences // per_pass)
-        program = build_forwards(self.program, passes)
-        batches = [samples.batch(self._validation_indices(m)) for m in range(passes)]
-        tokens = max(1, *self._count(batches, [0] * passes))
-        batches = [batch.to(self.mesh.device) for batch in batches]
+        first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
+        batches = [samples.batch(range(start, start + n)) for start in first]
+        tokens = max(1, *self.count_tokens(batches, [0] * passes, self.mesh.group("dp")))
         if self.routing:
             self.routing.begin_validation()
-        loss = self._runtime(program).evaluate(batches) * (self.mesh.index("tp") == 0)
+        runtime = self.runtime_of(forwards_of(self.program, passes))
+        loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         if self.routing:
             self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
         return read(all_reduce(loss, self.mesh.group("world"))) / tokens
 
-    def _validation_indices(self, microbatch: int) -> range:
-        n = self.config.parallel.micro_batch
-        start = (microbatch * self.config.parallel.dp + self.mesh.index("dp")) * n
-        return range(start, start + n)
+    def routing_metrics(self) -> dict[str, Any]:
+        """What routers did in the last step, as fields of `StepMetrics`."""
+        batch = self.config.train.global_batch, self.config.data.sequence_length
+        return {name: value for counts in self.layer_counts for name, value in counts.metrics(*batch).items()}
 
-    # ---- state -------------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[Piece]]:
         """Everything that a checkpoint holds, under names that are the same on every layout."""
         state = {f"model.{name}": pieces for name, pieces in self.weights().items()}
-        for kind, parameters in self.optimizer.states().items():
-            state |= {f"optimizer.{kind}.{name}": pieces for name, pieces in parameters.items()}
+        state |= flat_names("optimizer", self.optimizer.states())
         if self.float8 and self.float8.history:
             state |= self.float8.history.state(primary=self.mesh.rank == 0)
         return state
-
-    def routed(self) -> Routed | None:
-        """What the routers did in the last step; None without experts."""
-        if self.routing is None:
-            return None
-        return Routed.of(self.routing.totals, self.shape, self.config.train.global_batch,
-                         self.config.data.sequence_length)
-
-    def foreseen(self) -> Foreseen | None:
-        """How well it was foreseen in the last step which tokens pass through layers; None where all do."""
-        if self.depths is None:
-            return None
-        return self.depths.foreseen(self.config.train.global_batch, self.config.data.sequence_length)
 
     def weights(self) -> dict[str, list[Piece]]:
         """The pieces of the model on this rank: parameters, and the biases of routers."""
         return self.parameters.weights() | (self.routing.state() if self.routing else {})
 
     def restored(self, updates: int) -> None:
-        """The state was overwritten with that after so many updates: spread it."""
+        """Spread a state that was loaded after so many updates."""
         self.optimizer.resume_at(updates)
         if self.float8 and self.float8.history:
             self.float8.history.restored()
         self.parameters.gather()
+
+
+def flat_names(prefix: str, kinds: Mapping[str, Mapping[str, list[Piece]]]) -> dict[str, list[Piece]]:
+    """The pieces of each kind of state of each parameter, as ``prefix.kind.parameter``."""
+    return {f"{prefix}.{kind}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()}

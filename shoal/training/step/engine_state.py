@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.data.order import OverlappingShards
 from shoal.engine.data.prefetch import Ahead
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
@@ -25,9 +27,9 @@ from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.resilience.spikes import Skips
-from shoal.training.step.mixture_of_depths import DepthsRouting
-from shoal.training.step.routing import Routed, Routing
+from shoal.training.step.routing import DepthsRouting, ExpertRouting
 
 
 class EngineState:
@@ -38,6 +40,15 @@ class EngineState:
         shape: the model, from ``config.model`` and the tokenizer.
         mesh: of ``config.parallel``.
         samples: the training data; every rank sees the same.
+
+    Attributes:
+        sync_mesh: the ranks that are kept equal in every step. With parallel.sync it is one replica: its method keeps
+            the replicas together.
+        loss_replicas: whose tokens the loss is a mean over.
+        observe: called in each step when the gradients are complete.
+        estimating: whether passes are running that estimate the Hessian, not the step's own.
+        replica_offset: take the samples of the replica so many places on, to compute a step twice.
+        validated: metrics of the routers of experts in the last validation.
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
@@ -52,82 +63,96 @@ class EngineState:
         check_program(self.program, tied=shape.tied)
         self.spread = spread(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
-        # A relaxed run keeps its replicas together in its own way: to all that follows, each is alone.
-        self.here = mesh if layout.sync == "all-reduce" else mesh.replica()
-        # To make a group its ranks wait for each other, and meanwhile move nothing that they have under way: so what a
-        # step needs is made before it.
-        for view, axis in ((mesh, "world"), (self.here, "world"), (mesh, "dp")):
+        exact = layout.sync == "all-reduce"
+        self.sync_mesh = mesh if exact else mesh.replica()
+        # Creating a group blocks its ranks and stalls in-flight transfers, so create groups before the first step.
+        for view, axis in ((mesh, "world"), (self.sync_mesh, "world"), (mesh, "dp")):
             view.group(axis)
+        self.loss_replicas = (mesh if exact or layout.sync in COMPRESSED else self.sync_mesh).group("dp")
         self.stages, self.parameters = build_stages(
-            shape, self.program, self.here, self.policy, self.spread,
+            shape, self.program, self.sync_mesh, self.policy, self.spread,
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
             float8=self.float8,
         )
         self._initialise()
-        self.routing = Routing(self.stages, self.program, mesh, shape) if shape.experts else None
-        self.validated: Routed | None = None  # what routers did in the last validation
+        self.routing = ExpertRouting(self.stages, self.program, mesh, shape) if shape.experts else None
         self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
+        self.layer_counts = [counts for counts in (self.routing, self.depths) if counts]
+        self.validated: dict[str, Any] = {}
         for stage in self.stages:
             stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None
-        shards = shards_of(self.parameters, self.here, config.optimizer, self.policy.storage, mixed=mixed)
+        shards = shards_of(self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed)
         self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
-        self.observe: Callable[[], object] | None = None  # called before each update, when the gradients are complete
-        self.estimating = False  # passes are under way that estimate the Hessian, and are none of the step's own
+        self.observe: Callable[[], object] | None = None
+        self.estimating = False
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
-        self.runtime = self._runtime(self.program)
-        self._ahead = _batches_of(weakref.ref(self))  # the thread that makes them must not own the engine
+        self.runtime = self.runtime_of(self.program)
+        self.replica_offset = 0
         self.skip(Skips())
-        self.shift = 0  # places on among the replicas, whose samples this one takes: to compute a step twice
-
-    def skip(self, skips: Skips) -> None:
-        """Leave out these batches of the data from now on."""
-        self.skips = skips
-        self.batches_of: Callable[[int], list[Batch]] = Ahead(self._ahead, self.config.train.steps)
 
     def _initialise(self) -> None:
         initialise(self.parameters, self.shape, self.config.train.seed)
 
-    def _runtime(self, program: Program) -> Runtime:
+    def runtime_of(self, program: Program) -> Runtime:
+        """Build what executes a program on this rank's stages."""
         layout, rank = self.config.parallel, self.mesh.index("cp")
         lengths = self.spread.lengths(rank)
         return Runtime(
-            program, self.stages, self.here,
+            program, self.stages, self.sync_mesh,
             hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden // layout.tp_x),
             dtype=self.policy.compute, slices=lengths,
             tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )
 
+    def complete_gradients(self, *_: object) -> None:
+        """Add what the first and last stages have of a tied embedding's gradient: all gradients are then complete."""
+        self.parameters.sum_ends()
+        if self.observe:
+            self.observe()
+
+    def refresh_parameters(self) -> None:
+        """After an update, make new what is computed with, if the program has no GATHER: it may be a copy, in another
+        number format or on the device."""
+        if self.mesh.layout.zero in (0, 3):
+            self.parameters.gather()
+
+    # ---- batches -------------------------------------------------------------------------------------------------
+
+    def skip(self, skips: Skips) -> None:
+        """Leave out these batches of the data from now on."""
+        self.skips = skips
+        reference = weakref.ref(self)  # the thread that makes batches must not own the engine
+
+        def make(step: int) -> list[Batch]:
+            engine = reference()
+            assert engine is not None, "a deleted engine asks for no batches"
+            return engine.make_batches(step)
+
+        ahead = self.config.data.sampler != "pool"  # whose next samples are known when they are taken
+        self.batches_of: Callable[[int], list[Batch]] = Ahead(make, self.config.train.steps) if ahead else make
+
     def make_batches(self, step: int) -> list[Batch]:
-        """This replica's samples of a step, micro-batch after micro-batch, on the host."""
-        n = self.config.parallel.micro_batch
-        starts = (self.first_sample(step, m) for m in range(self.microbatches))
-        return [self.samples.batch(range(start, start + n)) for start in starts]
+        """This replica's micro-batches of a step, on the host."""
+        return [self.samples.batch(self.sample_indices(step, m)) for m in range(self.microbatches)]
 
-    def first_sample(self, step: int, microbatch: int) -> int:
-        """The global index of the first sample of one of this replica's micro-batches."""
-        layout = self.config.parallel
-        replica = (self.mesh.index("dp") + self.shift) % layout.dp
-        place = (microbatch * layout.dp + replica) * layout.micro_batch
-        return self.skips.batch(step) * self.config.train.global_batch + place
-
-
-def _batches_of(reference: weakref.ref[EngineState]) -> Callable[[int], list[Batch]]:
-    def make(step: int) -> list[Batch]:
-        engine = reference()
-        assert engine is not None, "an engine that is gone asks for no batches"
-        return engine.make_batches(step)
-
-    return make
+    def sample_indices(self, step: int, microbatch: int) -> Sequence[int]:
+        """The global sample indices of one of this replica's micro-batches."""
+        config, n = self.config, self.config.parallel.micro_batch
+        replicas = config.parallel.dp
+        replica = (self.mesh.index("dp") + self.replica_offset) % replicas
+        if config.data.sampler == "overlap":
+            own = OverlappingShards(replicas, replica, self.samples.samples, config.data.overlap)
+            return own((step * self.microbatches + microbatch) * n + np.arange(n)).tolist()
+        first = self.skips.batch(step) * config.train.global_batch + (microbatch * replicas + replica) * n
+        return range(first, first + n)
 
 
 def attention_kernel(
     choice: Literal["auto", "sdpa", "explicit"], device: torch.device, dtype: torch.dtype
 ) -> Literal["sdpa", "explicit"]:
-    """The kernel of a run; "auto" is what `shoal bench attention` measured fastest.
-
-    That is sdpa, but in bf16 on the CPU, where torch's kernel is slow, attention written out.
-    """
+    """The attention kernel of a run. "auto" takes the fastest of `shoal bench attention`: sdpa, except for bf16 on the
+    CPU, where torch's kernel is slow."""
     if choice != "auto":
         return choice
     return "explicit" if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

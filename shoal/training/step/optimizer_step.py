@@ -1,23 +1,21 @@
-"""The updates of one step: one for the whole step, or in an asynchronous pipeline several of each stage."""
+"""The updates of one step: one of the full model, or in an asynchronous pipeline several of each stage."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.ops import all_reduce, read
-
-if TYPE_CHECKING:
-    from shoal.pipeline.program import Action
-    from shoal.training.step.engine_state import EngineState
+from shoal.pipeline.program import Action
+from shoal.training.step.engine_state import EngineState
 
 
 class NonFinite(RuntimeError):
-    """The loss or the gradient norm of a step is not a number.
+    """The loss or the gradient norm of a step is NaN or infinite.
 
     Attributes:
         untouched: whether the weights are those before the step.
@@ -28,127 +26,93 @@ class NonFinite(RuntimeError):
         self.untouched = untouched
 
 
-class OneUpdate:
-    """The whole model's, by gradients clipped by their norm over all stages.
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, equal on all ranks.
 
-    Args:
-        tokens: unmasked targets in the global batch.
-        stop: whether this rank was asked to stop.
-        rate: the learning rate; None computes everything but leaves the weights alone.
+    Attributes:
+        loss: mean over the unmasked tokens of the global batch [nats].
+        gradient_norm: of the full model, before clipping (the mean over several updates); not finite if the step was
+            skipped.
+        learning_rate: of the update.
+        tokens: unmasked targets in the global batch, at least 1.
+        stop: whether any rank was asked to stop.
+        loss_scale: factor on the loss; 1 without one.
+        skipped: whether a gradient overflowed, so that no update was made.
+        met: whether the replicas are equal now. If not (`parallel.sync`), all the above is of this replica alone.
     """
 
-    def __init__(self, engine: EngineState, step: int, tokens: int, *, stop: bool, rate: float | None):
-        self.engine, self.number, self.stop, self.rate = engine, step, stop, rate
-        self.tokens = max(1, tokens)  # so that a batch without targets is a step without gradient
-        self.loss = self.norm = math.nan
-        self.stopped = self.skipped = False
-
-    def __call__(self, action: Action, loss: Tensor) -> None:
-        """Update the weights; or, where a scaled gradient has overflowed, back off. Every rank does the same, since all
-        have the norm of the whole model's gradient, which is not finite where any element of it is not.
-
-        Raises:
-            NonFinite: before any weight is changed, on every rank alike.
-        """
-        engine = self.engine
-        engine.parameters.sum_ends()
-        if engine.observe:
-            engine.observe()
-        if self.rate is None:
-            return
-        loss = loss * (engine.mesh.index("tp") == 0)  # tensor-parallel ranks all have the same
-        mine = torch.stack((loss, engine.parameters.square_norm(), torch.full_like(loss, self.stop)))
-        totals = read(all_reduce(mine, engine.mesh.group("world")))
-        self.loss, self.norm = totals[0] / self.tokens, math.sqrt(totals[1]) if totals[1] >= 0 else math.nan
-        self.stopped = totals[2] > 0
-        scale = engine.loss_scale
-        if not math.isfinite(self.loss) or not (math.isfinite(self.norm) or (scale and not scale.exhausted)):
-            smallest = f" with the smallest loss scale, {scale.value:g}" if scale else ""
-            raise NonFinite(f"step {self.number}: loss {self.loss:g}, gradient norm {self.norm:g}{smallest}")
-        if engine.routing:
-            engine.routing.count()
-        if engine.depths:
-            engine.depths.count()
-        if not math.isfinite(self.norm):
-            assert scale is not None, "without a scale a norm that is not finite was raised above"
-            self.skipped = True
-            scale.overflowed()
-            return
-        factor = 1 / scale.value if scale else 1.0
-        self.norm *= factor
-        clip = engine.config.optimizer.clip_norm
-        if clip and self.norm > clip:
-            factor *= clip / self.norm
-        if factor != 1:
-            engine.parameters.scale(factor)
-        self.update()
-        if engine.routing:
-            engine.routing.rebalance()
-        if scale:
-            scale.made()
-
-    def update(self) -> None:
-        """Step the optimizer."""
-        assert self.rate is not None, "a dry step updates nothing"
-        self.engine.optimizer.step(self.rate)
-        if self.engine.mesh.layout.zero in (0, 3):
-            # There is no GATHER, but what is computed with may be a copy, in another number format or on the device.
-            self.engine.parameters.gather()
-
-    def finish(self, loss: Tensor) -> None:
-        """The step is over on this rank."""
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    stop: bool = False
+    loss_scale: float = 1.0
+    skipped: bool = False
+    met: bool = True
 
 
-class ManyUpdates(OneUpdate):
-    """Each stage's own, as soon as its gradients are there.
+def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Tensor) -> tuple[float, bool, list[float]]:
+    """Sum over all ranks: the loss, whether one was asked to stop, and squared gradient norms. Collective."""
+    loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
+    mine = torch.stack((loss, torch.full_like(loss, stop), *square_norms))
+    total, stops, *squares = read(all_reduce(mine, engine.mesh.group("world")))
+    return total, stops > 0, squares
 
-    No stage waits to learn whether another's gradients are finite: one whose own are not makes no further update, and
-    all learn of it at the end of the step. The gradient norm of the step is the mean of its updates'.
+
+def clip_factor(engine: EngineState, norm: float) -> float:
+    """Return the factor that clips gradients of this norm (`optimizer.clip_norm`)."""
+    clip = engine.config.optimizer.clip_norm
+    return clip / norm if clip and norm > clip else 1.0
+
+
+# ---- asynchronous pipelines ------------------------------------------------------------------------------------------
+
+
+class StageUpdates:
+    """The updates of this rank's stage in one step of an asynchronous pipeline.
+
+    No stage waits to learn whether another's gradients are finite. One whose own are not makes no further update, and
+    all ranks learn of it at the end of the step.
     """
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        # Of this rank, for each update: its share of the squared gradient norm.
-        updates = self.engine.program.updates
-        self.square_norms = torch.zeros(updates, dtype=torch.float64, device=self.engine.mesh.device)
-        self.spoilt = 0
+    def __init__(self, engine: EngineState, step: int):
+        self.engine, self.step = engine, step
+        # For each update, this rank's share of the squared gradient norm.
+        self.square_norms = torch.zeros(engine.program.updates, dtype=torch.float64, device=engine.mesh.device)
+        self.spoilt = 0  # the first version that was not made
 
-    def __call__(self, action: Action, loss: Tensor) -> None:
-        """Make one update of this rank's stage, unless a gradient of it or an earlier one was not finite."""
-        engine = self.engine
-        engine.parameters.sum_ends()
-        if self.rate is None:
-            return
-        share = engine.parameters.square_norm()
+    def update(self, rate: float, action: Action, loss: Tensor) -> None:
+        """Make one update, unless a gradient of it or of an earlier one was not finite."""
+        self.engine.complete_gradients()
+        share = self.engine.parameters.square_norm()
         self.square_norms[action.version - 1] = share
         stage = share.clone()
-        for axis in ("tp", "replicas"):  # so that all ranks of the stage do the same
-            all_reduce(stage, engine.mesh.group(axis))
+        for axis in ("tp", "replicas"):  # so that all ranks of the stage decide alike
+            all_reduce(stage, self.engine.mesh.group(axis))
         if not self.spoilt and math.isfinite(read(stage)):
-            self.update()
+            self.engine.optimizer.step(rate)
+            self.engine.refresh_parameters()
         elif not self.spoilt:
             self.spoilt = action.version
 
-    def finish(self, loss: Tensor) -> None:
-        """Learn the loss and the norms.
+    def result(self, loss: Tensor, tokens: int, rate: float, *, stop: bool) -> StepResult:
+        """Return the loss and the mean gradient norm of the step. Collective.
 
         Raises:
-            NonFinite: on every rank alike, naming the first update that was not made, and where.
+            NonFinite: on every rank, naming the first update that was not made, and where.
         """
-        if self.rate is None:
-            return
-        engine, mesh = self.engine, self.engine.mesh
-        mine = torch.cat((torch.stack((loss * (mesh.index("tp") == 0), torch.full_like(loss, self.stop))),
-                          self.square_norms))
-        loss_sum, stop, *norms = read(all_reduce(mine, mesh.group("world")))
-        self.loss, self.stopped = loss_sum / self.tokens, stop > 0
-        if not all(map(math.isfinite, (loss_sum, *norms))):
+        mesh = self.engine.mesh
+        loss_sum, stopped, squares = sum_totals(self.engine, loss, stop, *self.square_norms)
+        tokens = max(1, tokens)
+        mean = loss_sum / tokens
+        if not all(map(math.isfinite, (mean, *squares))):
             first_spoilt = (self.spoilt, -mesh.index("pp"), mesh.describe())
             found = all_gather(first_spoilt, world() if mesh.layout.world_size > 1 else None)
-            first = min(((v, s, where) for v, s, where in found if v), default=(0, 0, "no rank"))
+            version, _, where = min((each for each in found if each[0]), default=(0, 0, "no rank"))
             raise NonFinite(
-                f"step {self.number}: loss {self.loss:g}; the gradient of update {first[0]} of "
-                f"{engine.program.updates} is not finite on {first[2]}, which made neither it nor the later ones",
+                f"step {self.step}: loss {mean:g}; the gradient of update {version} of {len(squares)} is not finite "
+                f"on {where}, which made neither it nor the later ones",
                 untouched=False,
             )
-        self.norm = sum(map(math.sqrt, norms)) / len(norms)
+        return StepResult(mean, sum(map(math.sqrt, squares)) / len(squares), rate, tokens, stopped)

@@ -1,9 +1,8 @@
-"""What the routers of all ranks did in a step: counted together, told, and their biases moved."""
+"""What routers of experts and routers of depth did in a step, counted over all ranks; and the biases that it moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,120 +11,83 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, in_host_memory
-from shoal.engine.models.experts.balance import begin, begin_validation, rebalance, routers_of
+from shoal.engine.models import mixture_of_depths
+from shoal.engine.models.experts import balance
 from shoal.engine.models.experts.router import SUMS, Router
 from shoal.engine.parallel.apply import LocalStage
 from shoal.pipeline.program import Program
-from shoal.planning.cost.optional_parts import experts_of
+from shoal.planning.cost import optional_parts
 from shoal.spec.catalog import ModelShape
 
 
-@dataclass(frozen=True)
-class Routed:
-    """One step of every layer with experts, over all ranks.
+class LayerCounts:
+    """Numbers that some layers of a model count in a step.
 
     Attributes:
-        dropped: part of the choices that found no room (expert-choice: of the tokens, chosen by no expert).
-        idle: part of the experts that got no token.
-        busiest: tokens of the expert with most over the mean of its layer, the largest of all layers.
-        balance_loss, z_loss: mean over sequences and layers, without their weights.
-        loads: for each layer with experts, the part of its tokens that each expert got.
+        layers: their places in the model.
+        totals: [layers, numbers] of the last step, over all ranks and micro-batches.
     """
 
-    dropped: float
-    idle: float
-    busiest: float
-    balance_loss: float
-    z_loss: float
-    loads: list[list[float]]
+    def __init__(self, mesh: Mesh, layers: Sequence[int], numbers: int):
+        self.mesh, self.layers = mesh, layers
+        self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64)
 
-    def metrics(self) -> dict[str, Any]:
-        """By the names of `StepMetrics`."""
-        return {
-            "dropped": self.dropped, "idle_experts": self.idle, "busiest_expert": self.busiest,
-            "balance_loss": self.balance_loss, "z_loss": self.z_loss, "expert_load": self.loads,
-        }
-
-    @staticmethod
-    def of(totals: Tensor, shape: ModelShape, sequences: int, length: int) -> Routed:
-        """From the sums of all routers.
-
-        Args:
-            totals: [layers, `SUMS` + E] as of `Router.tally`.
-            sequences, length: of the batch.
-        """
-        sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
-        given = loads.sum(1, keepdim=True).clamp(min=1)
-        experts = experts_of(shape)
-        tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.layers))
-        wanted = tokens if experts.gate == "expert-choice" else float(loads.sum() + sums[0])
-        busiest = (loads / given).max() * experts.count
-        mean = sums[1:] / (sequences * len(totals))
-        return Routed(
-            float(sums[0]) / max(1, wanted), float((loads == 0).double().mean()), float(busiest),
-            float(mean[0]), float(mean[1]), (loads / given).tolist(),
-        )
+    def sum(self, counted: Iterable[tuple[int, Tensor | None]]) -> Tensor:
+        """Sum (layer, numbers) of all ranks: [layers, numbers]. Collective."""
+        totals = torch.zeros_like(self.totals, device=self.mesh.device)
+        for layer, numbers in counted:
+            assert numbers is not None, "counting was begun"
+            totals[self.layers.index(layer)] += numbers
+        return in_host_memory(all_reduce(totals, self.mesh.group("world")))
 
 
-class Routing:
-    """The routers of this rank's stages.
+class ExpertRouting(LayerCounts):
+    """The routers of experts in this rank's stages.
 
     Args:
         program: whose stages these are.
-        mesh: over all of which they are counted.
-
-    Attributes:
-        totals: [layers with experts, `SUMS` + E] of the last step, over all ranks and micro-batches.
     """
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
-        self.mesh, self.shape = mesh, shape
-        experts = experts_of(shape)
-        self.layers = experts.layers(shape.layers)
+        experts = optional_parts.experts_of(shape)
+        super().__init__(mesh, experts.layers(shape.layers), SUMS + experts.count)
+        self.shape = shape
         self.routers: list[tuple[Router, bool]] = [
-            (router, stage.index < program.depth) for stage in stages for router in routers_of(stage.module)
+            (router, stage.index < program.depth) for stage in stages for router in balance.routers_of(stage.module)
         ]
-        self.totals = torch.zeros(len(self.layers), SUMS + experts.count, dtype=torch.float64)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Count from 0."""
         for router, _ in self.routers:
-            begin(router)
+            balance.begin(router)
 
     def count(self) -> None:
-        """All backwards of the step are done on all ranks: count, of a step that will be skipped too."""
-        self.totals = self._summed("tally")
+        """Sum what the step counted, once all backwards are done; also for a step that will be skipped."""
+        self.totals = self.sum((router.layer, router.tally) for router, _ in self.routers)
 
     def rebalance(self) -> None:
-        """The step was made: move the biases by what it counted."""
+        """Move the biases by the counts of a step whose update was made."""
         for router, _ in self.routers:
-            rebalance(router, self.totals[self.layers.index(router.layer), SUMS:])
+            balance.rebalance(router, self.totals[self.layers.index(router.layer), SUMS:])
 
     def begin_validation(self) -> None:
-        """Forward passes without a backward begin: count these."""
+        """Count forward passes that no backward follows."""
         for router, _ in self.routers:
-            begin_validation(router)
+            balance.begin_validation(router)
 
-    def end_validation(self, sequences: int, length: int) -> Routed:
-        """They are done on all ranks.
-
-        Args:
-            sequences, length: of what was passed, by all ranks together.
-        """
-        totals = self._summed("validated")
+    def end_validation(self, sequences: int, length: int) -> dict[str, Any]:
+        """Return the metrics of these passes, as `expert_metrics`."""
+        totals = self.sum((router.layer, router.validated) for router, _ in self.routers)
         for router, _ in self.routers:
             router.validated = None
-        return Routed.of(totals, self.shape, sequences, length)
+        return expert_metrics(totals, self.shape, sequences, length)
 
-    def _summed(self, counter: str) -> Tensor:
-        """Over all ranks: [layers with experts, `SUMS` + E]."""
-        totals = torch.zeros_like(self.totals, device=self.mesh.device)
-        for router, _ in self.routers:
-            totals[self.layers.index(router.layer)] += getattr(router, counter)
-        return in_host_memory(all_reduce(totals, self.mesh.group("world")))
+    def metrics(self, sequences: int, length: int) -> dict[str, Any]:
+        """Return the metrics of the last step, as `expert_metrics`."""
+        return expert_metrics(self.totals, self.shape, sequences, length)
 
     def state(self) -> dict[str, list[Piece]]:
-        """The biases, by the names that they have in the whole model."""
+        """The biases, by their names in the full model."""
         first = self.mesh.index("stage") == 0
         found: dict[str, list[Piece]] = {}
         for router, original in self.routers:
@@ -134,3 +96,54 @@ class Routing:
                 piece = Piece(whole, Box.whole(whole), router.bias, first and original)
                 found.setdefault(f"layers.{router.layer}.mlp.router.bias", []).append(piece)
         return found
+
+
+def expert_metrics(totals: Tensor, shape: ModelShape, sequences: int, length: int) -> dict[str, Any]:
+    """The fields of `StepMetrics` that routers of experts decide.
+
+    Args:
+        totals: [layers, `SUMS` + E] as of `Router.tally`.
+        sequences, length: of the batch.
+    """
+    sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
+    shares = loads / loads.sum(1, keepdim=True).clamp(min=1)
+    experts = optional_parts.experts_of(shape)
+    tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.layers))
+    wanted = tokens if experts.gate == "expert-choice" else float(loads.sum() + sums[0])
+    dropped, balance_loss, z_loss = sums.tolist()
+    per_layer = sequences * len(totals)
+    return {
+        "dropped": dropped / max(1, wanted),
+        "idle_experts": float((loads == 0).double().mean()),
+        "busiest_expert": float(shares.max() * experts.count),
+        "balance_loss": balance_loss / per_layer,
+        "z_loss": z_loss / per_layer,
+        "expert_load": shares.tolist(),
+    }
+
+
+class DepthsRouting(LayerCounts):
+    """The layers of this rank's stages that only some tokens pass through."""
+
+    def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
+        self.depths = optional_parts.depths_of(shape)
+        super().__init__(mesh, self.depths.layers(shape.layers), mixture_of_depths.COUNTS + 1)
+        self.here = [depth for stage in stages for depth in mixture_of_depths.depths_of(stage.module)]
+
+    def begin(self) -> None:
+        """Count from 0."""
+        for depth in self.here:
+            mixture_of_depths.begin(depth)
+
+    def count(self) -> None:
+        """Sum what the step counted, once all backwards are done."""
+        self.totals = self.sum((depth.layer, depth.tally) for depth in self.here)
+
+    def metrics(self, sequences: int, length: int) -> dict[str, float]:
+        """How well the last step's tokens were predicted to pass or not, as the fields of `StepMetrics`."""
+        right, found, expected, loss = self.totals.mean(0).tolist()
+        tokens, chosen = sequences * length, sequences * self.depths.taken(length)
+        return {
+            "depth_accuracy": right / tokens, "depth_recall": found / chosen, "depth_expected": expected / tokens,
+            "depth_loss": loss / sequences,
+        }

@@ -93,9 +93,9 @@ def test_bytes_go_one_after_another_while_the_rank_computes(pool: Pool) -> None:
 def test_what_would_not_go_through_it_is_refused(name: str, value: object) -> None:
     parallel = {"dp": 2, name: value}
     with pytest.raises(UsageError, match=rf"link_gbs = 0.1 with parallel.{name}"):
-        check(build_config({"train": {"link_gbs": 0.1}, "parallel": parallel}))
+        check(build_config({"testing": {"link_gbs": 0.1}, "parallel": parallel}))
 
 
 @pytest.mark.parametrize("sync", ["int8", "diloco"])
 def test_what_relaxed_replicas_exchange_by_collectives_goes_through_it(sync: str) -> None:
-    check(build_config({"train": {"link_gbs": 0.1}, "parallel": {"dp": 2, "sync": sync}}))
+    check(build_config({"testing": {"link_gbs": 0.1}, "parallel": {"dp": 2, "sync": sync}}))

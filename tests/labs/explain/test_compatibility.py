@@ -15,7 +15,7 @@ from shoal.spec.compatibility.matrix import TECHNIQUES, build_matrix, example_ru
 from shoal.spec.compatibility.table import CONFLICTS
 
 NO_TECHNIQUES = {
-    "train.device", "train.transport", "train.straggler", "train.pace", "train.dead", "train.link_gbs"
+    "train.device", "train.transport", "testing.straggler", "testing.pace", "testing.dead", "testing.link_gbs"
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def kept(engine: Engine) -> dict[int, int]:
         alive.append(tensor)
         return tensor
 
-    batch = engine.runtime._own(engine.make_batches(0)[0])
+    batch = engine.runtime._local_tokens(engine.make_batches(0)[0])
     local = engine.runtime.hidden_shape
     hidden = torch.zeros(local, dtype=engine.policy.compute, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

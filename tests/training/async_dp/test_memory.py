@@ -33,9 +33,9 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
         rules = list(getattr(engine.method, "rules", {0: optimizer}).values())
         common = engine.window._used - engine.board.nbytes
     elif isinstance(engine, CompressedEngine):
-        owners += [engine.exchange, *([engine.exchange.coded] if isinstance(engine.exchange, Quantised) else [])]
+        owners += [engine.method, *([engine.method.coded] if isinstance(engine.method, Quantised) else [])]
     elif isinstance(engine, LocalEngine):
-        owners += [engine.averages, *([engine.averages.coded] if engine.averages.coded else [])]
+        owners += [engine.method, *([engine.method.coded] if engine.method.coded else [])]
     elif config.parallel.zero:
         common = sum(bucket.full.nbytes for bucket in parameters.buckets)
     states = [p.tensor for rule in rules for kind in rule.states().values() for ps in kind.values() for p in ps]

@@ -228,7 +228,7 @@ def served(exchange: Compressed) -> list[torch.Tensor | float]:
 def feedback(config: RunConfig) -> list[float]:
     """Rounds of random gradients; returns what is left unsent of each, as a part of what was to be sent."""
     engine = engine_of(config, 0.0)
-    flat, exchange, group = engine.flat, engine.exchange, engine.mesh.group("dp")
+    flat, exchange, group = engine.flat, engine.method, engine.mesh.group("dp")
     random = torch.Generator().manual_seed(dist.get_rank())
     left = []
     for _ in range(4):
@@ -262,8 +262,8 @@ def sent_bytes(config: RunConfig) -> tuple[float, list[int]]:
     """What this rank sends in one exchange, and the sizes of the parameters."""
     engine = engine_of(config, 0.0)
     before = engine.mesh.sent().total()
-    engine.exchange.sum()
-    return engine.mesh.sent().total() - before, [tensor.numel() for tensor in engine.exchange.tensors]
+    engine.method.sum()
+    return engine.mesh.sent().total() - before, [tensor.numel() for tensor in engine.method.tensors]
 
 
 @pytest.mark.parametrize("ranks", [2, 6])

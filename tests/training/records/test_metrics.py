@@ -128,14 +128,14 @@ def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_pat
 
     from shoal.engine.models.experts.router import SUMS
     from shoal.spec.catalog import model_shape
-    from shoal.training.step.routing import Routed
+    from shoal.training.step.routing import expert_metrics
 
     shape = model_shape("mixtral-8x7b")
     totals = torch.zeros(2, SUMS + 8, dtype=torch.float64)
     totals[:, 0], totals[:, SUMS], totals[:, SUMS + 1] = 4, 9, 3  # dropped; all tokens to the first two experts
-    routed = Routed.of(totals, shape, sequences=2, length=4)
-    assert (routed.dropped, routed.idle, routed.busiest) == (8 / 32, 6 / 8, 8 * 9 / 12)
-    record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **routed.metrics())
+    routed = expert_metrics(totals, shape, sequences=2, length=4)
+    assert [routed[name] for name in ("dropped", "idle_experts", "busiest_expert")] == [8 / 32, 6 / 8, 8 * 9 / 12]
+    record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **routed)
     assert record.values()["dropped"] == 0.25
     assert "expert_load" not in record.values()
     writer = MetricsWriter(tmp_path, config=MetricsConfig(tensorboard=False))

@@ -73,9 +73,9 @@ def versions_in_bytes(values) -> tuple[float, float]:
     engine, _ = engine_of(values)
     for step in range(2):
         engine.step(step)
-    (stash,) = engine.runtime.stashes.values()
+    (kept,) = engine.runtime.versions.values()
     one = sum(bucket.held.untyped_storage().nbytes() for bucket in engine.parameters.buckets)
-    return 1 + stash.bytes() / one, len(stash.kept)
+    return 1 + kept.bytes() / one, len(kept.copies)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

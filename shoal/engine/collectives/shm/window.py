@@ -31,7 +31,7 @@ MEND = "Start all ranks on one such host, or use a parallel.sync that communicat
 class Window:
     """Counters, locks and tensors that the ranks of a group share.
 
-    The tensors are handed out by `tensor`, which all ranks call alike. A counter is a 64-bit number, 0 at first.
+    `tensor`, `counters` and `locks` hand them out, called alike on all ranks. A counter is a 64-bit number, 0 at first.
 
     Args:
         group: None for one rank. All of its ranks make the window together.
@@ -51,6 +51,7 @@ class Window:
         weakref.finalize(self, os.close, self._file)
         region = Region(self._file, counters, size)
         self._counters, self._data, self._used = region.counters, region.data, 0
+        self._next_counter = self._next_lock = 0
         self._process = counters - self.size
         self.set(self._process + self.index, os.getpid())
         if group is not None:
@@ -94,6 +95,17 @@ class Window:
         return self._data[start : start + length].view(dtype)
 
     # ---- counters and locks ------------------------------------------------------------------------------------
+
+    def counters(self, count: int) -> int:
+        """The first of the next ``count`` counters."""
+        self._next_counter += count
+        assert self._next_counter <= self._process, "a window has as many counters as it was made with"
+        return self._next_counter - count
+
+    def locks(self, count: int) -> int:
+        """The first of the next ``count`` locks."""
+        self._next_lock += count
+        return self._next_lock - count
 
     def get(self, counter: int) -> int:
         """The value of a counter."""

@@ -178,9 +178,8 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
             result = engine.step(done - 1)
             losses.append((done, result.loss))
             skipped += result.skipped
-            routed = engine.routed() if done > steps - every else None
-            if routed is not None:
-                dropped.append(routed.dropped)
+            if done > steps - every and engine.routing:
+                dropped.append(engine.routing_metrics()["dropped"])
             if done % every == 0 or done == steps:
                 validated.append((done, engine.evaluate(held_out)))
     except NonFinite:
@@ -188,8 +187,9 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
     flops = shape.flops_per_token(config.data.sequence_length)
     facts: dict[str, float] = {"layers": shape.layers, "parameters": shape.parameters(), "flops": flops}
     facts |= {"skipped": skipped, "dropped": mean(dropped[1:] or dropped)}
-    if (predicted := engine.foreseen()) is not None:
-        facts |= {"accuracy": predicted.accuracy, "recall": predicted.recall}
+    if engine.depths:
+        predicted = engine.routing_metrics()
+        facts |= {"accuracy": predicted["depth_accuracy"], "recall": predicted["depth_recall"]}
         facts["one by one"] = one_by_one(engine.stages[0].module, held_out, config.train.validation_sequences)
     return losses, validated, facts
 

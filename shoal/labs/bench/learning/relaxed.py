@@ -1,8 +1,8 @@
 """Every method of the relaxed family on the same data, under one straggler: loss against time, over several seeds.
 
-The ranks share this machine's cores, so each step's computing is stretched to a pace by sleeping (``train.pace``), and
-the straggler's to a multiple of that: what is compared is how much of it the others wait for. With a network between
-them (``train.link_gbs``) it is how long the exchange of what each method sends takes, of those that send something.
+The ranks share this machine's cores, so each step's computing is stretched to a minimum by sleeping
+(``testing.pace``), and the straggler's to a multiple of it: the comparison is of how long the others wait. With a
+simulated network (``testing.link_gbs``) it is of how long the exchange takes, for the methods that send something.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, writ
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
-from shoal.training.async_dp.choose import trainer_of
+from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
-from shoal.training.fault_knobs import Handicaps
+from shoal.training.fault_knobs import FaultKnobs
 from shoal.training.records.metrics import read_metrics
 from shoal.training.run_folder import new_run
 
@@ -76,7 +76,7 @@ class RelaxedBenchmark(Benchmark):
     """How many times as long it takes the last rank; 1 for none."""
 
     link_gbs: NonNegativeFloat = 0.0
-    """GB/s of a network that seems to lie between the replicas (train.link_gbs); what shares memory is left out. 0 for
+    """GB/s of a simulated network between the replicas (testing.link_gbs); what shares memory is left out. 0 for
     none."""
 
     margin: NonNegativeFloat = 0.0
@@ -155,8 +155,9 @@ def config_of(
         "data": {"sequence_length": 64, "sampler": "pool" if sync in POOLED else "even"},
         "train": {
             "steps": steps, "global_batch": 2 * ranks, "seed": seed, "validate_every": 0, "validation_sequences": 128,
-            "threads": 1, "device": "cpu", "pace": pace, "straggler": straggler, "link_gbs": link_gbs,
+            "threads": 1, "device": "cpu",
         },
+        "testing": {"pace": pace, "straggler": straggler, "link_gbs": link_gbs},
         "optimizer": {"learning_rate": 5e-3, "warmup_steps": 20},
         "checkpoint": {"every": 0},
         "metrics": {"log_every": 10, "tensorboard": False},
@@ -167,22 +168,22 @@ def config_of(
 def seconds_at_most(config: RunConfig, parameters: int) -> float:
     """What a run that does not hang takes: ten times its steps as slow as they are asked to be, of a tenth of a second
     at least, since ranks may share a core."""
-    train = config.train
-    slowest = max([1.0, *Handicaps.of(train, config.parallel.dp).factors.values()])
-    exchange = 2 * 4 * parameters / (1e9 * train.link_gbs) if train.link_gbs else 0.0  # of fp32 gradients, all-reduced
-    return 600.0 + 10 * train.steps * (max(train.pace, 0.1) * slowest + exchange)
+    testing = config.testing
+    slowest = max([1.0, *FaultKnobs.read(testing, config.parallel.dp).factors.values()])
+    exchange = 2 * 4 * parameters / (1e9 * testing.link_gbs) if testing.link_gbs else 0.0  # fp32 gradients, all-reduced
+    return 600.0 + 10 * config.train.steps * (max(testing.pace, 0.1) * slowest + exchange)
 
 
 def _train(values: dict[str, Any], folder: Path) -> None:
     config = build_config(values)
-    mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.of(config.train.link_gbs))
+    mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.of(config.testing.link_gbs))
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
-    trainer = trainer_of(config)(
+    trainer = trainer_class(config)(
         config, check(config), mesh, samples, folder, resume=False, local_ranks=dist.get_world_size()
     )
     trainer.display.console.quiet = True
     trainer.run()
-    trainer.leave()
+    trainer.barrier()
 
 
 def _read(folder: Path, method: str, seed: int, config: RunConfig) -> TrainedRun:

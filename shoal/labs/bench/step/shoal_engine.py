@@ -43,7 +43,7 @@ def build(
     """The engine of a workload.
 
     Args:
-        compile, transport, link_gbs: as in ``train``.
+        compile, transport: as in ``train``; link_gbs: as in ``testing``.
         device_seconds: of each layer's forward, on an emulated device (`emulate_device`).
         layout: fields of `Layout`, with any exact or compressed ``sync``; without ``micro_batch``, a replica takes its
             sequences in one forward.

@@ -1,15 +1,14 @@
-"""Replicas that train alone for H steps and then average: local SGD and DiLoCo.
+"""Local SGD and DiLoCo: replicas train alone for H steps and then average.
 
 Local SGD (Stich 2019): every H steps the weights become their mean. DiLoCo (Douillard et al. 2023, algorithm 1): the
-mean change of H inner steps, with its sign turned, is the gradient of an outer optimizer, SGD with Nesterov momentum:
+negative mean change of H inner steps is the gradient of an outer optimizer, SGD with Nesterov momentum:
 
     d = old weights - mean of the replicas' weights
     v = momentum v + d;   weights = old weights - rate (d + momentum v)
 
-Local SGD is that with rate 1 and no momentum. The changes can be exchanged as 8-bit integers, in blocks with a scale of
-their own, as in the outer steps of Jaghouar et al. 2024 (INTELLECT-1), here by the sum in two phases of `CodedSum`;
-what rounding leaves out is added to the next change (error feedback). The moments of the inner optimizer stay each
-replica's own.
+Local SGD is that with rate 1 and no momentum. The changes can be exchanged as 8-bit integers, in blocks with a scale
+each, as in the outer steps of Jaghouar et al. 2024 (INTELLECT-1), here by the two phases of `CodedSum`; rounding errors
+are added to the next change (error feedback). Each replica keeps its own moments of the inner optimizer.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
 from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import ReplicaMethod, States
 from shoal.training.async_dp.methods.quantised import CodedSum, Int8
 
 
-class LocalSteps:
+class LocalSteps(ReplicaMethod):
     """Averages every ``every`` steps.
 
     Args:
@@ -50,7 +49,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make the outer step, on every replica alike; the caller makes the parameters whole from the weights."""
+        """Make the outer step, equal on every replica."""
         changes = [old - weights for weights, old in zip(self.flat.weights, self.old, strict=True)]
         self._sum(changes)
         for i, change in enumerate(changes):
@@ -71,30 +70,18 @@ class LocalSteps:
         self.coded.sum([part.of(changes) for part in parts], [part.of(self.errors) for part in parts])
 
     def restored(self) -> None:
-        """The weights were overwritten with those of an average."""
+        """Go on from an average that was loaded into the weights."""
         for weights, old in zip(self.flat.weights, self.old, strict=True):
             old.copy_(weights)
 
-    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What all replicas have alike: the outer momentum."""
+    def common_states(self) -> States:
+        """The outer momentum."""
         return {"momentum": self.flat.pieces(self.velocity)} if self.velocity else {}
 
-    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What each replica has for itself: the rounding that it did not send."""
+    def own_states(self) -> States:
+        """The rounding errors that it did not send."""
         return {"error": self.flat.pieces(self.errors)} if self.errors else {}
 
-    def spread_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """Of what the replicas have together, this one's part: what it did not send as a server."""
+    def spread_states(self) -> States:
+        """What it did not send as a server."""
         return {} if self.coded is None else {"server_error": self.coded.pieces()}
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int, *, momentum: bool, int8: bool) -> int:
-        """That each rank keeps besides its parameters and gradients, at least.
-
-        Args:
-            elements: of its parameters.
-            itemsize: of one of them.
-            ranks: replicas.
-        """
-        coded = CodedSum.bytes(elements, itemsize, ranks) if int8 else 0
-        return (1 + momentum + int8) * elements * itemsize + coded

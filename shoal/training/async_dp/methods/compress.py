@@ -13,18 +13,15 @@ Every tensor is compressed by itself: what tensor parallelism holds on several r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_reduce
 from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import ReplicaMethod, States
 
 
-class Compressed(ABC):
+class Compressed(ReplicaMethod, ABC):
     """Sums the gradients of the replicas, compressed.
 
     Args:
@@ -33,6 +30,7 @@ class Compressed(ABC):
 
     Attributes:
         errors: what was not sent yet, one flat tensor for each bucket.
+        tensors, error_of: the gradient and the error of each parameter, as views.
     """
 
     def __init__(self, flat: Flat, group: Group | None):
@@ -50,36 +48,8 @@ class Compressed(ABC):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Replace each of `tensors` by the sum of what was sent of it, and `error_of` it by what was not."""
+        """Replace each of `tensors` by the sum of what was sent of it, and its `error_of` by what was not."""
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors in place, as one message."""
-        if not tensors:
-            return
-        total = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        all_reduce(total, self.group)
-        for tensor, summed in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(summed.view(tensor.shape))
-
-    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What must be saved of each replica for itself, by kind and name of parameter."""
+    def own_states(self) -> States:
+        """The errors."""
         return {"error": self.flat.pieces(self.errors)}
-
-    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What all replicas have alike."""
-        return {}
-
-    def spread_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """Of what the replicas have together, this one's part."""
-        return {}
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int) -> int:
-        """That each rank keeps besides its parameters and gradients, at least.
-
-        Args:
-            elements: of its parameters.
-            itemsize: of one of them.
-            ranks: replicas.
-        """
-        return elements * itemsize

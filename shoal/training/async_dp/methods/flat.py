@@ -1,8 +1,8 @@
-"""What the methods work on: a replica's weights and gradients, flat, and numbers that lie like them."""
+"""A replica's weights and gradients as flat tensors, and other tensors of the same layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,11 @@ from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 
 @dataclass(frozen=True)
 class FlatPart:
-    """One parameter's place in what is flat.
+    """One parameter's place in flat tensors.
 
     Attributes:
         split: what this rank holds of the parameter.
-        bucket: which of the flat tensors it lies in.
+        bucket: which of the flat tensors it is in.
         start, stop: where.
     """
 
@@ -30,16 +30,16 @@ class FlatPart:
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The parameter's."""
         return self.split.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank holds of it."""
+        """The local shape."""
         return tuple(self.split.local)
 
     def of(self, flats: Sequence[Tensor]) -> Tensor:
-        """Its part of some flat tensors, as a view."""
+        """Return its part of flat tensors, as a view."""
         return flats[self.bucket][self.start : self.stop].view(self.shape)
 
 
@@ -48,8 +48,8 @@ class Flat:
 
     Attributes:
         weights: that the optimizer updates, one flat tensor for each bucket.
-        gradients: the same of the gradients.
-        parts: where each parameter lies in both.
+        gradients: likewise.
+        parts: the place of each parameter in both.
     """
 
     def __init__(self, parameters: HeldParameters):
@@ -68,7 +68,7 @@ class Flat:
         return sum(weights.numel() for weights in self.weights)
 
     def zeros(self) -> list[Tensor]:
-        """Numbers that lie like the weights."""
+        """Zeros in the layout of the weights."""
         return [torch.zeros_like(weights) for weights in self.weights]
 
     def slices(self, whole: Tensor) -> list[Tensor]:
@@ -76,10 +76,6 @@ class Flat:
         return list(whole.split([weights.numel() for weights in self.weights]))
 
     def pieces(self, flats: Sequence[Tensor]) -> dict[str, list[Piece]]:
-        """Numbers that lie like the weights, by the names of the parameters, for a checkpoint."""
-        return self.parameters.pieces(self._runs(flats))
-
-    def _runs(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
-        for bucket, flat in zip(self.parameters.buckets, flats, strict=True):
-            for run in bucket.runs:
-                yield flat[run.slice]
+        """Pieces of flat tensors by the names of the parameters, for a checkpoint."""
+        buckets = zip(self.parameters.buckets, flats, strict=True)
+        return self.parameters.pieces(flat[run.slice] for bucket, flat in buckets for run in bucket.runs)

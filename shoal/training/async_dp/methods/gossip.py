@@ -1,14 +1,14 @@
 """Stochastic gradient push: each step a replica gives half of itself to one other (Assran et al. 2019, algorithm 1).
 
 A replica has numbers x and a push-sum weight w. It steps its optimizer on z = x / w, adds the change to x, then keeps
-half of (x, w) and puts the other half into the inbox of its peer of this step, on the directed exponential graph. The
-sums of all x and of all w, inboxes included, never change by that (push-sum, Kempe et al. 2003), and z comes to the
-mean of all, also where messages are late and weights therefore uneven.
+half of (x, w) and puts the other half into the inbox of its peer of this step, on the directed exponential graph. This
+never changes the sums of all x and of all w, inboxes included (push-sum, Kempe et al. 2003), and z converges to the
+mean of all, also if messages are late and the weights therefore uneven.
 
 A replica waits only for the message of ``staleness`` steps ago (overlap SGP, algorithm 2), from one neighbour; with
-staleness 0 also until what it gave there before was taken. One that dies takes its x and its w with it; the others go
-on around it. They do not all learn of it in the same step: so from then on nobody waits for an inbox, and each takes
-whatever it finds.
+staleness 0 also until its own last message there was taken. The x and w of a replica that dies are lost, and the others
+go on around it. They do not all see its death in the same step: so from then on none waits for an inbox, and each takes
+what it finds.
 """
 
 from __future__ import annotations
@@ -31,44 +31,19 @@ class Push(Method):
 
     Args:
         window, flat, optimizer: as of `Method`.
-        counters: the first of its counters: `counters_of`.
-        locks: the first of its locks: one for each inbox.
         staleness: steps that a message may be late.
     """
 
-    def __init__(
-        self, window: Window, flat: Flat, optimizer: Rule, *, counters: int, locks: int, staleness: int
-    ):
+    def __init__(self, window: Window, flat: Flat, optimizer: Rule, *, staleness: int):
         super().__init__(window, flat, optimizer)
-        self.late, self.slots = staleness, hops(self.replicas)
+        self.late, self.slots, n = staleness, hops(self.replicas), self.replicas
         self.x, self.w = [weights.clone() for weights in flat.weights], 1.0
-        dtype = flat.weights[0].dtype
-        self.inboxes = [
-            [flat.slices(window.tensor(flat.numel, dtype)) for _ in range(self.slots)] for _ in range(self.replicas)
-        ]
-        self.inbox_w = window.tensor(self.replicas * self.slots, torch.float64).view(self.replicas, self.slots)
-        self._posted, self._held, self._locks = counters, counters + self.replicas, locks
-
-    @staticmethod
-    def counters_of(replicas: int) -> int:
-        """Counters that it takes: steps posted by each replica, and messages in each inbox."""
-        return replicas * (1 + hops(replicas))
-
-    @staticmethod
-    def locks_of(replicas: int) -> int:
-        """Locks that it takes."""
-        return replicas * hops(replicas)
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int) -> int:
-        """Of x and of its inboxes.
-
-        Args:
-            elements: of its parameters.
-            itemsize: of one of them.
-            ranks: replicas.
-        """
-        return (1 + hops(ranks)) * elements * itemsize
+        self.inboxes = [[self.shared() for _ in range(self.slots)] for _ in range(n)]
+        self.inbox_w = window.tensor(n * self.slots, torch.float64).view(n, self.slots)
+        # Steps that each replica has posted; messages in each inbox, and its lock.
+        self._posted, self._held, self._locks = (
+            window.counters(n), window.counters(n * self.slots), window.locks(n * self.slots)
+        )
 
     def _box(self, replica: int, slot: int) -> int:
         return replica * self.slots + slot
@@ -89,7 +64,7 @@ class Push(Method):
         if len(living) > 1:
             to, _ = exponential(step, self.replica, living)
             slot = step % hops(len(living))
-            if ordered:  # one message at a time: the result does not depend on who is faster
+            if ordered:  # one message at a time: the result does not depend on timing
                 box = self._held + self._box(to, slot)
                 self.window.until(lambda: self.window.get(box) == 0 or self.window.living() != living)
             self._push(to, slot)
@@ -97,9 +72,7 @@ class Push(Method):
         due = step - self.late
         if len(living) > 1 and due >= self._first:
             _, source = exponential(due, self.replica, living)
-            self.window.until(
-                lambda: self.window.get(self._posted + source) > due or not self.window.alive(source)
-            )
+            self.wait_for(source, self._posted + source, due + 1)
         self._take([step % self.slots] if ordered else range(self.slots))
         for x, z in zip(self.x, self.flat.weights, strict=True):
             torch.div(x, self.w, out=z)

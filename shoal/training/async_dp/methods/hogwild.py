@@ -1,8 +1,8 @@
 """Hogwild!: all workers update the same memory without any lock (Recht et al. 2011, algorithm 1).
 
 The weights are one window: forwards read them while others write, and an update reads, changes and writes elements
-without asking. Now and then one of two that meet is lost, which is the price of no waiting at all. The moments of the
-optimizer are each worker's own.
+without asking. Now and then one of two concurrent updates is lost, which is the price of not waiting. Each worker has
+its own moments of the optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import Method, moved
+from shoal.training.async_dp.methods.method import Method, move_weights
 
 
 class Hogwild(Method):
@@ -22,21 +22,18 @@ class Hogwild(Method):
     Args:
         window, flat, optimizer: as of `Method`.
         build: makes a rule for some shards.
-        counters: the first of its counters in the window: one clock for each worker.
     """
 
-    def __init__(
-        self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule], *, counters: int
-    ):
+    def __init__(self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule]):
         super().__init__(window, flat, optimizer)
-        self._clocks = counters
-        shared = flat.slices(window.tensor(flat.numel, flat.weights[0].dtype))
+        self._clocks = window.counters(self.replicas)
+        shared = self.shared()
         if self.replica == 0:
             for weights, memory in zip(flat.weights, shared, strict=True):
                 memory.copy_(weights)
-        shards = moved(optimizer.shards, flat.weights, shared)
+        shards = move_weights(optimizer.shards, flat.weights, shared)
         for bucket, memory in zip(flat.parameters.buckets, shared, strict=True):
-            if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters themselves lie in it
+            if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters themselves are views of it
                 bucket.full = memory
                 for slot in bucket.slots:
                     slot.parameter.data = memory[slot.start : slot.stop].view(slot.split.local)
@@ -48,12 +45,12 @@ class Hogwild(Method):
         return sum(self.window.get(self._clocks + w) for w in range(self.replicas) if w != self.replica)
 
     def before(self, step: int) -> bool:
-        """Nobody is waited for."""
+        """As `Method`; waits for no one."""
         self._seen = self._others()
         return True
 
     def update(self, step: int, rate: float, tokens: int) -> None:
-        """Update what all share."""
+        """Update the shared weights."""
         self.optimizer.step(rate)
         stale = self._others() - self._seen
         self.staleness.add(stale, stale)

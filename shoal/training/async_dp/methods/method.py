@@ -1,4 +1,4 @@
-"""What the methods have in common in which a replica does not wait for all others."""
+"""What the methods of relaxed data parallelism share: states in a checkpoint, shared memory, staleness."""
 
 from __future__ import annotations
 
@@ -10,16 +10,34 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.training.async_dp.methods.flat import Flat
 
+States = dict[str, dict[str, list[Piece]]]
+"""Pieces by kind of state and name of parameter."""
+
+
+class ReplicaMethod:
+    """Keeps replicas together; its states are what it has besides their weights."""
+
+    def common_states(self) -> States:
+        """States that are equal on all replicas."""
+        return {}
+
+    def spread_states(self) -> States:
+        """This replica's part of states that the replicas have together."""
+        return {}
+
+    def own_states(self) -> States:
+        """States of this replica alone."""
+        return {}
+
 
 @dataclass
 class Staleness:
-    """How old the weights were that gradients were computed from: updates by others in between.
+    """How many updates by others came between computing gradients and using them.
 
     Attributes:
         updates: of this replica.
@@ -31,24 +49,24 @@ class Staleness:
     most: int = 0
 
     def add(self, mean: float, most: int) -> None:
-        """One more update."""
+        """Count one more update."""
         self.updates += 1
         self.total += mean
         self.most = max(self.most, most)
 
 
-class Method(ABC):
-    """One replica's part of a method, between its engine and the window that it shares with the others.
+class Method(ReplicaMethod, ABC):
+    """One replica's part of a method in which replicas do not wait for all others.
 
     Args:
-        window: of the replicas.
+        window: memory that the replicas share; all make their methods alike.
         flat: this replica's parameters.
         optimizer: of this replica.
 
     Attributes:
         clips: whether the engine clips this replica's gradient by its own norm.
         staleness: measured, where it means something.
-        made: updates of the optimizer's states, as they are saved: replicas may do different numbers of steps.
+        made: updates of the optimizer's states, as saved: replicas may do different numbers of steps.
     """
 
     clips = True
@@ -60,33 +78,45 @@ class Method(ABC):
         self.made = torch.zeros(1, dtype=torch.int64)
 
     def before(self, step: int) -> bool:
-        """Wait where the method does, and bring the weights up to date; whether they changed."""
+        """Wait if the method does, and bring the weights up to date; returns whether they changed."""
         return False
 
     @abstractmethod
     def update(self, step: int, rate: float, tokens: int) -> None:
-        """Use this replica's gradients, means over ``tokens``; the parameters are made whole after it."""
+        """Use this replica's gradients, means over ``tokens``."""
 
     def settle(self, group: Group | None) -> None:
-        """All living replicas are here: have the weights of all be those that the run stands for."""
+        """Set the weights to those of the run. Called when all living replicas have met."""
         return
 
     def start(self, step: int) -> None:
-        """All replicas have the weights, and the states below, of a run after ``step`` steps; none goes on yet."""
+        """Start after ``step`` steps. Called when all replicas have the weights and states, before any goes on."""
         return
 
-    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What this replica has for itself."""
+    def served_states(self) -> States:
+        """The optimizer's states that all replicas use."""
+        return {}
+
+    def own_states(self) -> States:
+        """The optimizer's states, and its number of updates."""
         self.made.fill_(self.optimizer.count)
         return self.optimizer.states() | {"updates": {"made": [whole(self.made)]}}
 
-    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """What all share."""
-        return {}
-
     def restored(self) -> None:
-        """The states were overwritten with saved ones."""
+        """Go on from states that were loaded."""
         self.optimizer.resume_at(int(self.made))
+
+    def wait_for(self, other: int, counter: int, value: int) -> None:
+        """Wait until a counter has come to a value, or the replica that moves it is dead."""
+        self.window.until(lambda: self.window.get(counter) >= value or not self.window.alive(other))
+
+    def shared(self, like: list[Tensor] | None = None) -> list[Tensor]:
+        """Zeros in the window, in the layout of the weights.
+
+        Args:
+            like: whose dtype they have (default: the weights').
+        """
+        return self.flat.slices(self.window.tensor(self.flat.numel, (like or self.flat.weights)[0].dtype))
 
 
 def whole(tensor: Tensor) -> Piece:
@@ -95,14 +125,7 @@ def whole(tensor: Tensor) -> Piece:
     return Piece(shape, Box.whole(shape), tensor)
 
 
-def average(flat: Flat, group: Group | None) -> None:
-    """Have the weights of all replicas be their mean."""
-    replicas = 1 if group is None else group.size()
-    for weights in flat.weights:
-        all_reduce(weights, group).div_(replicas)
-
-
-def moved(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
+def move_weights(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
     """The same shards with their weights in other memory.
 
     Args:
@@ -117,17 +140,3 @@ def moved(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
         raise ValueError("the shard lies in none of the old tensors")
 
     return replace(shards, shards=[replace(shard, weights=place(shard.weights)) for shard in shards.shards])
-
-
-@torch.no_grad()
-def share_states(rule: Rule, window: Window) -> None:
-    """Have the states of an element-wise rule lie in a window; every replica does the same."""
-    seen: dict[int, Tensor] = {}
-    for parameters in rule.states().values():
-        for pieces in parameters.values():
-            for piece in pieces:
-                base = piece.tensor if piece.tensor._base is None else piece.tensor._base
-                seen.setdefault(base.data_ptr(), base)
-    for base in seen.values():
-        shared = window.tensor(base.numel(), base.dtype).view(base.shape)
-        base.set_(shared)  # type: ignore[call-overload]  # torch takes a tensor too

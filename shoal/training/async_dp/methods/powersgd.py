@@ -12,15 +12,18 @@ Vectors are summed as they are. With r = min(n, m) the product is M itself.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.initial import Initial, fill
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import States
 
 
 class PowerSGD(Compressed):
@@ -44,19 +47,28 @@ class PowerSGD(Compressed):
         """As `Compressed`."""
         ps = {i: self._matrix(i) @ q for i, q in self.factors.items()}
         plain = [i for i in range(len(self.tensors)) if i not in ps]
-        self.all_reduce([*ps.values(), *(self.tensors[i] for i in plain)])
+        self._sum([*ps.values(), *(self.tensors[i] for i in plain)])
         for i in plain:
             self.error_of[i].zero_()
         for i, p in ps.items():
             ps[i], _ = torch.linalg.qr(p)
             torch.mm(self._matrix(i).T, ps[i], out=self.factors[i])
             torch.sub(self._matrix(i), ps[i] @ self.factors[i].T, out=self.error_of[i].flatten(1))
-        self.all_reduce(list(self.factors.values()))
+        self._sum(list(self.factors.values()))
         for i, p in ps.items():
             torch.mm(p, self.factors[i].T, out=self._matrix(i))
 
-    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """As `Compressed`: Q, from which the next step starts, one for each box into which a parameter is split.
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over the replicas in place, as one message."""
+        if not tensors:
+            return
+        total = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        all_reduce(total, self.group)
+        for tensor, summed in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(summed.view(tensor.shape))
+
+    def common_states(self) -> States:
+        """Q, from which the next step starts, one for each box into which a parameter is split.
 
         Where several ranks or stages hold the same box, its Q is the same, and saved once.
         """

@@ -6,14 +6,14 @@ int8    x ~ scale x integer, scale = largest magnitude of the block / 127 (Dettm
 1 bit   x ~ mean of the block's elements of its sign (Seide et al. 2014, section 3.1; Tang et al. 2021, 1-bit Adam, has
         one magnitude for both signs).
 
-Every rank is the server of an equal part of the blocks, as in Tang et al. 2021, algorithm 1: all send it their codes of
-its part; it adds up what these say, and what it left out the time before (the *server error*), codes the sum, and sends
-that to all. So a rank receives 2 (N - 1) / N of a coded gradient, as an all-reduce receives of the plain one, at any
-number N of ranks. Nothing is lost in either phase:
+Every rank is the server of an equal part of the blocks, as in Tang et al. 2021, algorithm 1: all ranks send it their
+codes of its part; it sums them and its remainder of the step before (the *server error*), codes the sum, and sends that
+to all. So a rank receives 2 (N - 1) / N of a coded gradient, as in an all-reduce of the plain one, for any number N of
+ranks. Nothing is lost in either phase:
 
     sum of the new gradients + new server error = sum of what all sent + old server error
 
-In blocks of one element both codes say what it is, and the sum is the exact one to rounding.
+In blocks of one element both codes are exact, and so is the sum, up to rounding.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_gather, all_to_all
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
+from shoal.training.async_dp.methods.method import States
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Int8:
     block: int
 
     def encode(self, blocks: Tensor, used: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a message: integers [n, block], scales [n]."""
+        """Return the parts of a message: integers [n, block], scales [n]."""
         scale = blocks.abs().amax(1) / 127
         divisor = torch.where(scale > 0, scale, 1)
         return (blocks / divisor[:, None]).round_().to(torch.int8), scale
 
     def decode(self, integers: Tensor, scale: Tensor) -> Tensor:
-        """Blocks."""
+        """Return the blocks."""
         return integers.to(scale.dtype) * scale[:, None]
 
 
@@ -58,7 +59,7 @@ class OneBit:
     block: int
 
     def encode(self, blocks: Tensor, used: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a message: signs, 8 in a byte [n * block / 8], means [n, 2]."""
+        """Return the parts of a message: signs, 8 in a byte [n * block / 8], means [n, 2]."""
         positive = blocks >= 0
         means = []
         for chosen in (positive & used, ~positive & used):
@@ -68,14 +69,14 @@ class OneBit:
         return bits, torch.stack(means, 1)
 
     def decode(self, bits: Tensor, means: Tensor) -> Tensor:
-        """Blocks."""
+        """Return the blocks."""
         flat = (bits[:, None] & _weights(bits.device)).ne(0).flatten()
         positive = flat[: len(means) * self.block].view(-1, self.block)
         return torch.where(positive, means[:, :1], means[:, 1:])
 
 
 def _weights(device: torch.device) -> Tensor:
-    """Of the bits of a byte."""
+    """The values of the bits of a byte."""
     return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
 
@@ -105,12 +106,12 @@ class CodedSum:
             place.fill_(True)
 
     def places(self, blocks: Tensor) -> list[Tensor]:
-        """Where each parameter's elements lie in blocks [ranks x share, block], flat."""
+        """Views of each parameter's elements in blocks [ranks x share, block], flat."""
         every = blocks[: sum(self.rows)].split(self.rows)
         return [rows.reshape(-1)[:size] for rows, size in zip(every, self.sizes, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
-        """Replace each of the tensors by the sum over the ranks, and each of ``errors`` by what was not sent of it."""
+        """Replace each tensor by its sum over the ranks, and each of ``errors`` by what was not sent of it."""
         blocks = torch.zeros_like(self.used, dtype=self.error.dtype)
         for place, tensor in zip(self.places(blocks), tensors, strict=True):
             place.copy_(tensor.reshape(-1))
@@ -127,10 +128,10 @@ class CodedSum:
             tensor.view(-1).copy_(place)
 
     def _served(self, messages: Sequence[tuple[Tensor, ...]], used: Tensor) -> tuple[Tensor, ...]:
-        """The coded sum of this rank's part.
+        """Return the coded sum of this rank's part.
 
         Args:
-            messages: what this rank has for the server of each part.
+            messages: from this rank to the server of each part.
         """
         received = [
             all_to_all(some, [some[0].shape] * self.ranks, self.group) for some in zip(*messages, strict=True)
@@ -138,14 +139,14 @@ class CodedSum:
         total = self.error
         for message in zip(*received, strict=True):
             total += self.code.decode(*message)
-        total *= used  # of what is no parameter's a code may say anything
+        total *= used  # a code may decode padding to anything
         message = self.code.encode(total, used)
         total -= self.code.decode(*message)
         total *= used
         return message
 
     def pieces(self) -> dict[str, list[Piece]]:
-        """The server errors by the names of the parameters: each rank has those of its part."""
+        """The server errors of this rank's part, by the names of the parameters."""
         found: dict[str, list[Piece]] = defaultdict(list)
         flat, block = self.error.view(-1), self.code.block
         row = -self.rank * self.share  # of this rank's part, where the parameter begins
@@ -159,16 +160,6 @@ class CodedSum:
             row += rows
         return dict(found)
 
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int) -> int:
-        """That each rank keeps, but for what fills up blocks.
-
-        Args:
-            elements: of its parameters.
-            itemsize: of one of them.
-        """
-        return elements + elements * itemsize // ranks
-
 
 class Quantised(Compressed):
     """Args: as `Compressed`, and the code of a block."""
@@ -181,11 +172,6 @@ class Quantised(Compressed):
         """As `Compressed`."""
         self.coded.sum(self.tensors, self.error_of)
 
-    def spread_states(self) -> dict[str, dict[str, list[Piece]]]:
-        """As `Compressed`: the server errors."""
+    def spread_states(self) -> States:
+        """The server errors."""
         return {"server_error": self.coded.pieces()}
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int) -> int:
-        """As `Compressed`."""
-        return Compressed.bytes(elements, itemsize, ranks) + CodedSum.bytes(elements, itemsize, ranks)

@@ -1,10 +1,10 @@
 """A parameter server: workers pull weights, and push gradients that update them (Li et al. 2014).
 
 The server is memory that the workers share, in as many shards as there are workers, each with a lock and a count of its
-updates; whoever pushes does the server's work. Pushes begin at different shards, so that workers seldom queue.
+updates; the worker that pushes does the server's work. Pushes begin at different shards, so that workers seldom queue.
 
-bulk-synchronous  (ps-bsp)    The gradients of a step are added up, and the last worker makes one update. Everyone waits
-                              for it: the synchronous run, to rounding.
+bulk-synchronous  (ps-bsp)    The gradients of a step are summed, and the last worker makes one update. All wait for it:
+                              the synchronous run, to rounding.
 stale-synchronous (ps-ssp)    Each push is an update at once. A worker that is s steps ahead of the slowest waits for it
                               (Ho et al. 2013, section 3).
 asynchronous      (ps-async)  The same, without a bound.
@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from shoal.base.boxes import Piece
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import Method, moved, share_states, whole
+from shoal.training.async_dp.methods.method import Method, States, move_weights, whole
 
 
 class Server(Method):
@@ -33,8 +33,6 @@ class Server(Method):
     Args:
         window, flat, optimizer: as of `Method`.
         build: makes a rule for some shards.
-        counters: the first of its counters in the window; it takes `counters_of`.
-        locks: the first of its locks; one for each shard.
         bound: steps that a worker may be ahead of the slowest; 0 is bulk-synchronous, None asynchronous.
         aware: whether the learning rate is divided by the staleness.
         clip: largest gradient norm, for the sum of a bulk-synchronous step.
@@ -42,46 +40,29 @@ class Server(Method):
 
     def __init__(
         self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule], *,
-        counters: int, locks: int, bound: int | None, aware: bool, clip: float,
+        bound: int | None, aware: bool, clip: float,
     ):
         super().__init__(window, flat, optimizer)
         self.bound, self.aware, self.clip = bound, aware, clip
         self.clips = bound != 0
-        self.weights = flat.slices(window.tensor(flat.numel, flat.weights[0].dtype))
-        shards = moved(optimizer.shards, flat.weights, self.weights)
+        self.weights = self.shared()
+        shards = move_weights(optimizer.shards, flat.weights, self.weights)
         self.parts = _balanced(shards, self.replicas)
         self.rules = {k: build(part) for k, part in sorted(shards.cut(lambda name, _: self.parts[name]).items())}
         for rule in self.rules.values():
-            share_states(rule, window)
+            _share_states(rule, window)
         self.optimizer = next(iter(self.rules.values()))
-        self.sums = flat.slices(window.tensor(flat.numel, flat.gradients[0].dtype)) if bound == 0 else []
+        self.sums = self.shared(flat.gradients) if bound == 0 else []
         self.tokens = window.tensor(1, torch.float64)
-        self._locks, self._versions, self._clocks = locks, counters, counters + self.replicas
-        self._pushed = counters + 2 * self.replicas
+        self._locks, self._versions = window.locks(self.replicas), window.counters(self.replicas)
+        self._clocks, self._pushed = window.counters(self.replicas), window.counters(1)
         self._pulled = dict.fromkeys(self.rules, 0)
         self.made = torch.zeros(self.replicas, dtype=torch.int64)  # of each shard
-
-    @staticmethod
-    def counters_of(replicas: int) -> int:
-        """Counters that it takes: a version of each shard, a clock of each worker, and one of pushes."""
-        return 2 * replicas + 1
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int, *, sums: int) -> int:
-        """A worker's equal part of the server's memory, but for the moments.
-
-        Args:
-            elements: of the parameters.
-            itemsize: of one of them.
-            ranks: workers.
-            sums: of an element of the gradients' sums; 0 where there are none.
-        """
-        return elements * (itemsize + sums) // ranks
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def before(self, step: int) -> bool:
-        """Wait for those who are behind, then pull.
+        """Wait for slower workers, then pull.
 
         Raises:
             PeerLost: a worker has ended, and the server is bulk-synchronous.
@@ -118,7 +99,7 @@ class Server(Method):
         self.window.set(self._clocks + self.replica, step + 1)
 
     def _push(self, rate: float) -> None:
-        """Update each shard at once, first the one with this worker's number."""
+        """Update each shard at once, beginning with that of this worker's number."""
         found = []
         for k in sorted(self.rules, key=lambda k: (k - self.replica) % self.replicas):
             with self.window.lock(self._locks + k):
@@ -131,7 +112,7 @@ class Server(Method):
         self.staleness.add(sum(found) / len(found), max(found))
 
     def _add(self, rate: float, tokens: int) -> None:
-        """Add to the sum of the step; the last to come updates all shards."""
+        """Add to the sum of the step; the last worker updates all shards."""
         with self.window.lock(self._locks):
             for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
                 total.add_(gradients, alpha=tokens)
@@ -158,12 +139,12 @@ class Server(Method):
     # ---- all together ------------------------------------------------------------------------------------------
 
     def settle(self, group: object) -> None:
-        """As `Method`: what the server has."""
+        """As `Method`: take the server's weights."""
         for weights, served in zip(self.flat.weights, self.weights, strict=True):
             weights.copy_(served)
 
     def start(self, step: int) -> None:
-        """As `Method`; the first worker fills the server, whose states were loaded where they are."""
+        """As `Method`; the first worker writes the server's weights. Its states were loaded in place."""
         self.window.set(self._clocks + self.replica, step)
         if self.replica:
             return
@@ -172,25 +153,25 @@ class Server(Method):
         for k, made in enumerate(self.made.tolist()):
             self.window.set(self._versions + k, made)
 
-    def own_states(self) -> dict[str, dict[str, list[Piece]]]:
+    def own_states(self) -> States:
         """None: the server has the moments."""
         return {}
 
-    def common_states(self) -> dict[str, dict[str, list[Piece]]]:
+    def served_states(self) -> States:
         """The server's moments, and the updates of each shard."""
         self.made.copy_(torch.tensor([self._version(k) for k in range(self.replicas)]))
-        states: dict[str, dict[str, list[Piece]]] = {"updates": {"made": [whole(self.made)]}}
+        states: States = {"updates": {"made": [whole(self.made)]}}
         for rule in self.rules.values():
             for kind, parameters in rule.states().items():
                 states.setdefault(kind, {}).update(parameters)
         return states
 
     def restored(self) -> None:
-        """As `Method`: `start` tells the window, and each update its rule."""
+        """Nothing to do: `start` writes the window, and each update its rule."""
 
 
 def _balanced(shards: Shards, servers: int) -> dict[str, int]:
-    """A shard for each parameter: the largest first, each to the one that has least."""
+    """A shard for each parameter: in order of size, each to the smallest shard so far."""
     sizes = dict.fromkeys(shards.parameters, 0)
     for shard in shards.shards:
         for part in shard.parts:
@@ -200,3 +181,17 @@ def _balanced(shards: Shards, servers: int) -> dict[str, int]:
         found[name] = load.index(min(load))
         load[found[name]] += sizes[name]
     return found
+
+
+@torch.no_grad()
+def _share_states(rule: Rule, window: Window) -> None:
+    """Move the states of an element-wise rule into a window; every replica does the same."""
+    seen: dict[int, Tensor] = {}
+    for parameters in rule.states().values():
+        for pieces in parameters.values():
+            for piece in pieces:
+                base = piece.tensor if piece.tensor._base is None else piece.tensor._base
+                seen.setdefault(base.data_ptr(), base)
+    for base in seen.values():
+        shared = window.tensor(base.numel(), base.dtype).view(base.shape)
+        base.set_(shared)  # type: ignore[call-overload]  # torch takes a tensor too

@@ -1,8 +1,8 @@
 """Top-k: of each gradient tensor, the largest elements alone (Lin et al. 2018; Stich et al. 2018, algorithm 1).
 
-Every replica sends the k elements of its gradient, plus error, that are largest in magnitude, with their places. The
-places differ between replicas, so that these are gathered and added up, in the order of the replicas, by everyone: each
-rank receives 2 k (N - 1) numbers, which is less than an all-reduce's as long as the density is well below 1 / N.
+Every replica sends the k elements of its gradient, plus error, that are largest in magnitude, with their indices. The
+indices differ between replicas, so each rank gathers all and adds them in the order of the replicas: it receives
+2 k (N - 1) numbers, fewer than in an all-reduce if the density is well below 1 / N.
 """
 
 from __future__ import annotations

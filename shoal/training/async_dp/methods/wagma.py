@@ -2,13 +2,13 @@
 (Li et al. 2020, "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging").
 
 After its own update a replica publishes its weights, and takes the mean of its own and those that the others of its
-group have published: of a member that is late, the weights of an earlier step, up to ``staleness`` steps old. So nobody
-waits for a straggler, whose weights count nevertheless. Every ``global_every`` steps all average and wait for all; what
-was published for such a step stays until everybody has read it, so that all have the same weights after it.
+group have published: of a late member the weights of an earlier step, up to ``staleness`` steps old. So no replica
+waits for a straggler, whose weights still count. Every ``global_every`` steps all average and wait for all; what was
+published for such a step stays until all have read it, so that all have the same weights after it.
 
-The groups are those of a tournament among the replicas that live (`shoal.training.async_dp.methods.groups`). In the
-paper one collective brings all members the same sum, and a late one mixes itself in afterwards; here each member reads
-for itself, which gives the same mean where all are in time.
+The groups are those of a tournament among the living replicas (`shoal.training.async_dp.methods.groups`). In the paper
+one collective gives all members the same sum, and a late one adds itself afterwards; here each member reads for itself,
+which gives the same mean if all are in time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.training.async_dp.methods.flat import Flat
 from shoal.training.async_dp.methods.groups import tournament
-from shoal.training.async_dp.methods.method import Method, average
+from shoal.training.async_dp.methods.method import Method
 
 
 class GroupAverage(Method):
@@ -29,45 +30,24 @@ class GroupAverage(Method):
 
     Args:
         window, flat, optimizer: as of `Method`.
-        counters: the first of its counters: for each replica the steps that it has published, then for each the last
-            global step that it has read.
-        locks: the first of its locks: two for each replica.
         size: of a group.
         staleness: steps that what is read may be old.
         global_every: steps between averages over all; 0 has none.
     """
 
     def __init__(
-        self, window: Window, flat: Flat, optimizer: Rule, *,
-        counters: int, locks: int, size: int, staleness: int, global_every: int,
+        self, window: Window, flat: Flat, optimizer: Rule, *, size: int, staleness: int, global_every: int
     ):
         super().__init__(window, flat, optimizer)
         self.size, self.late, self.global_every = size, staleness, global_every
-        dtype = flat.weights[0].dtype
         # Two for each replica, so that one can be read while the next step's is written.
-        self.published = [
-            [flat.slices(window.tensor(flat.numel, dtype)) for _ in range(2)] for _ in range(self.replicas)
-        ]
-        self._done, self._read_all, self._locks = counters, counters + self.replicas, locks
-
-    @staticmethod
-    def counters_of(replicas: int) -> int:
-        """Counters that it takes."""
-        return 2 * replicas
-
-    @staticmethod
-    def bytes(elements: int, itemsize: int, ranks: int) -> int:
-        """Of what it publishes.
-
-        Args:
-            elements: of its parameters.
-            itemsize: of one of them.
-            ranks: replicas.
-        """
-        return 2 * elements * itemsize
+        self.published = [[self.shared() for _ in range(2)] for _ in range(self.replicas)]
+        # For each replica the steps that it has published, and the last global step that it has read.
+        self._done, self._read_all = window.counters(self.replicas), window.counters(self.replicas)
+        self._locks = window.locks(2 * self.replicas)
 
     def group_of(self, step: int) -> tuple[list[int], int]:
-        """The replicas that average in a step, and how many steps old their weights may be."""
+        """Return the replicas that average in a step, and how many steps old their weights may be."""
         living = self.window.living()
         if self._is_global(step + 1):
             return living, 0
@@ -80,9 +60,9 @@ class GroupAverage(Method):
     def update(self, step: int, rate: float, tokens: int) -> None:
         """Step the optimizer, publish, and average with the group."""
         self.optimizer.step(rate)
-        if self._is_global(step - 1):  # which this step's weights take the place of
+        if self._is_global(step - 1):  # which this step's weights overwrite
             for other in range(self.replicas):
-                self._wait_for(other, self._read_all, step - 1)
+                self.wait_for(other, self._read_all + other, step - 1)
         self._publish(step + 1)
         group, late = self.group_of(step)
         members = [self.replica]
@@ -90,7 +70,7 @@ class GroupAverage(Method):
         for member in group:
             if member == self.replica:
                 continue
-            self._wait_for(member, self._done, step + 1 - late)
+            self.wait_for(member, self._done + member, step + 1 - late)
             if self.window.alive(member):
                 members.append(member)
         total: list[Tensor] = []
@@ -103,10 +83,6 @@ class GroupAverage(Method):
         if self._is_global(step + 1):
             self.window.set(self._read_all + self.replica, step + 1)
         self.staleness.add(sum(ages) / len(ages), max(ages))
-
-    def _wait_for(self, other: int, counters: int, value: int) -> None:
-        """Until another's counter is there, or the other is not."""
-        self.window.until(lambda: self.window.get(counters + other) >= value or not self.window.alive(other))
 
     def _publish(self, version: int) -> None:
         with self.window.lock(self._locks + 2 * self.replica + version % 2):
@@ -125,7 +101,8 @@ class GroupAverage(Method):
 
     def settle(self, group: Group | None) -> None:
         """As `Method`: the mean of all."""
-        average(self.flat, group)
+        for weights in self.flat.weights:
+            all_reduce(weights, group).div_(1 if group is None else group.size())
         self._publish(self.window.get(self._done + self.replica))
 
     def start(self, step: int) -> None:

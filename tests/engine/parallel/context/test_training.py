@@ -15,7 +15,7 @@ def trained(config: RunConfig) -> tuple[list[float], int]:
     for step in range(2):
         result = engine.step(step)
         found += [result.loss, result.gradient_norm]
-    mine = sum(engine.runtime._own(batch).unmasked() for batch in engine.make_batches(1))
+    mine = sum(engine.runtime._local_tokens(batch).unmasked() for batch in engine.make_batches(1))
     return [*found, engine.evaluate(engine.samples)], mine
 
 

@@ -15,7 +15,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.shm import window
 from shoal.engine.collectives.shm.window import Window
 from shoal.training.async_dp.methods.gossip import Push
-from shoal.training.async_dp.methods.queue import COUNTERS, Queue
+from shoal.training.async_dp.methods.queue import Queue
 from shoal.training.async_dp.methods.wagma import GroupAverage
 
 
@@ -66,7 +66,7 @@ def test_a_window_that_is_gone_has_closed_its_file():
 
 
 def take_all(common: bool, stop_after: int) -> tuple[list[tuple[int, int]], int]:
-    queue = Queue(Window(world(), 16, 64), 0, 0, common=common)
+    queue = Queue(Window(world(), 16, 64), common=common)
     me = dist.get_rank()
     if me == 0:
         queue.start(3, 20)
@@ -99,10 +99,9 @@ def test_every_ticket_before_the_limit_is_taken_once_and_none_after_it(common, s
 
 
 def push_sum(late: int, steps: int) -> dict[str, object]:
-    me, n = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
     flat = Numbers(torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(me)))
-    window = Window(world(), Push.counters_of(n) + COUNTERS, 64 * 1024)
-    node = Push(window, flat, None, counters=0, locks=0, staleness=late)
+    node = Push(Window(world(), 64, 64 * 1024), flat, None, staleness=late)
     node.start(0)
     first = torch.cat(node.x).clone()
     dist.barrier()
@@ -138,8 +137,8 @@ def push_sum_without(dead: int, last: int, seed: int) -> tuple[torch.Tensor, tor
     and after."""
     me, n = dist.get_rank(), dist.get_world_size()
     flat = Numbers(torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(me)))
-    window = Window(world(), Push.counters_of(n) + COUNTERS, 64 * 1024)
-    node = Push(window, flat, None, counters=0, locks=0, staleness=0)
+    window = Window(world(), 64, 64 * 1024)
+    node = Push(window, flat, None, staleness=0)
     node.start(0)
     first = torch.cat(node.x).clone()
     dist.barrier()
@@ -180,7 +179,7 @@ def test_nobody_waits_for_ever_where_a_death_is_seen_in_different_steps(ranks, p
 
 def averaged(every: int, steps: int) -> list[torch.Tensor]:
     """This rank's weights after each global step; rank 1 takes its time to read in these."""
-    me, n = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
     random = torch.Generator().manual_seed(me)
     flat = Numbers(torch.randn(9, dtype=torch.float64, generator=random))
 
@@ -189,10 +188,8 @@ def averaged(every: int, steps: int) -> list[torch.Tensor]:
             for weights in flat.weights:
                 weights += torch.randn(weights.shape, dtype=torch.float64, generator=random)
 
-    node = GroupAverage(
-        Window(world(), GroupAverage.counters_of(n), 64 * 1024), flat, Noise(), counters=0, locks=0, size=2,
-        staleness=3, global_every=every,
-    )
+    window = Window(world(), 64, 64 * 1024)
+    node = GroupAverage(window, flat, Noise(), size=2, staleness=3, global_every=every)
     node.start(2)
     dist.barrier()
     read, found = node._read, []
