@@ -12,8 +12,11 @@ from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
 from shoal.base.section import docstrings, plain
+from shoal.cli.arguments import parse_run
+from shoal.cli.run.train import TrainOptions
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build_config, load_config, save_config
+from shoal.spec.config.run import note_moved
 from shoal.spec.layout import Schedule
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
@@ -191,3 +194,14 @@ def test_odd_heads_are_fine_without_rotation():
 
 def test_paths_are_a_tuple():
     assert DataConfig(paths=["a", "b"]).paths == ("a", "b")
+
+
+def test_keys_that_have_moved_are_read_where_they_were(capfd):
+    note_moved.cache_clear()
+    old = {"train": {"steps": 3, "straggler": "1=2", "pace": 0.0}, "testing": {"pace": 0.5}}
+    for _ in range(2):
+        config = build_config(old)
+        assert (config.train.steps, config.testing.straggler, config.testing.pace) == (3, "1=2", 0.5)
+    assert capfd.readouterr().err == "note: train.straggler is now testing.straggler\n"
+    assert parse_run("train", TrainOptions, ["--train.link_gbs", "0.5", "--train.pace=0"])[1].testing.link_gbs == 0.5
+    assert "train.link_gbs is now testing.link_gbs" in capfd.readouterr().err
