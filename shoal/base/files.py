@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,6 +140,38 @@ def read_json(path: str | Path) -> Any:
         UsageError: see `read_bytes`; or it is not JSON.
     """
     return _parsed(path, "JSON", json.loads)
+
+
+def read_json_lines(
+    path: Path, parse: Callable[[Any], T], what: str, *, skip_torn: bool = False
+) -> list[T]:
+    """The values of a file of JSON lines, in order; none if there is no file.
+
+    A torn last line, whose writer was killed, is left out.
+
+    Args:
+        parse: from the JSON value of a line to what it stands for.
+        what: one of these, for messages.
+        skip_torn: leave out torn lines anywhere: a file that several processes went on to write to.
+
+    Raises:
+        UsageError: another line is not JSON, or `parse` raised a ValueError, TypeError or AttributeError.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(parse(json.loads(line)))
+        except (ValueError, TypeError, AttributeError) as error:
+            if isinstance(error, ValueError) and (skip_torn or number == len(lines)):
+                continue
+            raise UsageError(f"{path}, line {number}: it is no {what}.\n  Remove the line.") from None
+    return found
+
+
+def json_lines(values: Iterable[Any]) -> str:
+    """JSON lines of some values."""
+    return "".join(f"{json.dumps(value)}\n" for value in values)
 
 
 def _parsed(path: str | Path, kind: str, parse: Callable[[str], T]) -> T:

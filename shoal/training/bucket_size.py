@@ -1,8 +1,8 @@
-"""`parallel.bucket_mb = "auto"`: dry steps with buckets of several sizes, of which the fastest is taken.
+"""`parallel.bucket_mb = "auto"`: measure dry steps with several bucket sizes, and take the fastest.
 
-Small buckets are reduced sooner, large ones in fewer collectives: what is best depends on the model, the batch, the
-ranks and what connects them, and is measured before the first step. Nothing of a dry step stays. The size decides where
-shards end and in which order squares are added, so a run folder keeps it: a resumed run goes on with the same bits.
+Small buckets are reduced sooner, large ones in fewer collectives: the best size depends on the model, the batch, the
+ranks and their network. The size decides where shards end and in which order squares are summed, so the run folder
+keeps it: a resumed run computes the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from shoal.base.files import write_whole
+from shoal.base.errors import UsageError
+from shoal.base.files import read_json, write_whole
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import broadcast, world
 from shoal.engine.collectives.mesh import Mesh
@@ -30,17 +31,17 @@ from shoal.training.step.engine import Engine
 SIZES = (1.0, 4.0, 16.0, 64.0)
 """Candidates [MiB]."""
 
-STEPS = 3  # dry steps that count, after one that does not
+STEPS = 3  # measured dry steps, after one to warm up
 BUCKET_FILE = "bucket_mb.json"
 
 
 def settle_bucket_size(
     config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, folder: Path, *, resume: bool
 ) -> tuple[RunConfig, str]:
-    """A run's config with a size in place of "auto", the same on every rank, and what to say about it.
+    """Return a run's config with a size in place of "auto", equal on every rank, and a note about it.
 
     Args:
-        folder: of the run: keeps the size, for a resume on the same layout.
+        folder: of the run; keeps the size for a resume on the same layout.
     """
     layout = config.parallel
     if layout.dp == 1 or layout.zero == 3 or layout.sync != "all-reduce":
@@ -58,9 +59,9 @@ def settle_bucket_size(
 
 
 def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) -> dict[float, float]:
-    """By size of the buckets [MiB], the seconds of a step on the slowest rank: the same on all ranks.
+    """Measure the seconds of a step on the slowest rank, by size of the buckets [MiB]; equal on all ranks.
 
-    Sizes that cut no stage in another way than the one before are left out.
+    Sizes that give the same buckets as the one before are left out.
     """
     seconds: dict[float, float] = {}
     cuts = -1
@@ -73,7 +74,7 @@ def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) ->
             slowest = torch.tensor(_time(engine), dtype=torch.float64, device=mesh.device)
             seconds[size] = read(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
         del engine
-        gc.collect()  # its modules and hooks refer to each other, and the next one needs the memory
+        gc.collect()  # its modules and hooks are cyclic garbage, and the next engine needs the memory
     return seconds
 
 
@@ -96,13 +97,10 @@ def _circumstances(config: RunConfig) -> dict:
 
 
 def _kept(config: RunConfig, folder: Path) -> float | None:
-    """The size in the folder; None where there is none for this config, or what is there is damaged."""
-    file = folder / BUCKET_FILE
-    if not file.is_file():
-        return None
+    """The size in the folder; None if there is none for this config, or it is damaged."""
     try:
-        found = json.loads(file.read_text())
+        found = read_json(folder / BUCKET_FILE)
         same, size = found["measured on"] == _circumstances(config), float(found["bucket_mb"])
-    except (ValueError, KeyError, TypeError):
+    except (UsageError, ValueError, KeyError, TypeError):
         return None
     return size if same and 0 < size < float("inf") else None

@@ -1,4 +1,4 @@
-"""What must hold before a run starts: the model, its layout and the ranks fit each other."""
+"""Check a run before it starts: that the model, its layout and the ranks fit each other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.training.async_dp.choose import check_relaxed
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
-    """The model of a run, if its layout can split it and its ranks are there.
+    """Return the model of a run, if the layout can split it and is of so many ranks.
 
     Raises:
-        UsageError: naming the field that cannot be.
+        UsageError: naming the field that is wrong.
     """
     check_secrets(config)
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
@@ -34,18 +34,18 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
 
 
 def check_secrets(config: RunConfig) -> None:
-    """Refuse a config that holds a secret of the environment, or an address with a password: it is written into the run
+    """Reject a config that holds a secret of the environment, or an address with a password: it is written into the run
     folder and shown in reports.
 
     Raises:
-        UsageError: naming the field and the variable, and not the value.
+        UsageError: naming the field, without the value.
     """
     values = {
         f"{section}.{name}": str(value)
         for section, fields in config.model_dump(mode="json").items() for name, value in fields.items()
     }
     together = "\n".join(values.values())
-    if redact(together) == together:  # the environment is gone through once, and not for each of a hundred fields
+    if redact(together) == together:  # reads the environment once, not for each of a hundred fields
         return
     for name, value in values.items():
         if (without := redact(value)) != value:
@@ -57,7 +57,7 @@ def check_secrets(config: RunConfig) -> None:
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:
-    """Refuse factors on the learning rate of parameters that do not exist.
+    """Reject factors on the learning rate of parameters that do not exist.
 
     Raises:
         UsageError: naming the pattern, and what parameters are called.
@@ -76,7 +76,7 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Refuse a profile of which no step would be left.
+    """Reject a profile without any step.
 
     Raises:
         UsageError: naming the two fields.

@@ -1,8 +1,7 @@
-"""Where a number that is not finite came from: the step is run again, without its update, and every value watched.
+"""Locate the first NaN or infinity: run the step again without its update and check every tensor.
 
-The weights are those before the step and its samples follow from its number, so the run shows the same values. What is
-not finite spreads with every collective, so nearly all ranks find some; the one that found its own first is named, with
-the module.
+The weights are those before the step and its samples follow from its number, so the values are the same. NaNs spread
+with every collective, so nearly all ranks find some; the rank whose own came first is named, with the module.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from shoal.engine.parallel.apply import LocalStage
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
-WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which one spoils the next
-NAMED = 2  # ranks, of those that found one at the same place
+WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which NaNs spread
+NAMED = 2  # ranks in a message, of those that found one at the same place
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """The first value that is not finite on one rank.
+    """The first value of one rank that is not finite.
 
     Attributes:
         when: smallest where it began (see `ValueWatch.see`).
@@ -40,7 +39,7 @@ class _Finding:
 
 
 class ValueWatch(ABC):
-    """Is shown the values of a step on this rank, forward and backward: what `see` makes of them is its subclass's."""
+    """Calls `see` with each value of a step on this rank, forward and backward."""
 
     def __init__(self, engine: Engine):
         self.mesh, self.depth = engine.mesh, engine.program.depth
@@ -48,11 +47,11 @@ class ValueWatch(ABC):
 
     @abstractmethod
     def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
-        """One value.
+        """Called with one value.
 
         Args:
-            when: smaller where a value is made earlier: its kind; how many pipeline stages it may have come through;
-                how many values this rank has been shown (those who hold a stage are shown the same in the same order).
+            when: smaller for values made earlier: the kind; how many pipeline stages it may have come through; how many
+                values this rank has seen (ranks with the same stage see the same in the same order).
             what: the module or parameter.
         """
 
@@ -63,7 +62,7 @@ class ValueWatch(ABC):
 
     def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
         for value in output if isinstance(output, tuple) else (output,):
-            if not isinstance(value, Tensor):  # no mask, or where the tokens are
+            if not isinstance(value, Tensor):  # None, or places of tokens
                 continue
             self.look(FORWARD, part, f"forward: the output of {name}", value)
             if value.requires_grad:
@@ -71,7 +70,7 @@ class ValueWatch(ABC):
                 value.register_hook(partial(self.look, BACKWARD, part, gradient))
 
     def attach(self, stage: LocalStage) -> list[RemovableHandle]:
-        """Look at what each module of a stage gives out, and at every gradient."""
+        """Look at the outputs of each module of a stage, and at every gradient."""
         names = {parameter: name for name, parameter in stage.module.named_parameters()}
 
         def look(parameter: nn.Parameter, total: Tensor) -> None:
@@ -85,7 +84,7 @@ class ValueWatch(ABC):
         ]
 
     def run(self, engine: Engine, step: int) -> None:
-        """Run a step without its update, and see its values."""
+        """Run a step without its update."""
         hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
         self.position = 0  # shards differ in how many weights they hold
         try:
@@ -98,7 +97,7 @@ class ValueWatch(ABC):
 
 
 class _Watch(ValueWatch):
-    """Looks at this rank's values until one is not finite."""
+    """Keeps the first value of this rank that is not finite."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine)
@@ -110,7 +109,7 @@ class _Watch(ValueWatch):
 
 
 def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
-    """A message that names the first rank and module where a value of ``step`` is not finite. Collective."""
+    """Return a message that names the first rank and module with a value of ``step`` that is not finite. Collective."""
     watch = _Watch(engine)
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
@@ -131,5 +130,5 @@ def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
 
 
 def _finite(value: Tensor) -> bool:
-    # Detached: what autograd saves must not depend on it, or recomputation finds another number of tensors.
+    # Detached: otherwise autograd would save more, and recomputation would find another number of tensors.
     return bool(torch.isfinite(value.detach()).all())

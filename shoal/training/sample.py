@@ -1,4 +1,4 @@
-"""Text from a trained model: a checkpoint of any layout, loaded whole on one device."""
+"""Generate text from a checkpoint of any layout, on one device."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shoal.training.run_folder import checkpoints_of
 def sample(
     run_folder: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Continue a prompt with the newest good checkpoint of a run. A newer, damaged one is named on stderr.
+    """Continue a prompt with the newest good checkpoint of a run. Newer, damaged ones are named on stderr.
 
     Args:
         run_folder: of a run of any layout.
-        prompt: the text to go on from.
-        tokens: how many to write, at most: the end of a document ends the text.
-        temperature: of the distribution that tokens are drawn from; 0 takes the likeliest.
-        seed: of the draws.
+        prompt: the text to continue.
+        tokens: most tokens to write; the end of a document ends the text.
+        temperature: of the distribution that tokens are drawn from; 0 takes the most likely.
+        seed: of the random draws.
 
     Returns:
         The prompt and its continuation.
 
     Raises:
-        UsageError: the folder holds no run, or no good checkpoint, or the prompt is empty.
+        UsageError: the folder holds no run or no good checkpoint, or the prompt is empty.
 
     >>> import shoal
     >>> shoal.sample("runs/example", "def main(", tokens=5, seed=1).startswith("def main(")
@@ -72,12 +72,12 @@ def sample(
 
 
 def load_model(path: Place, shape: ModelShape) -> Transformer:
-    """A whole model on the CPU, in float32, with the weights of a checkpoint of any layout."""
+    """Load the full model on the CPU, in float32, from a checkpoint of any layout."""
     with torch.device("meta"):
         model = Transformer(shape)
     model.to_empty(device="cpu")
     if shape.tied:
-        assert model.head is not None and model.embed is not None  # it is whole
+        assert model.head is not None and model.embed is not None  # the full model has both
         model.head.weight = model.embed.token.weight
     state = {
         f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
@@ -99,17 +99,17 @@ def generate(
     stop: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Continue a sequence token by token, each computed once: keys and values of those before it are kept.
+    """Continue a sequence token by token, with a cache of keys and values.
 
     Args:
-        tokens: [s] ids to go on from.
-        count: how many to add, at most.
-        temperature: the logits are divided by it; 0 takes the likeliest token.
-        window: the model sees at most this many tokens. When they are full, it goes on with the last half of them.
+        tokens: [s] ids to continue.
+        count: most tokens to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        window: most tokens that the model sees. When it is full, its last half is computed again.
         stop: the id that ends the text.
 
     Returns:
-        [s + count] ids, or fewer where ``stop`` came.
+        [s + count] ids, or fewer after ``stop``.
     """
     seen = Slice()
     new = tokens[-window:]
@@ -121,7 +121,7 @@ def generate(
         if temperature == 0:
             following = logits.argmax()
         else:
-            likely = ((logits - logits.max()) / temperature).softmax(-1)  # no temperature makes infinities of these
+            likely = ((logits - logits.max()) / temperature).softmax(-1)  # finite for any temperature
             following = torch.multinomial(likely, 1, generator=generator)[0]
         if int(following) == stop:
             break

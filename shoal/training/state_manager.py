@@ -1,4 +1,4 @@
-"""The states of a run: kept on disk and in host memory, gone back to, and distrusted."""
+"""Save, restore and invalidate the states of a run on disk and in host memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shoal.training.step.engine import Engine
 
 
 class StateManager:
-    """What this rank keeps of the run's states, and goes on from. All ranks call the same things in the same order.
+    """This rank's part of the run's saved states. All ranks call the same methods in the same order.
 
     Args:
         data: the fingerprint of the training data.
-        fresh: the run begins: nothing is there yet.
-        report: where notes for the user go.
+        fresh: the run begins, and has no state yet.
+        report: called with notes for the user.
 
     Attributes:
-        group: a process group of its own, since saving goes on in the background of the training's collectives.
-        beside: gives what else is saved beside the tensors.
+        group: a process group of its own, since states are saved in the background of the training's collectives.
+        beside: returns what else is saved beside the tensors.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StateManager:
         if fresh:
             self._begin(None)
 
-    # ---- kept ----------------------------------------------------------------------------------------------------
+    # ---- save ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, block: bool) -> None:
-        """Save the state after so many steps on disk; the one that was saved last is only waited for."""
+        """Save the state after ``step`` steps on disk; if it was saved last, only wait for that."""
         if self._saved == step:
             self.disk.wait()
             return
@@ -73,34 +73,34 @@ class StateManager:
         self._saved = step
 
     def remember(self, step: int) -> None:
-        """Keep the state after so many steps in host memory, where the run does that."""
+        """Save the state after ``step`` steps in host memory, if the run does that."""
         if self.memory:
             self._stalled += self.memory.save(step, self.engine.state(), self._extra(step))
 
     def wait(self) -> None:
-        """Until all that was begun is kept."""
+        """Wait until all saves are complete."""
         self.disk.wait()
         if self.memory:
             self.memory.wait()
 
     def take_stalled(self) -> float:
-        """Seconds that keeping states held up training, since this was asked last."""
+        """Return the seconds that saving stalled the training since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     def close(self) -> None:
-        """Wait, and keep nothing more."""
+        """Wait, and save nothing more."""
         self.disk.close()
         if self.memory:
             self.memory.close()
 
-    # ---- gone back to --------------------------------------------------------------------------------------------
+    # ---- restore -------------------------------------------------------------------------------------------------
 
     def resume(self, *, restarted: bool) -> Restored | None:
-        """Go on from the newest good state; None where a restart finds none.
+        """Continue from the newest good state; None if a restart finds none.
 
         Raises:
-            UsageError: there is none, or it has all the steps already.
+            UsageError: there is none, it has all steps already, or the data has changed.
         """
         found, refused = self.restore()
         if found is None and not restarted:
@@ -108,13 +108,24 @@ class StateManager:
                 "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
             )
         if found is not None:
-            self._check(found, restarted=restarted)
+            if not restarted:  # which may have been after the last step
+                check_steps_left(self.folder, found.step, self.config.train.steps)
+            if found.extra["data"] != self.data:
+                raise UsageError(
+                    f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
+                    f"(corpus {found.extra['data']}, now {self.data})."
+                    "\n  Put the old files back, or start a new run."
+                )
             self.engine.skip(Skips(found.extra.get("skipped", ())))
         self._begin(found)
         return found
 
     def restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
-        """Fill the engine from the newest good state, in memory or on disk; and why newer ones were refused."""
+        """Load the newest good state, from memory or disk; returns it, and why newer ones were refused.
+
+        Args:
+            before: only states of at most so many steps.
+        """
         found, refused = restore(
             checkpoints_of(self.config, self.folder),
             home(self.folder, self.config.failover),
@@ -132,11 +143,10 @@ class StateManager:
             if isinstance(self.engine.optimizer, Sophia):
                 self.engine.optimizer.estimated = found.extra.get("estimated", False)
             self._saved = -1
-            self._tell_formats(found)
+            self._report_changed_formats(found)
         return found, refused
 
-    def _tell_formats(self, found: Restored) -> None:
-        """Say what of a state is not as it was saved."""
+    def _report_changed_formats(self, found: Restored) -> None:
         now = self.config.train.precision
         if (was := found.extra.get("precision", now)) != now:
             self.report(f"the state was saved in {was}, and goes on in {now}: what that keeps otherwise is rounded")
@@ -149,23 +159,21 @@ class StateManager:
             )
 
     def invalidate(self, after: int) -> None:
-        """Let no restart go on from the states of later steps."""
+        """Invalidate the states of later steps: no restart continues from them."""
         self.disk.set_aside(after)
         if self.memory:
             self.memory.forget(after)
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Go on keeping states with these ranks alone, all of which call this."""
+        """Save states with these ranks alone from now on. Collective among them."""
         self.group = group
         self.disk.regroup(group)
 
-    # ---- how -----------------------------------------------------------------------------------------------------
-
     def _begin(self, restored: Restored | None) -> None:
-        """Keep states from now on, those of before in mind.
+        """Save states from now on.
 
         Raises:
-            UsageError: a host has no room for them.
+            UsageError: a host has no space for them in memory.
         """
         self._stalled = 0.0
         self._saved = restored.step if restored and restored.save is None else -1  # the newest step on disk
@@ -181,18 +189,8 @@ class StateManager:
         )
         self.memory.prepare(self.engine.state())
 
-    def _check(self, found: Restored, *, restarted: bool) -> None:
-        if not restarted:  # which may have been after the last step
-            check_steps_left(self.folder, found.step, self.config.train.steps)
-        if found.extra["data"] != self.data:
-            raise UsageError(
-                f"--resume {self.folder}: the text or its tokenizer has changed since the checkpoint was saved "
-                f"(corpus {found.extra['data']}, now {self.data})."
-                "\n  Put the old files back, or start a new run."
-            )
-
     def _extra(self, step: int) -> dict[str, Any]:
-        """What is saved beside the tensors."""
+        """The values that are saved beside the tensors."""
         extra = {
             "model": self.shape.model_dump(mode="json"),
             "step": step,

@@ -1,4 +1,4 @@
-"""Requests to stop: the signals that ask for one, counted until there is a moment to answer them."""
+"""Requests to stop: signals, counted until the end of a step."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import signal
 from types import FrameType, TracebackType
 
 PREEMPTED = 75
-"""The exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of <sysexits.h>."""
+"""The exit code of a run that was stopped and can be resumed: EX_TEMPFAIL of <sysexits.h>."""
 
 
 class StopRequests:
-    """Counts the signals that ask this process to stop. As a context: before and after, signals do what they did."""
+    """Counts the signals that ask this process to stop. As a context: restores the former handlers at its end."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self):
         self.count = 0
-        self.preempted = False  # by another signal than Ctrl-C's: somebody will start the run again
+        self.preempted = False  # by another signal than Ctrl-C's: the run will be started again
 
     def listen(self, *signals: signal.Signals) -> None:
-        """From now on these are counted; without a name all of them."""
+        """Count these signals from now on (default: all)."""
         for signum in signals or self.SIGNALS:
             signal.signal(signum, self._on_signal)
 

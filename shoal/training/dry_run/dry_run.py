@@ -1,14 +1,14 @@
-"""A run's real model, sharding and program on one rank of a world of any size: on fake tensors, without the others.
+"""Run one rank of a world of any size on fake tensors: its real model, sharding and program.
 
-Every operation is called and none computes: torch's fake tensors have shapes, dtypes and lives, but no numbers. What
-the other ranks would send is taken as received. So a laptop counts, of any rank, what the run will really do: FLOPs,
-collectives, and the bytes that are alive at every moment.
+Every operation is called and none computes: torch's fake tensors have shapes, dtypes and lifetimes, but no values.
+Messages of other ranks count as received. So a laptop counts what any rank will do: FLOPs, collectives, and the bytes
+alive at every moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -46,13 +46,7 @@ from shoal.training.step.engine import Engine
 
 @dataclass
 class ActionMemory:
-    """What one action of the program did to memory.
-
-    Attributes:
-        action: which.
-        peak: most bytes alive in it.
-        alive: when it ended.
-    """
+    """Bytes alive in one action of the program, at most and at its end."""
 
     action: Action
     peak: int
@@ -83,11 +77,9 @@ class Counted:
     """A rank of a run, counted.
 
     Attributes:
-        rank: which.
         where: its coordinates, in words.
-        parameters: elements that it holds, padding left out.
+        parameters: elements that it holds, without padding.
         held: bytes alive between steps, by what they hold.
-        steps: in order.
     """
 
     rank: int
@@ -98,7 +90,7 @@ class Counted:
 
 
 class MemoryRecorder:
-    """Hears of a runtime's actions, and notes what each did to memory, and most of all that was alive between them."""
+    """A `Recorder` of the memory of each action, and of the most bytes alive between them."""
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.between = tracker, 0
@@ -106,14 +98,14 @@ class MemoryRecorder:
         tracker.rewind()
 
     def begin(self, action: Action) -> None:
-        """An action begins."""
+        """As `Recorder`."""
         self.between = max(self.between, self.tracker.rewind())
 
     def arrived(self, action: Action) -> None:
-        """What it waited for is there."""
+        """As `Recorder`."""
 
     def end(self, action: Action) -> None:
-        """It is done."""
+        """As `Recorder`."""
         self.moments.append(ActionMemory(action, self.tracker.rewind(), self.tracker.alive))
 
 
@@ -134,8 +126,7 @@ class DryEngine(Engine):
 def _evenly(
     router: Router, choose: Callable, spread: Spread, logits: Tensor, context: RoutingContext
 ) -> tuple[Choice, Tensor]:
-    """What a gate makes of scores, but for which experts a token gets: of each rank's tokens, one after the other, the
-    next ones each time."""
+    """A gate without scores: the tokens of each rank take the next experts in turn."""
     choice, logits = choose(logits, context)
     experts, (b, s, _) = router.experts, logits.shape
     with unset_fake_temporarily():
@@ -148,7 +139,7 @@ def _evenly(
 
 
 def _taken(scores: Tensor, k: int) -> Tensor:
-    """`highest` of scores without numbers: k tokens at equal distances."""
+    """`highest` without scores: k tokens at equal distances."""
     with unset_fake_temporarily():
         return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
 
@@ -157,18 +148,16 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     """Count the first steps of one rank.
 
     Args:
-        config: the run; what is compiled is counted as it is without the compiler.
-        shape: the model.
-        rank: of the world.
+        config: the run; it is counted without the compiler.
         as_here: with the buffers of gloo, and torch's norms and attention on the CPU, as if the ranks were processes of
-            this machine; else with NCCL, which needs none, and with norms and attention that are one operation each,
-            as on CUDA.
+            this machine; else with NCCL, which needs no buffers, and norms and attention of one operation each, as on
+            CUDA.
 
-    Routers have no numbers to choose by. Those of experts give every expert as many tokens, and drop none; the tokens
-    that pass through layers which take some lie at equal distances.
+    Routers have no scores. Every expert gets equally many tokens, and none is dropped; the tokens that pass through
+    layers which take some lie at equal distances.
 
     Raises:
-        UsageError: context-parallel ranks do not have as many tokens for every expert.
+        UsageError: context-parallel ranks do not have equally many tokens for every expert.
     """
     if shape.experts and config.parallel.cp > 1:
         _check_even(config, shape)
@@ -180,8 +169,8 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
 
 
 def _check_even(config: RunConfig, shape: ModelShape) -> None:
-    """Refuse experts that context-parallel ranks cannot give equally many tokens: then what one sends tells nothing of
-    what it is sent."""
+    """Reject experts that context-parallel ranks cannot give equally many tokens: a rank would receive another number
+    than it sends, which only the others know."""
     layout, experts, s = config.parallel, experts_of(shape), config.data.sequence_length
     for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
         each = spread(layout, tokens)
@@ -195,7 +184,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
 
 
 def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
-    """Random tokens, in packed documents where the run has them."""
+    """Random tokens, in packed documents if the run has them."""
     data = config.data
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 
@@ -223,7 +212,7 @@ def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
 
 
 class _Numberless(TorchDispatchMode):
-    """Small real tensors (token ids, ranks) are computed with; a number of a fake is 1."""
+    """Compute with small real tensors (token ids, ranks); the value of a fake number is 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
@@ -238,7 +227,7 @@ class _Numberless(TorchDispatchMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What CUDA's RMSNorm makes and keeps: its input, and 1/rms of each row in float32 at least."""
+    """The memory of CUDA's RMSNorm: it saves its input, and 1/rms of each row in at least float32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -260,7 +249,7 @@ def _fused_norm(
 
 @contextmanager
 def _fused_norms() -> Iterator[None]:
-    """RMSNorm as CUDA has it, where torch's CPU has it in parts; also where backward computes it again."""
+    """RMSNorm as one operation, as on CUDA; torch has several on the CPU."""
     parts = F.rms_norm
     F.rms_norm = _fused_norm
     try:
@@ -271,10 +260,7 @@ def _fused_norms() -> Iterator[None]:
 
 @contextmanager
 def _faked(*, fused_norms: bool) -> Iterator[None]:
-    """New tensors have no numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Numberless())
-        if fused_norms:
-            stack.enter_context(_fused_norms())
+    """Make tensors without values inside."""
+    norms = _fused_norms() if fused_norms else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Numberless(), norms:
         yield

@@ -1,4 +1,4 @@
-"""Counts what torch does in a thread: FLOPs, and bytes of the tensors that are alive."""
+"""Count the FLOPs of torch operations in a thread, and the bytes of living tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -> int:
-    """Four: what the kernel computes again of its forward does not count (`shoal.planning.cost.flops`)."""
+    """Four products; the kernel's recomputation of its forward does not count (`shoal.planning.cost.flops`)."""
     return 8 * q.numel() * k.shape[2]
 
 
@@ -34,9 +34,9 @@ COUNTS: dict[Any, Callable[..., int]] = {
 
 
 class Tracker(TorchDispatchMode):
-    """While it is entered, every operation is counted, and every storage that one reads or makes.
+    """As a context, counts every operation, and every storage that one reads or makes.
 
-    A storage is alive until nothing refers to it; views share theirs. What a kernel uses inside is not seen.
+    A storage is alive until nothing refers to it; views share theirs. Memory inside a kernel is not seen.
 
     Attributes:
         flops: by name of the operation.
@@ -52,7 +52,7 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> Tracker:
-        # Resizing a storage in place, as ZeRO-3 does with what it gathers, is no operation of torch's.
+        # Resizing a storage in place, as ZeRO-3 does with gathered parameters, is not an operation.
         self._resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -66,14 +66,14 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*exception)
 
     def rewind(self) -> int:
-        """The peak since the last call."""
+        """Return the peak since the last call."""
         peak, self.peak = self.peak, self.alive
         return peak
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim":  # asked where a tensor is: no operation
+        if func.namespace == "prim":  # a query of a tensor's device, not an operation
             return out
         if func.overloadpacket in COUNTS:
             self.flops[func.overloadpacket.__name__] += COUNTS[func.overloadpacket](*args, **kwargs, out_val=out)
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operation's arguments or results, also in lists."""
+    """The tensors among an operation's arguments or results, also in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,6 +1,6 @@
-"""What a run shows: a banner with the layout as a grid of ranks, a line per logged step, and how it ended.
+"""What a run prints: a banner with the layout as a grid of ranks, a line per logged step, and how it ended.
 
-On a terminal a progress bar is kept below the lines. Anything else (a file, a pipe, a job's log) gets plain lines.
+A terminal has a progress bar below the lines. Anything else (a file, a pipe, a job's log) gets plain lines.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -24,15 +24,15 @@ from shoal.training.records.metrics import StepMetrics
 
 HEADER_EVERY = 20  # lines between repeated headers
 REFRESH_SECONDS = 0.1
-WIDE = 100  # columns from which there is room for more
+WIDE = 100  # columns from which a step's line has more
 LABEL = 8  # columns of the banner's labels
 
 
 class Display:
-    """The view of one run, for rank 0 alone. Use it as a context manager, so that the terminal is left in order.
+    """The view of one run, on rank 0. As a context manager it removes the progress bar at the end.
 
     Args:
-        console: where to; default: standard output. ``Console(quiet=True)`` shows nothing.
+        console: default: standard output. ``Console(quiet=True)`` shows nothing.
     """
 
     def __init__(self, console: Console | None = None):
@@ -49,7 +49,7 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Take the progress bar away."""
+        """Remove the progress bar."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -69,20 +69,15 @@ class Display:
         """Show what is about to run.
 
         Args:
-            model: its name.
             parameters: trainable, a tied head counted once.
             tokens_per_step: over all replicas.
-            layout: drawn as a grid of ranks.
-            device: of each rank, in words.
-            precision: as in the config.
             threads: CPU threads of each rank.
-            folder: of the run.
         """
         unicode = self.console.encoding.startswith("utf")
-        ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+        ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
         facts = [
             ("model", f"{model}, {short(parameters)} parameters, {tokens_per_step:,} tokens per step"),
-            ("layout", f"{layout.describe()} = {ranks}" if layout.world_size > 1 else f"{layout.describe()}, {ranks}"),
+            ("layout", f"{layout.describe()}{ranks}"),
             ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
             ("device", f"{device}, {precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
             ("run", str(folder)),
@@ -100,7 +95,7 @@ class Display:
         self.console.print(Panel(table, title="[bold]shoal[/bold]", title_align="left", border_style="cyan"))
 
     def step(self, metrics: StepMetrics) -> None:
-        """One line for a logged step, and the progress bar."""
+        """Print a line for a logged step, and move the progress bar."""
         columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
         if self._lines % HEADER_EVERY == 0:
             self._line("  ".join(f"{c.title:>{c.width}}" for c in columns), style="bold")
@@ -122,25 +117,22 @@ class Display:
         self._live.update(self._status(step, steps), refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
-        """A line for one validation; ``loss`` in nats per token, ``dropped`` a part of the choices of experts."""
+        """Print a line for one validation: loss [nats per token], and the part of the choices of experts dropped."""
         without = f", experts dropped {dropped:.1%}" if dropped else ""
         self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
 
     def note(self, text: str) -> None:
-        """A line of its own: a checkpoint was refused, the run was resumed."""
+        """Print a line of its own."""
         self._line(text, style="dim")
 
     def finish(
         self, *, folder: Path, seconds: float, validation_loss: float | None = None, prompt: str = "", sample: str = ""
     ) -> None:
-        """The end of a run.
+        """Print the end of a run.
 
         Args:
-            folder: of the run.
-            seconds: that it took.
-            validation_loss: at the end, nats per token.
-            prompt: what the sample was generated from.
-            sample: generated text, without the prompt.
+            validation_loss: at the end [nats per token].
+            sample: generated text, without its prompt.
         """
         self.close()
         if sample:
@@ -173,10 +165,8 @@ class Display:
 
 
 def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[str]:
-    """The layout as a picture: a row for each (pipeline stage, replica, part of the sequence), a column for each
-    tensor-parallel rank.
-
-    Long axes are shortened in the middle, so that it stays within ``width`` columns (and 25 lines) for any world.
+    """Draw the layout: a row for each (pipeline stage, replica, part of the sequence), a column for each
+    tensor-parallel rank. Long axes are shortened in the middle, to ``width`` columns and 25 lines.
 
     >>> print("\\n".join(["dp 2, tp 2", *grid_of_ranks(Layout(dp=2, tp=2), 60)]))
     dp 2, tp 2
@@ -231,7 +221,7 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
 
 
 def _rows_of(layout: Layout) -> list[tuple[str, int]]:
-    """The axes that rows are made of."""
+    """The axes of the rows."""
     return [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
 
 
@@ -243,16 +233,15 @@ def _shorten(size: int, most: int) -> list[int | None]:
 # ---- numbers as text -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Column:
+class _Column(NamedTuple):
     title: str
     width: int
     text: Callable[[StepMetrics], str]
 
 
 def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
-    """The columns of a step's line: 80 are enough for runs of less than a million steps. With experts what they drop
-    is there instead of a rank's tokens."""
+    """The columns of a step's line, within 80 characters for less than a million steps. With experts, what they drop
+    takes the place of the tokens per rank."""
     columns = [
         _Column("step", max(4, len(str(steps))), lambda m: str(m.step)),
         _Column("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
@@ -276,7 +265,7 @@ def _known(loss: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Three digits and a decimal prefix.
+    """Format a count with three digits and a decimal prefix.
 
     >>> short(20480), short(124_439_808), short(7)
     ('20.5k', '124M', '7')
@@ -285,7 +274,7 @@ def short(count: float) -> str:
 
 
 def binary(size: float) -> str:
-    """Bytes with a binary prefix.
+    """Format bytes with a binary prefix.
 
     >>> binary(1536), binary(3 << 30)
     ('1.5Ki', '3Gi')
@@ -305,7 +294,7 @@ def _prefixed(value: float, base: int, prefixes: tuple[str, ...]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most.
+    """Format seconds with at most two units.
 
     >>> duration(45), duration(185), duration(3720), duration(273600)
     ('45s', '3m05s', '1h02m', '3d04h')
@@ -323,5 +312,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what could steer a terminal: generated bytes may be anything."""
+    """The text without control characters: generated bytes may be anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

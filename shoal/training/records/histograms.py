@@ -1,15 +1,15 @@
-"""Histograms of a step's weights, gradients and activations, tensor by tensor, over all ranks; one small file a step.
+"""Histograms of the weights, gradients and activations of a step, for each tensor over all ranks; a small file a step.
 
     weights            each parameter, before the update
     gradients          of each parameter, before clipping and without the loss scale
     activations        the input of each linear layer
     output gradients   of each linear layer, without the loss scale
 
-Experts and routers are no linear layers: of these, weights and gradients alone. A step that ends the run, since
-something was not finite, is written too.
+Experts and routers are no linear layers: they have weights and gradients alone. A step that ends the run with a NaN is
+written too.
 
-Of what tensor-parallel ranks hold alike, one counts it, and of what each has a term, the sum: so the counts are those
-of one device.
+What tensor-parallel ranks have in common is counted on one of them, and terms are summed before: so the counts are
+those of one device.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer, and which tensor-parallel ranks have the same of it (names of axes, "tp/1" for this one alone).
+    """A linear layer, and which tensor-parallel ranks have the same values (names of axes, "tp/1" for this rank alone).
 
     Attributes:
-        name: in the whole model.
-        input: that have the same whole input, if the rank has not a part of the tokens to itself.
-        output: that have the same output, likewise.
+        name: in the full model.
+        input: ranks with the same input, unless each has its own tokens.
+        output: ranks with the same output, likewise.
         units: of its outputs here, without padding.
-        terms: whether those with the same output have terms of its gradient each.
+        terms: whether ranks with the same output have a term of its gradient each.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Histograms:
             undo.callback(setattr, engine, "observe", None)
             try:
                 yield
-            except NonFinite:  # raised on all ranks alike: the step that is asked about most
+            except NonFinite:  # raised on all ranks: the most interesting step
                 self._end(step)
                 raise
         self._end(step)

@@ -1,20 +1,19 @@
 """What a run measures, one record per logged step, and where the records go.
 
-JSONL is always written, and is the record of truth: one line per logged step. A resumed run continues the same file,
-cut back to the step that it resumes from, so that no step is there twice.
+JSONL is always written, one line per logged step. A resumed run continues the same file, cut back to the step that it
+resumes from, so that no step is in it twice.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
+from shoal.base.files import json_lines, read_json_lines, write_whole
 from shoal.spec.config import MetricsConfig
 
 FILE_NAME = "metrics.jsonl"
@@ -22,104 +21,84 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One logged step, over all ranks."""
+    """One logged step, over all ranks. What a run does not have is None.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        steps: of the run.
+        loss: training loss [nats per unmasked token].
+        learning_rate: of this step.
+        tokens_per_second: over all ranks, since the last logged step; per rank, divided by the world size.
+        memory_bytes: peak of the rank that holds most.
+        seconds_left: to the end of the run, at the present speed.
+        gradient_norm: global L2 norm before clipping; None if a gradient overflowed and the step was skipped.
+        loss_scale: factor on the loss in this step.
+        skipped_steps: of the run so far, since a gradient overflowed.
+        saving: part of the time since the last logged step, 0 to 1, in which saving stalled the training.
+        mfu: model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None if the device's peak is not known.
+        validation_loss: [nats per unmasked token], in steps that validated.
+        validation_dropped: part of the choices of experts without capacity, in steps that validated.
+        staleness: mean of the updates since the last logged step (docs/relaxed.md).
+        stalest: maximum of this attempt so far.
+        dropped: part of the choices of experts without capacity in this step (expert-choice: tokens chosen by none).
+        idle_experts: part of the experts, of all layers, that got no token.
+        busiest_expert: tokens of the expert with most over the mean of its layer.
+        balance_loss, z_loss: of the routers, mean over sequences and layers, without their weights.
+        expert_load: for each layer with experts, the part of its tokens that each expert got.
+        depth_accuracy: part of the tokens of which it was predicted rightly whether they pass through a layer.
+        depth_recall: part of the chosen tokens that were predicted to be chosen.
+        depth_expected: part of all tokens that were predicted to be chosen.
+        depth_loss: cross-entropy of the predictor [nats per token].
+    """
 
     step: int
-    """Optimizer steps done, from 1."""
-
     steps: int
-    """Of the whole run."""
-
     loss: float
-    """Training loss, nats per unmasked token."""
-
     learning_rate: float
-    """Used in this step."""
-
     tokens_per_second: float
-    """Over all ranks, since the last logged step."""
-
     tokens_per_second_per_rank: float
-    """The same, divided by the world size."""
-
     memory_bytes: int
-    """Peak of the rank that holds most."""
-
     seconds_left: float
-    """To the end of the run, at the present speed."""
-
     gradient_norm: float | None = None
-    """Global L2 norm before clipping; None where a gradient overflowed and the step was skipped."""
-
     loss_scale: float | None = None
-    """That the loss was multiplied by in this step; None without one."""
-
     skipped_steps: int | None = None
-    """Of the whole run so far, since a gradient overflowed; None without a loss scale."""
-
     saving: float | None = None
-    """Part of the time since the last logged step, 0 to 1, for which saving held up this training."""
-
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None where the device's peak is not known."""
-
     validation_loss: float | None = None
-    """Nats per unmasked token, in steps that validated."""
-
     validation_dropped: float | None = None
-    """Part of the choices of experts that found no room, in steps that validated."""
-
     staleness: float | None = None
-    """Of the updates since the last logged step, in the mean (docs/relaxed.md); None where nothing is stale."""
-
     stalest: int | None = None
-    """The most of this attempt so far."""
-
     dropped: float | None = None
-    """Part of the choices of experts that found no room, in this step (expert-choice: tokens chosen by none)."""
-
     idle_experts: float | None = None
-    """Part of the experts, of all layers, that got no token."""
-
     busiest_expert: float | None = None
-    """Tokens of the expert with most over the mean of its layer."""
-
     balance_loss: float | None = None
-    """Of the routers, mean over sequences and layers, without its weight; likewise z_loss."""
-
     z_loss: float | None = None
-
     expert_load: list[list[float]] | None = None
-    """For each layer with experts, the part of its tokens that each expert got."""
-
     depth_accuracy: float | None = None
-    """Part of the tokens of which it was foreseen rightly whether they pass through a layer, of all layers that take
-    some; the part of the chosen ones that was expected is depth_recall, and that of all tokens depth_expected."""
-
     depth_recall: float | None = None
-
     depth_expected: float | None = None
-
     depth_loss: float | None = None
-    """Cross-entropy of what foresees it, nats per token."""
+
+    def known(self) -> dict[str, Any]:
+        """All that is not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def values(self) -> dict[str, float]:
-        """All numbers that are known, by name, without the step."""
-        return {name: value for name, value in asdict(self).items()
-                if value is not None and name not in ("step", "steps", "expert_load")}
+        """All known numbers, by name, without the step."""
+        return {name: v for name, v in self.known().items() if name not in ("step", "steps", "expert_load")}
 
 
 class MetricsWriter:
-    """Writes `StepMetrics` to JSONL in the run folder, and to the trackers that are asked for. For rank 0 alone.
+    """Writes `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
 
     Args:
         folder: of the run; TensorBoard's files go to ``tensorboard/`` in it.
-        resume_step: records of later steps are dropped; 0 starts afresh.
+        resume_step: records of later steps are dropped; 0 drops all.
         config: which trackers.
         run: settings of the run, for trackers that keep them.
 
     Raises:
-        UsageError: a tracker is asked for that is not installed.
+        UsageError: a tracker is not installed.
     """
 
     def __init__(
@@ -140,13 +119,13 @@ class MetricsWriter:
         if config.mlflow:
             self._trackers.append(_mlflow(config.mlflow, folder, run or {}))
         path = folder / FILE_NAME
-        _cut_back(path, resume_step)
+        if path.exists():  # drop the records of later steps, and a torn line
+            write_whole(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
         self._file = open(path, "a")  # noqa: SIM115 -- open as long as the writer
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record; it is with the kernel when this returns, so a killed process loses none."""
-        known = {name: value for name, value in asdict(metrics).items() if value is not None}
-        self._file.write(json.dumps(known) + "\n")
+        """Append one record. The kernel has it when this returns, so that a killed process loses none."""
+        self._file.write(json_lines([metrics.known()]))
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(metrics.step, metrics.values())
@@ -157,18 +136,12 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def check_trackers(config: MetricsConfig) -> None:
-    """Look for the packages of the trackers that are asked for, without importing them.
+    """Reject trackers whose packages are not installed, without importing them.
 
     Raises:
-        UsageError: one is not installed.
+        UsageError: naming the first.
     """
     for package, value in (("wandb", config.wandb), ("mlflow", config.mlflow)):
         if value and find_spec(package) is None:
@@ -182,35 +155,15 @@ def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics
     """The records of a run, in order, up to and with ``last_step``; a torn last line is left out.
 
     Raises:
-        UsageError: a line is none.
+        UsageError: a line is no record.
     """
-    path = folder / FILE_NAME
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    known = {field.name for field in fields(StepMetrics)}
-    records = []
-    for number, line in enumerate(lines):
-        try:
-            record = json.loads(line)
-            records.append(StepMetrics(**{name: value for name, value in record.items() if name in known}))
-        except (ValueError, TypeError, AttributeError) as error:
-            if number == len(lines) - 1 and isinstance(error, ValueError):  # the process was killed while it wrote
-                break
-            raise UsageError(f"{path}, line {number + 1}: it is no record of a step.\n  Remove the line.") from None
+    names = {field.name for field in fields(StepMetrics)}
+
+    def parse(record: dict[str, Any]) -> StepMetrics:
+        return StepMetrics(**{name: value for name, value in record.items() if name in names})
+
+    records = read_json_lines(folder / FILE_NAME, parse, "record of a step")
     return [record for record in records if last_step is None or record.step <= last_step]
-
-
-def _cut_back(path: Path, step: int) -> None:
-    """Drop the records of later steps, and a torn line, by an atomic replacement."""
-    if not path.exists():
-        return
-    kept = [json.dumps({name: value for name, value in asdict(record).items() if value is not None})
-            for record in read_metrics(path.parent, step)]
-    partial = path.with_suffix(".partial")
-    with open(partial, "w") as file:
-        file.writelines(f"{line}\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
-"""When each action of a step really began and ended, on every rank, on one clock: ``profile/`` in the run folder.
+"""Step profiles: when each action of a step began and ended on every rank, in ``profile/`` of the run folder.
 
-A file for each rank, of JSON lines: first what the program is, then a line for each recorded step with three lists as
-long as the rank's actions: when each began, when what it waited for was there, when it ended. Seconds, by rank 0's
-clock.
+A file of JSON lines for each rank: a header with the program, then for each recorded step three lists over the rank's
+actions: when each began, when the message that it waited for arrived, when it ended. Seconds on rank 0's clock.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
+from shoal.base.files import json_lines, read_json_lines, write_whole
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
@@ -29,24 +27,25 @@ from shoal.pipeline.program import Action, Op, Program
 from shoal.spec.config import MetricsConfig
 
 FOLDER = "profile"
-ROUNDS = 8  # messages to and fro by which a clock is compared
+ROUNDS = 8  # round trips by which a clock is compared
 
 
 class Profiler:
-    """Records some steps of one rank. As a runtime's recorder it is told of each action.
+    """A `Recorder` of some steps of one rank.
 
     Args:
         runtime: whose actions are recorded.
         mesh: of the run; all ranks make a profiler at the same time.
-        steps: the numbers of the steps to record; nothing is done in others.
+        steps: the numbers of the steps to record.
         folder: of the run.
-        group: of all ranks, in host memory; None where there is one rank.
+        group: of all ranks, in host memory; None for one rank.
     """
 
     def __init__(self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None):
         self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
         if mesh.rank == 0:
-            self._clear()  # ranks and steps of two starts of a run are never mixed
+            for path in (folder / FOLDER).glob("rank-*"):  # never mix ranks and steps of two starts of a run
+                path.unlink()
         self._watch = Stopwatch(mesh.device)
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # when it began
@@ -56,27 +55,27 @@ class Profiler:
         self._ends: list[Any] = []
 
     def begin(self, action: Action) -> None:
-        """An action begins."""
+        """As `Recorder`."""
         self._begins.append(self._watch.mark())
         self._arrivals.append(self._begins[-1])
 
     def arrived(self, action: Action) -> None:
-        """What it waited for is there."""
+        """As `Recorder`."""
         self._arrivals[-1] = self._watch.mark()
 
     def end(self, action: Action) -> None:
-        """It is done."""
+        """As `Recorder`."""
         self._ends.append(self._watch.mark())
 
     def before_step(self, step: int) -> None:
-        """Listen, if the step of this number (from 0) is to be recorded."""
+        """Start recording, if this step (from 0) is one of those to record."""
         if step in self.steps:
             self._begins, self._arrivals, self._ends = [], [], []
             self._watch.start()
             self.runtime.recorders.append(self)
 
     def after_step(self, step: int) -> None:
-        """Keep what was heard; after the last step write it."""
+        """Keep what was recorded; after the last step write it."""
         if step not in self.steps:
             return
         self.runtime.recorders.remove(self)
@@ -90,27 +89,11 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, whole or not at all."""
+        """Write what was recorded, completely or not at all."""
         if not self._lines:
             return
-        folder = self.folder / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"rank-{self.mesh.rank:05d}.jsonl"
-        partial = path.with_suffix(".partial")
-        with open(partial, "w") as file:
-            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in (self._header(), *self._lines))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        self._lines = []
-
-    def _clear(self) -> None:
-        for path in (self.folder / FOLDER).glob("rank-*"):
-            path.unlink()
-
-    def _header(self) -> dict[str, Any]:
         program, mesh = self.runtime.program, self.mesh
-        return {
+        header = {
             "rank": mesh.rank,
             **{axis: mesh.index(axis) for axis in ("pp", "dp", "tp")},
             "layout": mesh.layout.describe(),
@@ -118,6 +101,10 @@ class Profiler:
             "program": {f.name: getattr(program, f.name) for f in fields(Program) if f.name != "actions"},
             "actions": self.runtime.actions,
         }
+        folder = self.folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines]))
+        self._lines = []
 
 
 def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
@@ -129,15 +116,15 @@ def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
 def clock_offset(
     group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter, host: str | None = None
 ) -> float:
-    """What is added to this rank's clock to have rank 0's. All ranks of the group must call it.
+    """What to add to this rank's clock to get rank 0's. Collective.
 
-    Processes of one host share their clock. To another host, the offset is taken from the quickest of some exchanges,
+    Processes of one host share their clock. For another host, the offset is that of the fastest of some round trips,
     half of which is taken for each way (Cristian 1989, "Probabilistic clock synchronization").
 
     Args:
         group: of all ranks, in host memory.
         clock: of this rank [s].
-        host: that this rank is on; None asks the system.
+        host: of this rank; None asks the system.
     """
     rank, hosts = dist.get_rank(group), all_gather(host or host_identity() or platform.node(), group)
     offset, now = 0.0, torch.zeros(1, dtype=torch.float64)
@@ -221,7 +208,7 @@ def read_profile(folder: Path) -> Profile | None:
 def _profile(paths: Sequence[Path]) -> Profile:
     headers, ranks = [], []
     for path in paths:
-        header, *lines = map(json.loads, path.read_text().splitlines())
+        header, *lines = read_json_lines(path, lambda line: line, "record of a step")
         actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
         begin, arrived, end = times = tuple(
             [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")

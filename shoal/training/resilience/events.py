@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from shoal.base.files import json_lines, read_json_lines
 
 FILE_NAME = "events.jsonl"
 
@@ -22,20 +23,11 @@ def write_event(folder: Path, event: str, **values: Any) -> None:
     line = {"time": round(time.time(), 3), "event": event} | {k: v for k, v in values.items() if v is not None}
     end = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(end, json.dumps(line).encode() + b"\n")  # in one piece, so that no other line gets between
+        os.write(end, json_lines([line]).encode())  # in one piece, so that no other line gets between
     finally:
         os.close(end)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All events, in order; a line that is not whole was being written when the machine went down, and is left out."""
-    path = folder / FILE_NAME
-    if not path.exists():
-        return []
-    events = []
-    for line in path.read_text().splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+    """All events, in order, without lines that were being written when the machine went down."""
+    return read_json_lines(folder / FILE_NAME, dict, "event", skip_torn=True)
