@@ -169,9 +169,10 @@ def read_json_lines(
     return found
 
 
-def json_lines(values: Iterable[Any]) -> str:
-    """JSON lines of some values."""
-    return "".join(f"{json.dumps(value)}\n" for value in values)
+def json_lines(values: Iterable[Any], *, compact: bool = False) -> str:
+    """JSON lines of some values, compact without spaces."""
+    separators = (",", ":") if compact else None
+    return "".join(f"{json.dumps(value, separators=separators)}\n" for value in values)
 
 
 def _parsed(path: str | Path, kind: str, parse: Callable[[str], T]) -> T:
