@@ -135,7 +135,7 @@ class Engine(EngineState):
         tokens = max(1, *self.count_tokens(batches, [0] * passes, self.mesh.group("dp")))
         if self.routing:
             self.routing.begin_validation()
-        runtime = self.runtime_of(forwards_of(self.program, passes))
+        runtime = self.runtime_of(build_forwards(self.program, passes))
         loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         if self.routing:
             self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
