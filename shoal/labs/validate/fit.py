@@ -49,13 +49,13 @@ class Prior(NamedTuple):
 
 
 def estimated(
-    runs: Runs[np.ndarray], points: Sequence[Point], constants: Calibration
+    runs: Runs, points: Sequence[Point], constants: Calibration
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
     return step(runs, constants).seconds, *_memory(runs, np.array([p.memory_kind for p in points]), constants)
 
 
-def _memory(runs: Runs[np.ndarray], kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
     memory = footprint(runs, constants)
     size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
     size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))

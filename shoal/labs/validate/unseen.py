@@ -41,12 +41,12 @@ def held_out(
     return found
 
 
-def scale_of(runs: Runs[np.ndarray]) -> np.ndarray:
+def scale_of(runs: Runs) -> np.ndarray:
     """Index into `SPREADS`."""
     return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
 
 
-def intervals(runs: Runs[np.ndarray], constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+def intervals(runs: Runs, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
     """Half of the 80 % interval of each run's time and of its memory, of the logarithm."""
     software = runs.code("software")
     time = constants["spread_time"][software] * constants["spread_scale"][scale_of(runs)]

@@ -1,4 +1,4 @@
-"""Many runs at once: one array for each thing that decides the time and the memory of a step; or one run, in numbers.
+"""Many runs at once: one array for each thing that decides the time and the memory of a step.
 
 What the closed forms of `shoal.planning.cost.time.step` and `shoal.planning.cost.memory.published_software` take, so
 that a hundred thousand layouts are priced in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import Any
 
-from shoal.planning.cost.either import V
-
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward computes again: attention's core; a layer; or all of it but every second product and attention."""
@@ -32,8 +29,8 @@ DEFAULTS: Mapping[str, float] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Runs(Generic[V]):
-    """One entry of each array is one run, or each field is a number; those of `DEFAULTS` may be left out.
+class Runs:
+    """One entry of each array is one run; rows may leave out those of `DEFAULTS`.
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: L, h, a and so on.
@@ -64,114 +61,99 @@ class Runs(Generic[V]):
         fused_norm: 1 where a norm is one kernel.
     """
 
-    layers: V
-    hidden: V
-    heads: V
-    kv_heads: V
-    head_dim: V
-    ffn: V
-    vocab: V
-    s: V
-    b: V
-    microbatches: V
-    peak: V
-    hbm: V
-    memory: V
-    gated: V
-    tied: V
-    experts: V
-    active: V
-    tp: V
-    tp_x: V
-    pp: V
-    virtual: V
-    dp: V
-    cp: V
-    ep: V
-    zero: V
-    shard: V
-    sequence_parallel: V
-    recompute: V
-    warmup: V
-    alive: V
-    software: V
-    generation: V
-    attention: V
-    fp8: V
-    peak8: V
-    attainable: V
-    inside: V
-    nic: V
-    network: V
-    per_node: V
-    through_memory: V
-    gradient_bytes: V
-    reduce_bytes: V
-    overlap_data: V
-    overlap_tensor: V
-    overlap_pipeline: V
-    balanced: V
-    dropout: V
-    unit_messages: V
-    crowded: V
-    bucket_copies: V
-    shard_copies: V
-    reduced_apart: V
-    gathers_kept: V
-    logits_whole: V
-    fused_norm: V
-    ties_first: V
-    ahead: V
-    kept_ffn: V
+    layers: np.ndarray
+    hidden: np.ndarray
+    heads: np.ndarray
+    kv_heads: np.ndarray
+    head_dim: np.ndarray
+    ffn: np.ndarray
+    vocab: np.ndarray
+    s: np.ndarray
+    b: np.ndarray
+    microbatches: np.ndarray
+    peak: np.ndarray
+    hbm: np.ndarray
+    memory: np.ndarray
+    gated: np.ndarray
+    tied: np.ndarray
+    experts: np.ndarray
+    active: np.ndarray
+    tp: np.ndarray
+    tp_x: np.ndarray
+    pp: np.ndarray
+    virtual: np.ndarray
+    dp: np.ndarray
+    cp: np.ndarray
+    ep: np.ndarray
+    zero: np.ndarray
+    shard: np.ndarray
+    sequence_parallel: np.ndarray
+    recompute: np.ndarray
+    warmup: np.ndarray
+    alive: np.ndarray
+    software: np.ndarray
+    generation: np.ndarray
+    attention: np.ndarray
+    fp8: np.ndarray
+    peak8: np.ndarray
+    attainable: np.ndarray
+    inside: np.ndarray
+    nic: np.ndarray
+    network: np.ndarray
+    per_node: np.ndarray
+    through_memory: np.ndarray
+    gradient_bytes: np.ndarray
+    reduce_bytes: np.ndarray
+    overlap_data: np.ndarray
+    overlap_tensor: np.ndarray
+    overlap_pipeline: np.ndarray
+    balanced: np.ndarray
+    dropout: np.ndarray
+    unit_messages: np.ndarray
+    crowded: np.ndarray
+    bucket_copies: np.ndarray
+    shard_copies: np.ndarray
+    reduced_apart: np.ndarray
+    gathers_kept: np.ndarray
+    logits_whole: np.ndarray
+    fused_norm: np.ndarray
+    ties_first: np.ndarray
+    ahead: np.ndarray
+    kept_ffn: np.ndarray
 
     @staticmethod
-    def of(rows: Sequence[Mapping[str, Any]]) -> Runs[np.ndarray]:
+    def of(rows: Sequence[Mapping[str, Any]]) -> Runs:
         """From one mapping for each run; names that are no field are left out."""
-        import numpy as np
-
         rows = [{**DEFAULTS, **row} for row in rows]
         return Runs(*(np.array([float(row[name]) for row in rows]) for name in FIELDS))
 
-    @staticmethod
-    def one(values: Mapping[str, Any]) -> Runs[float]:
-        """A single run, in numbers."""
-        values = {**DEFAULTS, **values}
-        return Runs(*(float(values[name]) for name in FIELDS))
-
     @property
-    def size(self: Runs[np.ndarray]) -> int:
+    def size(self) -> int:
         """How many."""
         return len(self.layers)
 
     @property
-    def tp_y(self) -> V:
+    def tp_y(self) -> np.ndarray:
         """See above."""
         return self.tp / self.tp_x
 
     @property
-    def ranks(self) -> V:
+    def ranks(self) -> np.ndarray:
         """World sizes."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def tokens(self) -> V:
+    def tokens(self) -> np.ndarray:
         """Of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
 
-    def take(self: Runs[np.ndarray], chosen: np.ndarray) -> Runs[np.ndarray]:
+    def take(self, chosen: np.ndarray) -> Runs:
         """Some of them, by index or mask."""
         return Runs(*(getattr(self, name)[chosen] for name in FIELDS))
 
-    @overload
-    def code(self: Runs[float], name: str) -> int: ...
-
-    @overload
-    def code(self: Runs[np.ndarray], name: str) -> np.ndarray: ...
-
-    def code(self, name: str) -> int | np.ndarray:
+    def code(self, name: str) -> np.ndarray:
         """A field as integers."""
-        value: float | np.ndarray = getattr(self, name)
-        return int(value) if isinstance(value, float) else value.astype(int)
+        return getattr(self, name).astype(int)
 
 
 FIELDS = tuple(field.name for field in fields(Runs))

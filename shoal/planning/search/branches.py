@@ -8,6 +8,7 @@ little more than one; the search then goes through them from the least on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.bounds import Order
-from shoal.planning.search.outline import Outline
+from shoal.planning.search.outline import Order, Outline
 from shoal.planning.search.space import Fields, LayoutSpace, depth_of, pipelines, splits
 
 SLACK = 1e-9  # relative: a bound and a time may differ by as much in rounding
@@ -39,108 +39,83 @@ class WorkItem(NamedTuple):
     plain: StagePrices
 
 
+class Pipe(NamedTuple):
+    """A pipeline.
+
+    Attributes:
+        fields: the schedule, and stages on each rank.
+        split: layers of the stages.
+        outline: which all that place their stages alike share.
+        order: what bounds ask of its schedule.
+    """
+
+    fields: Fields
+    split: Fields
+    outline: Outline
+    order: Order
+
+
 class Branch(NamedTuple):
     """A work by a pipeline.
 
     Attributes:
         least: seconds that a step takes at least, whatever ZeRO shards.
-        work: which.
-        pipe: the schedule, and stages on each rank.
-        split: layers of the stages.
-        outline: the pipeline's, which all that place their stages alike share.
-        order: what bounds ask of its schedule.
+        number: which of all branches; it decides between equal ones.
     """
 
     least: float
+    number: int
     work: WorkItem
-    pipe: Fields
-    split: Fields
-    outline: Outline
-    order: Order
+    pipe: Pipe
 
     @property
     def program(self) -> tuple:
         """What branches of the same program share."""
-        return self.work.degrees["pp"], self.work.microbatches, *self.pipe.values()
+        return self.work.degrees["pp"], self.work.microbatches, *self.pipe.fields.values()
 
 
-class _Together(NamedTuple):
-    """Branches of works by one pipeline, with `Branch`'s attributes of all.
-
-    Attributes:
-        least: [works] seconds.
-    """
-
-    least: np.ndarray
-    works: Sequence[WorkItem]
-    pipe: Fields
-    split: Fields
-    outline: Outline
-    order: Order
-
-
-class Branches:
-    """Branches in the order of their least times. Most are never looked at, and none is made before it is.
-
-    Attributes:
-        least: seconds of each.
-    """
-
-    def __init__(self, together: Sequence[_Together]):
-        self._together = together
-        self._ends = np.cumsum([len(group.works) for group in together])
-        least = np.concatenate([group.least for group in together]) if together else np.empty(0)
-        self._order = np.argsort(least, kind="stable")
-        self.least: list[float] = least[self._order].tolist()
-
-    def __len__(self) -> int:
-        return len(self.least)
-
-    def __getitem__(self, place: int) -> Branch:
-        at = self._order[place]
-        number = int(np.searchsorted(self._ends, at, side="right"))
-        group = self._together[number]
-        work = group.works[at - self._ends[number]]  # from the end
-        return Branch(self.least[place], work, *group[2:])
-
-
-def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -> Branches:
-    """Every one, the least time first."""
+def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -> tuple[int, Iterator[Branch]]:
+    """How many there are, and every one, the least time first; most are never looked at, and not made before."""
     of_depth: dict[int, dict[int, list[WorkItem]]] = {}
     for work in works:
         of_depth.setdefault(work.degrees["pp"], {}).setdefault(work.microbatches, []).append(work)
-    found: list[_Together] = []
+    found, count = [], 0
     outlines: dict[tuple, Outline] = {}
     for pp, together in of_depth.items():
         every = [work for same in together.values() for work in same]
         linear = np.stack([work.plain.linear for work in every])
-        hops = np.array([work.plain.hop for work in every])
-        through = np.array([work.microbatches for work in every])
+        hops, through = np.array([(work.plain.hop, work.microbatches) for work in every]).T
         bounds: dict[tuple[Outline, Order], np.ndarray] = {}
-        placed: dict[tuple, list[tuple[Fields, Outline]]] = {}
+        pipes: dict[tuple, list[Pipe]] = {}
         for microbatches, same in together.items():
-            which = through == microbatches
-            for pipe in pipelines(pp, microbatches, run.shape.layers, space):
-                order, key = Order.of(pipe["schedule"]), tuple(pipe.values())
-                if key not in placed:
-                    placed[key] = list(_outlines(run, pp, pipe, space, outlines))
-                for split, outline in placed[key]:
-                    if (outline, order) not in bounds:
-                        bounds[outline, order] = outline.bounds(linear, hops, through, order) * (1 - SLACK)
-                    found.append(_Together(bounds[outline, order][which], same, pipe, split, outline, order))
-    return Branches(found)
+            for fields in pipelines(pp, microbatches, run.shape.layers, space):
+                key = tuple(fields.values())
+                if key not in pipes:
+                    pipes[key] = list(_pipes(run, pp, fields, space, outlines))
+                for pipe in pipes[key]:
+                    both = pipe.outline, pipe.order
+                    if both not in bounds:
+                        bounds[both] = pipe.outline.bounds(linear, hops, through, pipe.order) * (1 - SLACK)
+                    found.append(_in_order(bounds[both][through == microbatches], count, same, pipe))
+                    count += len(same)
+    return count, merge(*found)
 
 
-def _outlines(
-    run: EstimatedRun, pp: int, pipe: Fields, space: LayoutSpace, known: dict[tuple, Outline]
-) -> Iterator[tuple[Fields, Outline]]:
-    """The outlines of a pipeline's programs, by the layers of its stages; those of pipelines that place them alike are
-    the same."""
-    schedule = SCHEDULES[pipe["schedule"]]
-    placement = schedule.placement(pp, schedule.virtual or pipe["virtual_stages"])
-    for split in splits(run.shape, pp, depth_of(pp, pipe), space):
+def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe) -> Iterator[Branch]:
+    """Branches of works by one pipeline, the least time first."""
+    for i in np.argsort(least, kind="stable").tolist():
+        yield Branch(float(least[i]), begin + i, works[i], pipe)
+
+
+def _pipes(
+    run: EstimatedRun, pp: int, fields: Fields, space: LayoutSpace, known: dict[tuple, Outline]
+) -> Iterator[Pipe]:
+    """A schedule's pipelines, by the layers of the stages; the outlines of those that place them alike are the same."""
+    schedule = SCHEDULES[fields["schedule"]]
+    placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
+    for split in splits(run.shape, pp, depth_of(pp, fields), space):
         layers = split["stage_layers"] or ()
-        if (key := (placement, schedule.model_copies, layers)) not in known:
-            program = Program(((),) * pp, placement, 0, model_copies=schedule.model_copies, layers=layers)
-            known[key] = Outline.of(run.shape, program)
-        yield split, known[key]
+        copies = schedule.model_copies
+        if (key := (placement, copies, layers)) not in known:
+            known[key] = Outline(run.shape, Program(((),) * pp, placement, 0, model_copies=copies, layers=layers))
+        yield Pipe(fields, split, known[key], Order.of(fields["schedule"]))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator.columns import Columns, before_backwards, of_program
+from shoal.pipeline.simulator.columns import Columns, before_backwards
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory.activations import of_layers
 from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
@@ -31,10 +31,8 @@ from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.bounds import first_rank
 from shoal.planning.search.branches import SLACK, Branch, WorkItem, branches
-from shoal.planning.search.closer import Candidate, Closer, Placed
-from shoal.planning.search.outline import Alike, Outline
+from shoal.planning.search.outline import Alike, Outline, first_rank
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, layout_of, meshes, shardings, works
 from shoal.spec.layout import Layout
@@ -66,8 +64,7 @@ class Plan:
     Attributes:
         run: what it was for; its layout says nothing.
         best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
-        programs: that were written down, by pipeline ranks, micro-batches, schedule and stages on each rank.
-        players: of those that were played.
+        players: of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
         known: what was counted of their stages, as `StagePrices` has it.
         played: how many layouts were.
         branches, pruned: works by pipelines, and how many of them were left out by their time.
@@ -76,7 +73,6 @@ class Plan:
 
     run: EstimatedRun
     best: list[PricedLayout] = field(default_factory=list)
-    programs: dict[tuple, Columns] = field(default_factory=dict)
     players: dict[tuple, Player] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
     played: int = 0
@@ -117,22 +113,93 @@ def search(
         )
     begin = time.perf_counter()
     searching = Search(run, space or LayoutSpace(), count, within)
-    with uncollected():
+    collecting = gc.isenabled()
+    gc.disable()  # nothing becomes garbage, and the collector would go through all that is known again and again
+    try:
         searching.all(progress)
+    finally:
+        if collecting:
+            gc.enable()
     searching.plan.seconds = time.perf_counter() - begin
     return searching.plan
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's collector of cycles, which would go through all that is known again and again, for none."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+@dataclass(frozen=True, eq=False)
+class PlacedModel:
+    """A work on the stages of an outline, whatever the schedule.
+
+    Attributes:
+        plain: the work's stages, without ZeRO.
+        replicas: the ways to shard.
+    """
+
+    plain: StagePrices
+    outline: Outline
+    replicas: ReplicaChoices
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """[stages] bytes that a micro-batch keeps alive."""
+        return self.outline.each(self.plain.kept_of)
+
+    @cached_property
+    def kept_first(self) -> np.ndarray:
+        """[stages of the first rank] the same, with what passes between two of them there once."""
+        return (self.kept - self.plain.message * self.outline.beside)[self.outline.holder == 0]
+
+    @cached_property
+    def empty(self) -> np.ndarray:
+        """[ways] bytes that the first rank needs at least, with nothing alive."""
+        return self.replicas.reserved(self.plain, self.outline.first, 0.0)
+
+    @cached_property
+    def working(self) -> int:
+        """Bytes that come and go in a backward on the first rank, at least."""
+        return self.plain.working(self.outline.first)
+
+    @cached_property
+    def times(self) -> np.ndarray:
+        """[3, stages] seconds, without what ZeRO adds, but for rounding."""
+        return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
+
+    @cached_property
+    def added(self) -> np.ndarray:
+        """[4, ways, stages] what each way to shard adds at least, as `Outline.with_added` takes it."""
+        kinds = self.plain.linear[:3] @ self.outline.counts.T
+        return self.replicas.adding(self.plain, self.outline.kinds, kinds)[..., self.outline.kind]
+
+
+class BoundedBranch(NamedTuple):
+    """A branch, looked at more closely.
+
+    Attributes:
+        least: seconds that a step of any of its layouts takes at least.
+        of_way: [ways] the same of each way to shard; infinite where it does not fit.
+        placed: its work.
+    """
+
+    least: float
+    branch: Branch
+    of_way: np.ndarray
+    placed: PlacedModel
+
+
+class Candidate(NamedTuple):
+    """A layout that no bound excludes.
+
+    Attributes:
+        levels: its fields.
+        stages: of its layout, priced.
+        seconds: [6, stages] as `Player.step_times` takes them.
+        launched: seconds that a host needs for a step at least.
+        alive: of its ranks (`Outline.alive`).
+    """
+
+    levels: tuple[Fields, ...]
+    stages: StagePrices
+    seconds: np.ndarray
+    launched: float
+    alive: list[Alike]
 
 
 class Search:
@@ -146,43 +213,43 @@ class Search:
     """
 
     def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float = np.inf):
-        self.run, self.space, self.count = run, space, count
+        self.run, self.space, self.count, self.limit = run, space, count, within
         self.plan = Plan(run)
         self.known = self.plan.known
         self.priced: dict[tuple, StagePrices] = {}
         self.replicas: dict[tuple, ReplicaChoices] = {}
-        self.placed: dict[tuple[StagePrices, Outline], Placed] = {}
+        self.placed: dict[tuple[StagePrices, Outline], PlacedModel] = {}
         self.families: dict[tuple, PricedLayout] = {}
-        self.limit = within
         self.room = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:
         """Go through everything, the most promising first."""
-        every = branches(self.run, self.space, self._works())
-        self.plan.branches = len(every)
-        waiting: list[tuple[float, int]] = []
-        closer: dict[int, Closer] = {}
-        of_program: dict[tuple, set[int]] = {}
-        place = 0
-        while (place < len(every) and every.least[place] <= self.limit) or (waiting and waiting[0][0] <= self.limit):
-            if place < len(every) and (not waiting or every.least[place] <= waiting[0][0]):
-                if found := self._closer(every[place]):
-                    closer[place] = found
-                    heappush(waiting, (found.least, place))
-                    of_program.setdefault(found.branch.program, set()).add(place)
-                place += 1
-                continue
-            first = heappop(waiting)[1]
-            if first not in closer:
-                continue
-            # Once there is a limit, whatever else the same program may be wanted for is played at once.
-            same = of_program[closer[first].branch.program]
-            now = [n for n in sorted(same) if n == first or closer[n].least <= self.limit < np.inf]
-            same.difference_update(now)
-            self._look([closer.pop(n) for n in now])
-            if progress:
-                progress(place, len(every), self.plan)
-        self.plan.pruned = len(every) - place
+        self.plan.branches, every = branches(self.run, self.space, self._works())
+        waiting: list[tuple[float, int, tuple]] = []
+        of_program: dict[tuple, dict[int, BoundedBranch]] = {}  # those that wait
+
+        def look(until: float) -> None:
+            """Play what waits and may take less."""
+            while waiting and waiting[0][0] < until and waiting[0][0] <= self.limit:
+                _, number, program = heappop(waiting)
+                if number in (same := of_program[program]):
+                    # Once there is a limit, whatever else the same program may be wanted for is played at once.
+                    now = [n for n in sorted(same) if n == number or same[n].least <= self.limit < np.inf]
+                    self._play([same.pop(n) for n in now])
+                    if progress:
+                        progress(looked, self.plan.branches, self.plan)
+
+        looked = 0
+        for branch in every:
+            look(branch.least)
+            if branch.least > self.limit:
+                break
+            looked += 1
+            if found := self._bound(branch):
+                heappush(waiting, (found.least, branch.number, branch.program))
+                of_program.setdefault(branch.program, {})[branch.number] = found
+        look(np.inf)
+        self.plan.pruned = self.plan.branches - looked
 
     def _works(self) -> Iterator[WorkItem]:
         """Those of which some rank could hold its share of the layers."""
@@ -222,52 +289,48 @@ class Search:
         """For every schedule and every split."""
         key = (*degrees.values(), *way.values(), *shards.values())
         if key not in self.priced:
-            self.priced[key] = StagePrices(
-                replace(self.run, layout=layout_of(self.space, degrees, way, shards)), self.known
-            )
+            layout = layout_of(self.space, degrees, way, shards)
+            self.priced[key] = StagePrices(replace(self.run, layout=layout), self.known)
         return self.priced[key]
 
     # ---- one program ---------------------------------------------------------------------------------------------
 
-    def _closer(self, branch: Branch) -> Closer | None:
+    def _bound(self, branch: Branch) -> BoundedBranch | None:
         """None where it does not fit, or takes too long."""
-        (degrees, _, microbatches, plain), outline = branch.work, branch.outline
-        placed = self._placed(branch)
-        begun = first_rank(branch.pipe["schedule"], degrees["pp"], microbatches, len(outline.first))
+        (degrees, way, microbatches, plain), (fields, _, outline, order) = branch.work, branch.pipe
+        if (key := (plain, outline)) not in self.placed:
+            self.placed[key] = PlacedModel(plain, outline, self._replicas(degrees, way))
+        placed = self.placed[key]
+        begun = first_rank(fields["schedule"], degrees["pp"], microbatches, len(outline.first))
         alive = float((begun @ placed.kept_first).max())
-        if not placed.may_fit(alive, self.room):
+        room = self.room * (1 + SLACK) - placed.empty
+        if not (plain.with_holes(alive) <= room).any():
             return None
-        fits = placed.fits(alive + placed.working, self.room)  # which takes longer to know
+        fits = plain.with_holes(alive + placed.working) <= room  # which takes longer to know
         if not fits.any():
             return None
-        ends = outline.ends(placed.times[:, None], plain.hop, microbatches, branch.order)
-        of_way = np.where(fits, outline.least(ends, placed.added, microbatches) * (1 - SLACK), np.inf)
-        of_way = np.maximum(of_way, branch.least)  # which the host may decide
+        ends = outline.ends(placed.times[:, None], plain.hop, microbatches, order)
+        of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
+        of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # which the host may decide
         least = float(of_way.min())
-        return Closer(least, branch, of_way, placed) if least <= self.limit else None
+        return BoundedBranch(least, branch, of_way, placed) if least <= self.limit else None
 
-    def _placed(self, branch: Branch) -> Placed:
-        (degrees, way, _, plain), outline = branch.work, branch.outline
-        if (plain, outline) not in self.placed:
-            self.placed[plain, outline] = Placed(plain, outline, self._replicas(degrees, way))
-        return self.placed[plain, outline]
-
-    def _look(self, together: Sequence[Closer]) -> None:
+    def _play(self, together: Sequence[BoundedBranch]) -> None:
         """Play the layouts of some branches of one program, and keep the best of those that fit."""
-        found = [pair for closer in together for pair in self._perhaps(closer)]
+        player = self._player(together[0].branch)
+        found = [candidate for bounded in together for candidate in self._candidates(bounded, player.columns)]
         if not found:
             return
-        player = self._player(together[0].branch)
-        times = np.stack([_table(candidate) for candidate, _ in found], axis=2)
-        played = player.step_times(times, [candidate.stages.link for candidate, _ in found])
-        seconds = np.maximum(played, [candidate.launched for candidate, _ in found])
+        times = np.stack([candidate.seconds for candidate in found], axis=2)
+        played = player.step_times(times, [candidate.stages.link for candidate in found])
+        seconds = np.maximum(played, [candidate.launched for candidate in found])
         self.plan.played += len(found)
-        steps = [self._step(candidate, float(least)) for least, (candidate, _) in zip(seconds, found, strict=True)]
+        steps = [self._step(candidate, float(least)) for least, candidate in zip(seconds, found, strict=True)]
         for i in np.argsort(steps, kind="stable"):
-            candidate, alive = found[i]
-            layout = layout_of(self.space, *candidate.levels)
+            layout = layout_of(self.space, *found[i].levels)
             if self._wanted(layout, steps[i]):  # else nobody asks how much memory it needs, which takes long to say
-                memory = _fullest(candidate.stages, alive)
+                each = (found[i].stages.memory_of(*of) for of in found[i].alive)
+                memory = max(each, key=lambda memory: memory.reserved)
                 if memory.reserved <= self.room:
                     self._keep(PricedLayout(steps[i], layout, memory))
 
@@ -278,52 +341,35 @@ class Search:
         run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
-    def _perhaps(self, closer: Closer) -> list[tuple[Candidate, list[Alike]]]:
-        """Layouts of a branch that no bound excludes, and what is alive in them (`Outline.alike`)."""
-        branch, outline = closer.branch, closer.branch.outline
-        ways = np.flatnonzero(closer.of_way <= self.limit)
-        if not len(ways):
-            return []
-        plain, between = branch.work.plain, outline.between(branch.work.plain)
-        alive = outline.alike(before_backwards(self._program(branch), closer.placed.kept, between, plain.message))
-        fits = np.array([closer.placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
-        found = self._candidates(closer, ways[fits[ways] <= self.room * (1 + SLACK)])
-        return [(candidate, alive) for candidate in found]
-
-    def _candidates(self, closer: Closer, which: np.ndarray) -> list[Candidate]:
-        """Layouts of a branch that no bound of time excludes, among some ways to shard."""
-        branch, outline = closer.branch, closer.branch.outline
-        degrees, way, microbatches, plain = branch.work
-        shards = [closer.placed.replicas.ways[i] for i in which]
-        if not shards:
-            return []
-        every = [self._priced(degrees, way, of) for of in shards]
-        times = np.stack([outline.times(stages) for stages in every], axis=1)
-        finishing = np.stack([outline.finishing(stages) for stages in every], axis=1)
-        added = outline.added(np.concatenate([np.zeros_like(finishing[:1]), finishing]))
-        ends = outline.ends(times, plain.hop, microbatches, branch.order)
-        left = np.flatnonzero(outline.least(ends, added, microbatches) * (1 - SLACK) <= self.limit)
-        levels = (degrees, way, branch.pipe, branch.split)
-        return [
-            Candidate(
-                (*levels, shards[i]), every[i], times[:, i], finishing[:, i][:, outline.kind],
-                outline.launched(every[i], finishing[:, i], microbatches), outline,
-            )
-            for i in left
-        ]
-
-    def _program(self, branch: Branch) -> Columns:
-        programs = self.plan.programs
-        if branch.program not in programs:
-            schedule, virtual = SCHEDULES[branch.pipe["schedule"]], branch.pipe["virtual_stages"] or 1
-            pp, microbatches = branch.work.degrees["pp"], branch.work.microbatches
-            program = build_program(schedule, pp, microbatches, virtual_stages=virtual, zero=1, transfers=False)
-            programs[branch.program] = of_program(program)
-        return programs[branch.program]
+    def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
+        """Layouts of a branch that no bound excludes."""
+        (_, branch, of_way, placed), (degrees, way, microbatches, plain) = bounded, bounded.branch.work
+        ways = np.flatnonzero(of_way <= self.limit).tolist()
+        if not ways:
+            return
+        outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.between_of)
+        alive = outline.alive(before_backwards(columns, placed.kept, between, plain.message))
+        fits = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
+        through = outline.through(microbatches)[0]
+        for shards in (placed.replicas.ways[i] for i in ways if fits[i] <= self.room * (1 + SLACK)):
+            stages = self._priced(degrees, way, shards)
+            priced = [stages.stage_of(part) for part in outline.kinds]
+            times = np.array([each.passes for each in priced]).T[:, outline.kind]
+            reduce, step, gather = finishing = outline.each(stages.finish_of)
+            host = through * np.array([each.launched for each in priced])[outline.kind] + finishing.sum(axis=0)
+            longest = np.full_like(step, outline.sum_by_rank(step).max())
+            levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)
+            seconds, launched = np.stack([*times, reduce, longest, gather]), outline.sum_by_rank(host).max()
+            yield Candidate(levels, stages, seconds, float(launched), alive)
 
     def _player(self, branch: Branch) -> Player:
+        """The branch's program, written down once."""
         if branch.program not in self.plan.players:
-            self.plan.players[branch.program] = Player(self._program(branch))
+            pp, microbatches, schedule, virtual = branch.program
+            program = build_program(
+                SCHEDULES[schedule], pp, microbatches, virtual_stages=virtual or 1, zero=1, transfers=False
+            )
+            self.plan.players[branch.program] = Player(program)
         return self.plan.players[branch.program]
 
     def _wanted(self, layout: Layout, seconds: float) -> bool:
@@ -347,15 +393,3 @@ def order(found: PricedLayout) -> tuple:
     """Equally fast ones by the memory that they need, then by name."""
     names = tuple(str(getattr(found.layout, name)) for name in LEVELS)
     return (float(f"{found.seconds:.9g}"), float(f"{found.memory.reserved:.9g}"), names)
-
-
-def _table(candidate: Candidate) -> np.ndarray:
-    """[6, stages] as `Player.step_times` takes them."""
-    reduce, step, gather = candidate.finishing
-    longest = candidate.outline.longest(step)
-    return np.stack([*candidate.times, reduce, np.full_like(step, longest), gather])
-
-
-def _fullest(stages: StagePrices, alive: Sequence[Alike]) -> PeakMemory:
-    """Of ranks that hold alike, the one with the most activations is priced."""
-    return max((stages.memory_of(*of) for of in alive), key=lambda memory: memory.reserved)

@@ -48,7 +48,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
         *head, *table(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
         f"The first takes between {low} and {high} in four of five cases, and between {least} and {most}.", "",
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
-        f"{len(plan.programs)} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
+        f"{len(plan.players)} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
         "", *_for_train(model, run, plan.best[0].layout),
     ]
 
@@ -79,7 +79,7 @@ def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
     """The whole estimate of a layout that a search found, by the program as it was played."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
-    columns = plan.programs[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages]
+    columns = plan.players[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages].columns
     program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
     return Estimate(run, replace(columns, program=program), plan.known)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -115,16 +115,6 @@ class Calibration:
     def tables(self) -> dict[str, tuple[float, ...]]:
         """Of `values` those that are several, one for each of `names_of` what they are known by."""
         return {name: value for name, value in self.values.items() if isinstance(value, tuple)}
-
-    @overload
-    def entry(self, name: str, index: int) -> float: ...
-
-    @overload
-    def entry(self, name: str, index: np.ndarray) -> np.ndarray: ...
-
-    def entry(self, name: str, index: int | np.ndarray) -> float | np.ndarray:
-        """One of the numbers of a table, or one for each entry of an array of indices."""
-        return self.tables[name][index] if isinstance(index, int) else self._arrays[name][index]
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from shoal.planning.cost.either import V, minimum
+from typing import TypeVar
+
+import numpy as np
+
 from shoal.spec.catalog.calibration import Calibration
 
+V = TypeVar("V", float, np.ndarray)
 GB = 1e9
 SEEN = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
@@ -15,4 +19,4 @@ def outside(memory: V, calibration: Calibration) -> V:
     On smaller ones than those that it was fitted to no larger a part of them: most of it is what estimates miss of a
     peak, which is the smaller the less there is to fill (docs/validate.md).
     """
-    return calibration.numbers["context"] * GB * minimum(1.0, memory / SEEN)
+    return calibration.numbers["context"] * GB * np.minimum(1.0, memory / SEEN)

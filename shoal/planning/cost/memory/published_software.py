@@ -46,7 +46,7 @@ class Footprint:
         return self.needed <= self.capacity
 
 
-def footprint(runs: Runs[np.ndarray], constants: Calibration) -> Footprint:
+def footprint(runs: Runs, constants: Calibration) -> Footprint:
     """The memory of every run."""
     r, c = runs, constants.numbers
     k, stages, alone = Kernels(r, constants), stages_of(r), r.pp == 1
@@ -65,13 +65,13 @@ def footprint(runs: Runs[np.ndarray], constants: Calibration) -> Footprint:
     return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
 
 
-def _gathered(k: Kernels[np.ndarray]) -> np.ndarray:
+def _gathered(k: Kernels) -> np.ndarray:
     """Bytes of one whole tensor of [b, s, h] where sequence parallelism splits those between its collectives."""
     r = k.runs
     return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
 
 
-def _unread(k: Kernels[np.ndarray], layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
+def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """Bytes of freed tensors in the layers of a stage that collectives are still to read.
 
     Tensors that go to another stream can be used again only when the device has come to them
@@ -86,7 +86,7 @@ def _unread(k: Kernels[np.ndarray], layers: np.ndarray, alive: np.ndarray) -> np
     return np.minimum(layers * ahead, k.constants["queue"]) * r.reduced_apart * _gathered(k)
 
 
-def _layer(k: Kernels[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
@@ -107,7 +107,7 @@ def _layer(k: Kernels[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rank(
-    k: Kernels[np.ndarray], layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray,
+    k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray,
     beside: np.ndarray,
 ) -> np.ndarray:
     """[3, runs] bytes allocated and reserved on a rank of a stage, and needed (`Footprint`).

@@ -13,71 +13,83 @@ there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A messag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import gcd, inf
+from operator import mul
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.links import Link
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
 
+V = TypeVar("V", float, np.ndarray)
+
 
 @dataclass(frozen=True)
-class CommunicationGroup:
-    """A group of ranks that communicate.
+class CommunicationGroup(Generic[V]):
+    """A group of ranks that communicate; or many of them, of which each field is an array.
 
     Attributes:
         ranks: their number.
         bandwidth: of the slowest link of the ring, of one rank's share of it, bytes/s in one direction.
         exchange: bytes/s at which what a rank has for all others leaves it, where all exchange at once.
         hop: bytes/s of a message to the next rank, where that is farthest.
-        inside, outside: steps of the ring within nodes and between them.
-        latency, outer_latency: of each, s.
-        through_memory: that all share, and in which each takes from all others at once: any collective has an
-            all-reduce's latency.
+        gather_latency, sum_latency, exchange_latency, hop_latency: seconds of an all-gather or a reduce-scatter, an
+            all-reduce, an all-to-all, and a message to the next rank, whatever their bytes.
     """
 
-    ranks: int
-    bandwidth: float = float("inf")
-    exchange: float = float("inf")
-    hop: float = float("inf")
-    inside: int = 0
-    outside: int = 0
-    latency: float = 0.0
-    outer_latency: float = 0.0
-    through_memory: bool = False
+    ranks: V
+    bandwidth: V
+    exchange: V
+    hop: V
+    gather_latency: V
+    sum_latency: V
+    exchange_latency: V
+    hop_latency: V
 
-    def all_gather(self, size: float, count: int = 1) -> float:
+    @staticmethod
+    def of_many(groups: Sequence[CommunicationGroup[float]]) -> CommunicationGroup[np.ndarray]:
+        """Arrays of [groups, 1]."""
+        names = [field.name for field in fields(CommunicationGroup)]
+        return CommunicationGroup(*(np.array([[getattr(group, name)] for group in groups]) for name in names))
+
+    def all_gather(self, size: V | float, count: V | float = 1) -> V:
         """Seconds, for a whole of ``size`` bytes altogether, in ``count`` messages one after another."""
-        steps = self.inside * self.latency + self.outside * self.outer_latency
-        latency = self._summing if self.through_memory else steps
-        return count * latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return count * self.gather_latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     reduce_scatter = all_gather
 
-    def all_reduce(self, size: float, count: int = 1) -> float:
+    def all_reduce(self, size: V | float, count: V | float = 1) -> V:
         """Seconds, for vectors of ``size`` bytes altogether, ``count`` of them."""
-        return count * self._summing + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return count * self.sum_latency + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
 
-    @property
-    def _summing(self) -> float:
-        """Latencies of an all-reduce, by a ring or by trees."""
-        ring = self.inside * self.latency + self.outside * self.outer_latency
-        tree = self.inside.bit_length() * self.latency + self.outside.bit_length() * self.outer_latency
-        return 2 * min(ring, tree)
-
-    def all_to_all(self, size: float) -> float:
+    def all_to_all(self, size: V | float) -> V:
         """Seconds in which every rank sends ``size`` bytes, to all others together."""
-        steps = self.inside * self.latency + self.outside * self.outer_latency
-        return steps + size / self.exchange
+        return self.exchange_latency + size / self.exchange
 
-    def send(self, size: float) -> float:
+    def send(self, size: V | float) -> V:
         """Seconds for a message to the next rank."""
-        return max(self.latency, self.outer_latency) + size / self.hop
+        return self.hop_latency + size / self.hop
 
 
-def group_of(layout: Layout, axis: str, cluster: Cluster) -> CommunicationGroup:
-    """The ranks along an axis of the mesh, or along several (`axes_of`), on a cluster that they fill in order."""
-    return ring_of(cluster, *extent_of(layout, axis))
+def _group(
+    ranks: int, bandwidth: float, exchange: float, hop: float, steps: tuple[int, int], latencies: tuple[float, float],
+    *, through_memory: bool = False,
+) -> CommunicationGroup[float]:  # fmt: skip
+    """Return a group with the latencies of its collectives.
+
+    Args:
+        steps, latencies: of the ring within nodes and between them, and seconds of each.
+        through_memory: that all share, and in which each takes from all others at once: any collective has an
+            all-reduce's latency.
+    """
+    ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))
+    sums = 2 * min(ring, trees)  # by a ring or by trees
+    gathers = sums if through_memory else ring
+    return CommunicationGroup(ranks, bandwidth, exchange, hop, gathers, sums, ring, max(latencies))
 
 
 def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -95,27 +107,26 @@ def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
     return ranks, stride
 
 
-def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup:
+def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup[float]:
     """Every ``stride``-th accelerator, ``ranks`` of them; those between do the same in groups of their own."""
-    if ranks == 1 or cluster.inside is None:
-        return CommunicationGroup(ranks)
+    inside = cluster.inside
+    if ranks == 1 or inside is None:
+        return CommunicationGroup(ranks, inf, inf, inf, 0.0, 0.0, 0.0, 0.0)
     if cluster.torus:
-        return _in_torus(cluster, cluster.inside, ranks, stride)
+        return _in_torus(cluster, inside, ranks, stride)
     here = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
     nodes = ranks // here
-    inside = cluster.inside
     if nodes == 1 or cluster.nic is None:
-        shared = cluster.at_once is not None
-        wide = inside.bandwidth
-        return CommunicationGroup(ranks, wide, wide, wide, ranks - 1, 0, inside.latency, through_memory=shared)
+        wide, shared = inside.bandwidth, cluster.at_once is not None
+        return _group(ranks, wide, wide, wide, (ranks - 1, 0), (inside.latency, 0.0), through_memory=shared)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
-    near = inside.bandwidth if here > 1 else float("inf")
+    near = inside.bandwidth if here > 1 else inf
     exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
-    bandwidth, hop = min(here * share * (nodes / 2) ** -cluster.thin, near), min(share, near)
-    return CommunicationGroup(ranks, bandwidth, exchange, hop, here - 1, nodes - 1, inside.latency, cluster.nic.latency)
+    bandwidth, latencies = min(here * share * (nodes / 2) ** -cluster.thin, near), (inside.latency, cluster.nic.latency)
+    return _group(ranks, bandwidth, exchange, min(share, near), (here - 1, nodes - 1), latencies)
 
 
-def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup:
+def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup[float]:
     """A group that fills a dimension goes round it both ways at once, where its ends are connected; else there and
     back."""
     done, links, steps, fullest = 1, 0, 0, 0.0
@@ -128,4 +139,4 @@ def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> Communic
             fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)
         done *= size
     exchange = (ranks - 1) / ranks * link.bandwidth / fullest if fullest else link.bandwidth
-    return CommunicationGroup(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, steps, 0, link.latency)
+    return _group(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, (steps, 0), (link.latency, 0.0))

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
 from shoal.planning.cost.time.kernels import E, Kernels
 from shoal.spec.catalog import ModelShape
@@ -95,7 +97,7 @@ def layer_of(
     """
     machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
-    runs = Runs.one({
+    runs = Runs.of([{
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
         "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
@@ -108,22 +110,23 @@ def layer_of(
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
         "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
         "software": list(software_table()).index("shoal"),
-    })  # fmt: skip
+    }])  # fmt: skip
     calibration = calibration_of(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
     if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
         later = 2 * later
     attention, attention_backward = k.attention[0] * later, k.attention[1] * later
-    hidden = min(2 * k.exchange * c["hide_tensor"], k.products)
+    hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
-    return LayerTimes(
-        k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches,
-        launches_backward, head, loss,
+    found = (
+        k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches, launches_backward, head,
+        loss,
     )  # fmt: skip
+    return LayerTimes(*(float(seconds[0]) for seconds in found))
 
 
 def spread(cluster: Cluster, kind: str = "time") -> float:

@@ -1,31 +1,31 @@
 """What one layer takes on one rank: products, attention, operations element by element, collectives, launches.
 
-Closed forms over one run or many at once (`Runs`), with the constants of a calibration, as numbers or as arrays like
-them (`shoal.planning.cost.either`). Nothing here knows of pipelines or of data parallelism.
+Closed forms over many runs at once (`Runs`), with the constants of a calibration. Nothing here knows of pipelines or of
+data parallelism.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic
+
+import numpy as np
 
 from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.either import V, ceil, choose, clip, log2, maximum, minimum, where
 from shoal.spec.catalog.calibration import Calibration
 
 E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
 FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
 
 
-def soft_max(a: V, b: V, sharp: float) -> V:
+def soft_max(a: np.ndarray, b: np.ndarray, sharp: float) -> np.ndarray:
     """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
-    larger = maximum(maximum(a, b), 1e-12)
+    larger = np.maximum(np.maximum(a, b), 1e-12)
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
 @dataclass(frozen=True, eq=False)
-class RankGroup(Generic[V]):
+class RankGroup:
     """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
 
     Attributes:
@@ -37,85 +37,84 @@ class RankGroup(Generic[V]):
         passes: round, whose latency an all-gather or a reduce-scatter has; an all-reduce has two.
     """
 
-    ranks: V
-    here: V
-    nodes: V
-    bandwidth: V
-    latency: V
-    passes: V
+    ranks: np.ndarray
+    here: np.ndarray
+    nodes: np.ndarray
+    bandwidth: np.ndarray
+    latency: np.ndarray
+    passes: np.ndarray
 
-    def gather(self, size: V, count: V | float = 1.0) -> V:
+    def gather(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
         """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
         return self._round(size, count * self.passes)
 
-    def reduce(self, size: V, count: V | float = 1.0) -> V:
+    def reduce(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
         """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
         return 2 * self._round(size, count)
 
-    def _round(self, size: V, passes: V | float) -> V:
+    def _round(self, size: np.ndarray, passes: np.ndarray | float) -> np.ndarray:
         """Seconds in which so many bytes go round, in so many passes."""
         time = passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
-        return where(self.ranks > 1, time, 0.0)
+        return np.where(self.ranks > 1, time, 0.0)
 
 
-class Kernels(Generic[V]):
+class Kernels:
     """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
 
-    def __init__(self, runs: Runs[V], calibration: Calibration):
-        self.runs: Runs[V] = runs
-        self.calibration, self.constants = calibration, calibration.numbers
+    def __init__(self, runs: Runs, calibration: Calibration):
+        self.runs, self.calibration, self.constants = runs, calibration, calibration.numbers
 
-    def of(self, name: str, by: str) -> V:
+    def of(self, name: str, by: str) -> np.ndarray:
         """A constant's value for each run."""
-        return self.calibration.entry(name, self.runs.code(by))
+        return self.calibration[name][self.runs.code(by)]
 
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def hbm(self) -> V:
+    def hbm(self) -> np.ndarray:
         """Bytes/s that are attained from memory."""
         return self.runs.hbm * self.of("hbm", "generation")
 
     @cached_property
-    def rate(self) -> V:
+    def rate(self) -> np.ndarray:
         """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
-        return self.runs.peak * minimum(self.of("product", "generation"), self.runs.attainable)
+        return self.runs.peak * np.minimum(self.of("product", "generation"), self.runs.attainable)
 
     @cached_property
-    def layer_rate(self) -> V:
+    def layer_rate(self) -> np.ndarray:
         """The same of a layer's products, in 8 bits where these are."""
         r = self.runs
-        return where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
+        return np.where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
 
-    def group(self, ranks: V, stride: V | float) -> RankGroup[V]:
+    def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> RankGroup:
         """See `RankGroup`."""
         r, c = self.runs, self.constants
-        here = clip(r.per_node // maximum(stride, 1), 1, ranks)
-        nodes = ceil(ranks / here)
+        here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
+        nodes = np.ceil(ranks / here)
         inside = r.inside * self.of("inside", "generation")
         thinner = (nodes / 2) ** -self.of("thin", "network")
         out = here * r.nic * self.of("outside", "network") * thinner
-        out = minimum(out, where(here > 1, inside, float("inf")))
-        near = where(r.through_memory > 0, ceil(log2(here)), here - 1)
+        out = np.minimum(out, np.where(here > 1, inside, float("inf")))
+        near = np.where(r.through_memory > 0, np.ceil(np.log2(here)), here - 1)
         steps = near * self.of("latency_inside", "generation") + (nodes - 1) * self.of("latency_outside", "network")
-        meeting = c["collective_launch"] + c["wait"] * log2(maximum(ranks, 1))
-        return RankGroup(ranks, here, nodes, where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
+        meeting = c["collective_launch"] + c["wait"] * np.log2(np.maximum(ranks, 1))
+        return RankGroup(ranks, here, nodes, np.where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def widths(self) -> tuple[V, V]:
+    def widths(self) -> tuple[np.ndarray, np.ndarray]:
         """Of the queries and of the keys (values alike) on one rank."""
         r = self.runs
-        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / minimum(r.tp, r.kv_heads)
+        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / np.minimum(r.tp, r.kv_heads)
 
-    def product(self, m: V, k: V, n: V, rate: V) -> V:
+    def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
         """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
         shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
     @cached_property
-    def products(self) -> V:
+    def products(self) -> np.ndarray:
         """Of a layer's forward; backward has two for each."""
         r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
         up = (1 + r.gated) * r.ffn / r.tp_y
@@ -128,40 +127,40 @@ class Kernels(Generic[V]):
         return attention + r.active * block
 
     @cached_property
-    def scores_in_memory(self) -> V:
+    def scores_in_memory(self) -> np.ndarray:
         """Whether the kernel writes scores: none of the flash ones."""
         return self.runs.attention < FLASH
 
     @cached_property
-    def plain_softmax(self) -> V:
+    def plain_softmax(self) -> np.ndarray:
         """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
         r = self.runs
         return (r.attention == 0) | ((r.attention == 1) & (r.b * r.heads / r.tp % 4 != 0))
 
     @cached_property
-    def attention(self) -> tuple[V, V]:
+    def attention(self) -> tuple[np.ndarray, np.ndarray]:
         """The core of a layer's attention, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
-        flops = 4 * r.tokens * r.s * q * where(self.scores_in_memory, 1.0, 0.5)
-        part = where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
+        flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
+        part = np.where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
-        core = flops / (r.peak * where(self.scores_in_memory, self.of("batched_product", "generation"), part))
+        core = flops / (r.peak * np.where(self.scores_in_memory, self.of("batched_product", "generation"), part))
         matrices, written = r.b * r.heads / r.tp, r.attention < FLASH
-        core = core * where(written & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
-        core = core * where(written & (matrices == 16), c["batch_of_16"], 1.0)
+        core = core * np.where(written & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
+        core = core * np.where(written & (matrices == 16), c["batch_of_16"], 1.0)
         scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
-        passes = where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
-        moved = where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
-        return core + moved, where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
+        passes = np.where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
+        moved = np.where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
+        return core + moved, np.where(self.scores_in_memory, 2.0, 2.5) * core + 2 * moved
 
     @cached_property
-    def tokens_between(self) -> V:
+    def tokens_between(self) -> np.ndarray:
         """Between the tensor-parallel regions of a layer."""
         r = self.runs
-        return where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
+        return np.where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
 
     @cached_property
-    def elements(self) -> V:
+    def elements(self) -> np.ndarray:
         """Operations element by element of a layer's forward: bytes over what memory attains."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
@@ -170,17 +169,17 @@ class Kernels(Generic[V]):
         return E * inner / self.hbm
 
     @cached_property
-    def exchange(self) -> V:
+    def exchange(self) -> np.ndarray:
         """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
         with half of what a layer's forward scatters and gathers along x."""
         r, (q, kv) = self.runs, self.widths
         group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
-        along_y = where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
+        along_y = np.where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
         inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
         return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
-    def routed(self) -> V:
+    def routed(self) -> np.ndarray:
         """A token's rows on their way to the ranks of its experts, or back; each rank has as many for each other.
 
         What leaves a node does so over each accelerator's own share of the adapters.
@@ -189,10 +188,10 @@ class Kernels(Generic[V]):
         rows = E * r.tokens / r.tp * r.active * r.hidden
         near = rows * (group.here - 1) / group.ranks / (r.inside * self.of("inside", "generation"))
         far = rows * (group.ranks - group.here) / group.ranks / (r.nic * self.of("outside", "network"))
-        return where(group.ranks > 1, group.latency + maximum(near, far), 0.0)
+        return np.where(group.ranks > 1, group.latency + np.maximum(near, far), 0.0)
 
     @cached_property
-    def launches(self) -> V:
+    def launches(self) -> np.ndarray:
         """What the host needs to launch a layer's forward: a floor under all of it."""
         r, c = self.runs, self.constants
         apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
@@ -201,38 +200,38 @@ class Kernels(Generic[V]):
         return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
 
     @cached_property
-    def forward(self) -> V:
+    def forward(self) -> np.ndarray:
         """The accelerator's time of a layer's forward."""
         return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
 
     @cached_property
-    def again(self) -> V:
+    def again(self) -> np.ndarray:
         """Of what a layer's backward computes again, by `RECOMPUTE`.
 
         "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and what
         is no product, no attention and no reduce-scatter; so of each exchange the gather.
         """
         operators = self.products / 2 + self.elements + self.exchange
-        return choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
+        return np.choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
 
     @cached_property
-    def backward(self) -> V:
+    def backward(self) -> np.ndarray:
         """Of a layer's backward, with what it computes again."""
         r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
-        sums = self.exchange * where(again, 3, 2)  # the inputs of both blocks are gathered once more
-        hidden = minimum(sums * self.constants["hide_tensor"], self.products)
-        exposed = sums - where(r.overlap_tensor > 0, hidden, 0.0)
+        sums = self.exchange * np.where(again, 3, 2)  # the inputs of both blocks are gathered once more
+        hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
+        exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
         computing = 2 * self.products + self.attention[1] + 2 * self.elements
         return computing + exposed + 2 * self.routed + self.again
 
     @cached_property
-    def launches_of_both(self) -> V:
+    def launches_of_both(self) -> np.ndarray:
         """The same of a forward and a backward, with what is computed again."""
         again = self.runs.code("recompute") >= 2
         return self.launches * (1 + self.constants["launch_backward"] + again)
 
     @cached_property
-    def layer(self) -> tuple[V, V]:
+    def layer(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer's forward and backward, the host's launches counted."""
         sharp = self.constants["sharp"]
         forward = soft_max(self.forward, self.launches, sharp)
@@ -241,7 +240,7 @@ class Kernels(Generic[V]):
     # ---- the ends ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def head(self) -> V:
+    def head(self) -> np.ndarray:
         """Forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm

@@ -11,12 +11,16 @@ one in each step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import log2
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from shoal.engine.optim.orthogonal import AT_ONCE
+from shoal.pipeline.simulator.times import MessageTimes
 from shoal.planning.cost.context import layer_bytes
 from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.stage import Kinds, StageMemory
@@ -27,14 +31,10 @@ from shoal.planning.cost.time.communication import CommunicationGroup, extent_of
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
 from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog.calibration import GENERATIONS
-from shoal.spec.layout import axes_of
+from shoal.spec.layout import Layout, axes_of
 from shoal.spec.number_formats import FP32
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from shoal.pipeline.simulator.times import MessageTimes
-
+V = TypeVar("V", float, np.ndarray)
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
 ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
 
@@ -96,6 +96,34 @@ class StageTimes(NamedTuple):
         return computing + self.recompute + waiting
 
 
+def exposed_sharding(forward: V, backward: V, compute: V, constants: Mapping[str, float]) -> tuple[V, V]:
+    """Seconds of ZeRO's gathers and reductions in a forward and in a backward that computing does not hide, with those
+    by which computing is slowed down where it does.
+
+    Args:
+        forward, backward: seconds that they take.
+        compute: seconds of a forward's computing; a backward's is twice that.
+    """
+    slowed = constants["contention"]
+    return (
+        np.maximum(0.0, forward - compute) + slowed * forward,
+        np.maximum(0.0, backward - 2 * compute) + slowed * backward,
+    )
+
+
+def exposed_reduction(
+    reduction: V, size: V | float, backward: V | float, layout: Layout, constants: Mapping[str, float]
+) -> V:
+    """Seconds of the gradients' reduction that the last micro-batch's backward does not hide: of the last bucket all.
+
+    Args:
+        reduction, backward: seconds of them.
+        size: bytes that are reduced.
+    """
+    bucket = np.minimum(1.0, layout.bucket_bytes / np.maximum(1, size)) if layout.overlap else 1.0
+    return np.maximum(reduction * bucket, reduction - constants["hide_data"] * backward)
+
+
 class StagePrices(StageMemory):
     """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
 
@@ -148,8 +176,6 @@ class StagePrices(StageMemory):
         up all stages."""
         key = ("linear", self.passing, self.run.layout.cp_order)
         if key not in self.known:
-            import numpy as np  # which an estimate of one layout does without
-
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
             counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
             found = [self._stage(*of) for of in counts]
@@ -250,11 +276,9 @@ class StagePrices(StageMemory):
         }[layout.recompute]
         compute = layers * forward + head + loss / 3
         gather, reduce = self.sharding(part) if part else (0.0, 0.0)
-        gather_again = gather if layout.reshard_after_forward else 0.0
-        overlapped = reduce if layout.overlap else 0.0
-        contention = self.constants["contention"]  # what travels behind computation slows it down
-        backward = max(0.0, gather_again + overlapped - 2 * compute) + contention * (gather_again + overlapped)
-        gathers = max(0.0, gather - compute) + contention * gather, backward + reduce - overlapped
+        behind = gather * layout.reshard_after_forward + reduce * layout.overlap
+        forwards, backwards = exposed_sharding(gather, behind, compute, self.constants)
+        gathers = forwards, backwards + reduce * (not layout.overlap)
         host = layers * layer.launches + self.constants["micro_batch"], layers * layer.launches_backward
         ahead = self.run.cluster.at_once is None  # else its cores are what computes
         found = StageTimes(
@@ -335,12 +359,9 @@ class StagePrices(StageMemory):
                 gather += shard.all_gather(elements * policy.compute.itemsize, messages)
         reduction *= run.passes
         if reduction:
-            # Overlapped with the last micro-batch's backward, but for the last bucket of it.
-            size = state.elements * policy.reduce.itemsize
-            bucket = min(1.0, layout.bucket_bytes / max(1, size)) if layout.overlap else 1.0
-            stage = self.stage_of(part)
+            stage, size = self.stage_of(part), state.elements * policy.reduce.itemsize
             backward = stage.backward_input + stage.backward_weight
-            reduction = max(reduction * bucket, reduction - self.constants["hide_data"] * backward)
+            reduction = exposed_reduction(reduction, size, backward, layout, self.constants)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
         update = self.constants["update_slow"] * touched / self.hbm + self._orthogonal(state)
         return reduction, update, gather
@@ -364,7 +385,7 @@ class StagePrices(StageMemory):
         """Seconds for which a message to the next pipeline rank occupies its link, and until it is there after that."""
         run, pipeline = self.run, self.group("pp")
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
-        return moved / pipeline.hop, max(pipeline.latency, pipeline.outer_latency) + self.constants["hop"]
+        return moved / pipeline.hop, pipeline.hop_latency + self.constants["hop"]
 
     @property
     def hop(self) -> float:
@@ -374,6 +395,4 @@ class StagePrices(StageMemory):
     @cached_property
     def link(self) -> MessageTimes:
         """From a pipeline rank to the next."""
-        from shoal.pipeline.simulator.times import MessageTimes
-
         return MessageTimes(*self.hops)

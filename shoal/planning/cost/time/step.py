@@ -35,13 +35,13 @@ class RankLayers:
     last: np.ndarray
 
 
-def layer_weights(r: Runs[np.ndarray]) -> np.ndarray:
+def layer_weights(r: Runs) -> np.ndarray:
     """Parameters of a layer's matrices that each token meets, on all tensor-parallel ranks."""
     q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
     return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
 
 
-def stages_of(r: Runs[np.ndarray]) -> RankLayers:
+def stages_of(r: Runs) -> RankLayers:
     """Equal numbers of layers (the ends have one less where these do not come out even), or equal costs."""
     even = np.mod(r.layers, r.pp) == 0
     each = np.ceil(r.layers / r.pp)
@@ -53,12 +53,12 @@ def stages_of(r: Runs[np.ndarray]) -> RankLayers:
     return RankLayers(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
 
 
-def _up_to(share: np.ndarray, r: Runs[np.ndarray]) -> np.ndarray:
+def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
     """Layers until their cost reaches a share of all, or exceeds it where ties go to the first."""
     return np.where(r.ties_first > 0, np.floor(share) + 1, np.ceil(share))
 
 
-def weights_on_rank(r: Runs[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
     """Parameters on one rank of a layer, and of what a stage at an end of the model has besides its layers."""
     q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
     layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep)
@@ -66,13 +66,13 @@ def weights_on_rank(r: Runs[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return layer / r.tp, ends * r.vocab * r.hidden / r.tp
 
 
-def weights_of_stage(r: Runs[np.ndarray], layers: np.ndarray) -> np.ndarray:
+def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
     """The same of a stage with some layers and one of the two ends, or both."""
     layer, end = weights_on_rank(r)
     return layers * layer + end
 
 
-def share_of(r: Runs[np.ndarray], weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def share_of(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Parameters of a rank's shard, of all that it has of some layers and ends: of experts, which fewer ranks have
     alike, more."""
     experts = layers * r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep / r.tp
@@ -106,7 +106,7 @@ class StepTimes:
         return sum(vars(self).values())
 
 
-def step(runs: Runs[np.ndarray], constants: Calibration) -> StepTimes:
+def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Price every run."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
     stages, waits = stages_of(r), (r.pp > 1) & (r.ahead == 0)
@@ -145,7 +145,7 @@ def step(runs: Runs[np.ndarray], constants: Calibration) -> StepTimes:
     )
 
 
-def _hop(k: Kernels[np.ndarray]) -> np.ndarray:
+def _hop(k: Kernels) -> np.ndarray:
     """A message from one stage to the next."""
     r = k.runs
     far = r.ranks > r.per_node
@@ -153,7 +153,7 @@ def _hop(k: Kernels[np.ndarray]) -> np.ndarray:
     return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
 
 
-def _reduction(k: Kernels[np.ndarray], weights: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """What is left of reducing gradients once backward is over, and ZeRO-1's and 2's gather of the parameters.
 
     With ZeRO-3 only shards are left to be reduced, between the groups that each hold all of them (hybrid sharding).
@@ -170,7 +170,7 @@ def _reduction(k: Kernels[np.ndarray], weights: np.ndarray, backward: np.ndarray
     return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 
 
-def _sharding(k: Kernels[np.ndarray], weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """ZeRO-3, for each micro-batch: two gathers and a reduction behind computation, whose memory they slow down."""
     r, c = k.runs, k.constants
     group = k.group(r.shard, r.tp)
