@@ -43,7 +43,7 @@ BETWEEN_PROCESSES = {SHOAL / "launch" / "worker_pool.py"}  # a parent and its ch
 
 
 OF_OBJECTS = {name for name in dir(torch.distributed) if "object" in name and not name.startswith("_")}
-BY_LOOPBACK = {SHOAL / "labs" / "autoshard" / "pipelined.py"}  # `shoal plan auto --check`, between processes of its own
+BY_LOOPBACK = {SHOAL / "labs" / "autoshard" / "execute.py"}  # `shoal plan auto --check`, between processes of its own
 
 
 def dotted(node: ast.expr) -> str:

@@ -63,7 +63,9 @@ def run(options: AutoOptions) -> int:
     Raises:
         UsageError: a name that is not known, a module that has no graph, or a mesh that the cluster does not have.
     """
-    from shoal.labs.autoshard import listing, operators, subject
+    from shoal.labs.autoshard import execute, listing, operators, subject
+    from shoal.labs.autoshard.intra.ilp import NothingFits
+    from shoal.labs.autoshard.search import StagedPlan, check_outputs
 
     if options.catalog:
         shoal.add_catalog(options.catalog)
@@ -72,7 +74,7 @@ def run(options: AutoOptions) -> int:
     if options.module:
         reject_unused(options, ("model", "layers", "micro_batch", "seq"), "--module makes its own module and inputs")
     if options.check:
-        operators.check_ranks(machine)
+        execute.check_ranks(machine)
     if options.module:
         module, inputs = subject.own_module(options.module, check=options.check)
     else:
@@ -84,31 +86,27 @@ def run(options: AutoOptions) -> int:
             module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
             microbatches=options.microbatches, precision=options.precision, memory=options.memory,
         )  # fmt: skip
-    except operators.NothingFits as nothing:
+    except NothingFits as nothing:
         what = "sharding" if options.stages == 1 else "pipeline"
         capacity = show_bytes(operators.capacity_on(machine, options.memory))
         console.print(Text(listing.nothing_fits(what, capacity, nothing.proven)), soft_wrap=True)
         return 1
     name = options.module or options.model
-    if isinstance(found, operators.StagedPlan):
+    if isinstance(found, StagedPlan):
         if options.check:
-            operators.check_outputs(found)
-        said = listing.stage_lines(
-            name, options.precision, machine, options.microbatches, found.stages, found.layers, found.seconds,
-            found.single_seconds,
-        )  # fmt: skip
+            check_outputs(found)
+        said = listing.stage_lines(name, options.precision, options.microbatches, found)
     else:
-        said = [*listing.lines(name, options.precision, machine, options.microbatches, found.plan, found.others)]
+        said = [*listing.lines(name, options.precision, options.microbatches, found)]
         if shape is not None and machine.size > 1:
             batch = options.micro_batch * options.microbatches
             said += ["", *listing.for_train(
-                options.model, shape, machine, options.seq, batch, options.precision, found.plan, found.others,
-                options.micro_batch,
+                options.model, shape, options.seq, batch, options.precision, found, options.micro_batch,
             )]  # fmt: skip
     for line in said:
         console.print(Text(line), soft_wrap=True)
     if not options.check:
         return 0
-    difference = operators.run_plan(found, module, inputs)
-    console.print(Text(listing.verdict(*difference)), soft_wrap=True)
+    difference = execute.run_plan(found, module, inputs)
+    console.print(Text(f"\n{difference.verdict}"), soft_wrap=True)
     return 0 if difference.exact else 1

@@ -1,23 +1,32 @@
-"""A plan on real ranks: each holds its blocks, does its part of every operator, and moves tensors as was planned."""
+"""Run a plan on real ranks: each holds its blocks, does its part of every operator, and moves tensors as planned."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
+from shoal.labs.autoshard.capture.forward import Forward, forward_of
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Operator, OperatorGraph
+from shoal.labs.autoshard.capture.trace import differentiated
 from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of
 from shoal.labs.autoshard.intra.problem import ENDS, GIVEN, UPDATE
 from shoal.labs.autoshard.intra.spaces import RESHAPES
 from shoal.labs.autoshard.notation.notation import Sharding
 from shoal.labs.autoshard.notation.run import Runner, box
-from shoal.labs.autoshard.plan import ShardingPlan
+from shoal.labs.autoshard.plan import ShardingPlan, StagePlan
+from shoal.labs.autoshard.search import OperatorPlan, StagedPlan
+from shoal.spec.catalog.clusters import Cluster
+
+EXACT = 1e-10
+"""The largest relative difference in float64 of a plan that computes what one device does."""
+MOST_RANKS = 8
 
 
 class ShardedStep:
@@ -25,8 +34,7 @@ class ShardedStep:
 
     Args:
         plan: of as many devices as the runner's mesh has.
-        given: whole parameters, buffers, inputs and gradients of outputs, by the names of the graph; only this rank's
-            blocks of them are kept.
+        given: whole parameters, buffers and inputs, by the names of the graph; this rank keeps its blocks.
     """
 
     def __init__(self, plan: ShardingPlan, runner: Runner, given: Mapping[str, Tensor]):
@@ -61,10 +69,6 @@ class ShardedStep:
         update = UPDATE + name
         new = self.block(name, master, self.plan.lies(update)) - rate * self.values[update]
         return self._moved(name, new, self.plan.lies(update), self.plan.lies(name))
-
-    def given(self, name: str) -> Tensor:
-        """This rank's block of something that the graph gives back."""
-        return self.values[GIVEN + name]
 
     def block(self, name: str, tensor: Tensor, lies: Sharding) -> Tensor:
         """This rank's block of a whole tensor."""
@@ -132,40 +136,149 @@ class ShardedStep:
         return out.index_add_(0, row[mine], gradient[mine])
 
 
+class Difference(NamedTuple):
+    """How far a plan on real ranks is from one device.
+
+    Attributes:
+        ranks: that ran it.
+        largest: difference, in float64; ``name`` says of what.
+        compared: what was compared, in words.
+    """
+
+    ranks: int
+    largest: float
+    name: str
+    compared: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the plan computes what one device does, but for rounding."""
+        return self.largest <= EXACT
+
+    @property
+    def verdict(self) -> str:
+        """The difference in words."""
+        words = "as one device computes it" if self.exact else f"not what one device computes: {self.name} is off"
+        largest = f"largest difference {self.largest:.1e} ({self.name})"
+        return f"run on {self.ranks} ranks in float64, {words}: {self.compared}; {largest}"
+
+
+def check_ranks(machine: Cluster) -> None:
+    """Refuse to run a plan on more ranks than are started here.
+
+    Raises:
+        UsageError: naming how many.
+    """
+    if machine.size > MOST_RANKS:
+        raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
+
+
+def run_plan(found: OperatorPlan | StagedPlan, module: nn.Module, inputs: tuple[Any, ...]) -> Difference:
+    """Run a plan on real ranks, one for each device, in float64, beside the module on one device."""
+    from shoal.launch.worker_pool import Pool
+
+    forward = forward_of(module, inputs)
+    graph = found.plan.graph if isinstance(found, OperatorPlan) else differentiated(forward)
+    stages = [whole_stage(found.plan, forward)] if isinstance(found, OperatorPlan) else found.stages
+    given, expected = reference(module, inputs, forward, graph)
+    ranks = sum(stage.plan.mesh.ranks for stage in stages)
+    with Pool(ranks) as pool:
+        results = pool.run(compare, ranks, stages, given, expected)
+    gradients = sum(name.startswith(UPDATE) for name in expected)
+    outputs = f"{len(expected) - gradients} outputs and {gradients} gradients"
+    return Difference(len(results), *worst_of(results), f"{outputs}, and every weight after a step")
+
+
+def whole_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
+    """A plan of a whole module as the only stage."""
+    sends = zip([node.name for node in forward.outputs], plan.graph.outputs, strict=True)
+    return StagePlan(0, 1, plan.seconds, 0, plan, tuple(sends))
+
+
 def compare(
-    plan: ShardingPlan, given: dict[str, Tensor], expected: dict[str, Tensor], rate: float = 0.1
+    stages: list[StagePlan], given: dict[str, Tensor], expected: dict[str, Tensor], rate: float = 0.1
 ) -> dict[str, float]:
-    """One step of a plan beside one device; to be called by every rank of the mesh.
+    """Run one micro-batch forward and back, beside one device; to be called by every rank.
+
+    Stages hand over whole tensors here, so that what is checked is their shardings and where they were cut.
 
     Args:
         given: whole parameters, buffers, inputs and gradients of outputs.
-        expected: outputs by the name of their operator, gradients by ``update`` and the parameter's name.
+        expected: as from `reference`.
 
     Returns:
-        The largest difference on this rank of each output, of each gradient, and of each parameter after a step of
-        gradient descent; relative to the largest number of all outputs, or of all gradients. (One gradient's own may
+        The largest difference on this rank of each output and gradient of its stage, and of each parameter after a step
+        of gradient descent; relative to the largest number of all outputs, or of all gradients. (One gradient's own may
         all be zero but for rounding, as those of the bias of keys are.)
     """
     torch.set_num_threads(1)
-    step = ShardedStep(plan, Runner(plan.mesh), given)
-    step.run(FORWARD)
-    step.run(BACKWARD)
-    errors = {}
+    rank, tensors = dist.get_rank(), dict(given)
+    mine = next(stage for stage in stages if stage.rank <= rank < stage.rank + stage.plan.mesh.ranks)
+    graph, lies = mine.plan.graph, mine.plan.lies
+    for stage in stages:
+        if stage is mine:
+            outside = [op.name for op in graph.ops.values() if op.kind not in ("call", "gradient")]
+            step = ShardedStep(mine.plan, Runner(mine.plan.mesh, mine.rank), {name: tensors[name] for name in outside})
+            step.run(FORWARD)
+        if len(stages) > 1:
+            made = {f"boundary {name}": op for name, op in mine.sends}
+            _hand_over(_blocks(step, made) if stage is mine else [], tensors)
+    for stage in reversed(stages):
+        if stage is mine:
+            for op in graph.ops.values():
+                if op.kind == "gradient":
+                    unread = torch.zeros(op.shape, dtype=op.dtype)  # or read without a gradient alone
+                    step.give(op.name, tensors.get(op.name, unread))
+            step.run(BACKWARD)
+        if len(stages) > 1:
+            boundaries = {name: op for name, op in graph.gradients.items() if name.startswith("boundary ")}
+            made = {f"gradient {name.removeprefix('boundary ')}": op for name, op in boundaries.items()}
+            _hand_over(_blocks(step, made) if stage is mine else [], tensors)
     largest = {update: max((x.abs().max().item() for name, x in expected.items() if name.startswith(UPDATE) == update),
                            default=1.0) or 1.0 for update in (False, True)}  # fmt: skip
+    errors = {}
 
-    def check(name: str, mine: Tensor, expect: Tensor, lies: Sharding) -> None:
-        part = expect[box(lies, dist.get_rank(), sizes_of(tuple(expect.shape)), plan.mesh).slices]
-        errors[name] = (mine - part).abs().max().item() / largest[not name.startswith(GIVEN)]
+    def check(name: str, op: str, block: Tensor, expect: Tensor, *, update: bool) -> None:
+        errors[name] = (block - step.block(op, expect, lies(op))).abs().max().item() / largest[update]
 
-    for name, expect in expected.items():
-        lies = plan.lies(name)
-        check(name, step.values[name], expect, lies)
-        if name.startswith(UPDATE):
-            weight = name.removeprefix(UPDATE)
-            new = given[weight] - rate * expect
-            check(f"new {weight}", step.updated(weight, rate, given[weight]), new, plan.lies(weight))
+    outputs = {f"output {name}": op for name, op in mine.sends}
+    outputs |= {f"gradient {name}": op for name, op in graph.gradients.items() if graph.ops[name].kind == "input"}
+    for name, made_by in outputs.items():
+        if name in expected:
+            check(name, GIVEN + made_by, step.values[GIVEN + made_by], expected[name], update=False)
+    for parameter in graph.parameters:
+        name, update = parameter.name, UPDATE + parameter.name
+        if update in mine.plan.splits:
+            gradient = expected.get(update, torch.zeros(parameter.shape, dtype=parameter.dtype))  # nothing flows back
+            check(update, update, step.values[update], gradient, update=True)
+            new = given[name] - rate * gradient
+            check(f"new {name}", name, step.updated(name, rate, given[name]), new, update=True)
     return errors
+
+
+def _blocks(step: ShardedStep, made: Mapping[str, str]) -> list[tuple]:
+    """This rank's blocks of tensors that a stage gives back: (name, shape, place, block).
+
+    Args:
+        made: from the name of a tensor to the operator that makes it.
+    """
+    found = []
+    for name, op in made.items():
+        shape = step.ops[op].shape
+        place = box(step.plan.lies(GIVEN + op), step.rank, sizes_of(shape), step.plan.mesh)
+        found.append((name, shape, place, step.values[GIVEN + op].contiguous()))
+    return found
+
+
+def _hand_over(parts: list[tuple], tensors: dict[str, Tensor]) -> None:
+    """Add up whole tensors on all ranks, from the blocks that some ranks have."""
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, parts)
+    found: dict[str, Tensor] = {}
+    for name, shape, place, block in (piece for pieces in every for piece in pieces):
+        found.setdefault(name, torch.empty(shape, dtype=block.dtype))[place.slices] = block
+    for name, tensor in found.items():
+        tensors[name] = tensors[name] + tensor if name in tensors else tensor
 
 
 def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
@@ -174,31 +287,30 @@ def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
     return next((found for found in every if not math.isfinite(found[0])), None) or max(every)
 
 
-def reference(module: torch.nn.Module, inputs: tuple, graph: OperatorGraph, seed: int = 0) -> tuple[dict, dict]:
+def reference(
+    module: nn.Module, inputs: tuple, forward: Forward, graph: OperatorGraph, seed: int = 0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What `compare` takes: a module's own numbers on one device, by autograd.
 
     Outputs that are no scalars get random gradients.
 
+    Returns:
+        What is given: whole parameters, buffers, inputs and gradients of outputs, by the names of the graph. What is
+        expected: ``output`` and a node of the forward pass, ``gradient`` and an input, ``update`` and a parameter.
+
     Raises:
         UsageError: a parameter of which the graph knows no gradient has one.
     """
-    from shoal.labs.autoshard.capture.forward import forward_of
-
-    forward = forward_of(module, inputs)
     given: dict[str, Tensor] = {}
     for op in graph.ops.values():
-        if op.kind == "parameter" or op.kind == "buffer":
+        if op.kind in ("parameter", "buffer"):
             given[op.name] = forward.values[op.target].detach()
-    names = [node.name for node in forward.module.graph.nodes if node.op == "placeholder"]
-    names = [name for name in names if forward.sources[name][0] == "input"]
-    tensors = torch.utils._pytree.tree_leaves(inputs)
+    names = [f"input {name}" for name, (kind, _) in forward.sources.items() if kind == "input"]
+    tensors, spec = torch.utils._pytree.tree_flatten(inputs)
     leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in tensors]
     for name, leaf in zip(names, leaves, strict=True):
-        if f"input {name}" in graph.ops:
-            given[f"input {name}"] = leaf
-            if f"input {name}" in graph.gradients:
-                leaf.requires_grad_()
-    _, spec = torch.utils._pytree.tree_flatten(inputs)
+        if name in graph.ops:
+            given[name] = leaf.requires_grad_(name in graph.gradients)
     outs = module(*torch.utils._pytree.tree_unflatten(leaves, spec))
     outs = forward.each([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
     cotangents = [op for op in graph.ops.values() if op.kind == "gradient"]
@@ -216,15 +328,9 @@ def reference(module: torch.nn.Module, inputs: tuple, graph: OperatorGraph, seed
             f"{type(module).__name__}: {lost[0]} has a gradient on one device, and none in the graph that was exported."
             "\n  Something in its forward pass is hidden from torch.export; it cannot be planned."
         )
-    expected = {GIVEN + name: out.detach() for name, out in zip(graph.outputs, outs, strict=True)}
-    for name, called in graph.gradients.items():
-        if graph.ops[name].kind == "parameter":
-            gradient = parameters[name].grad
-            expected[UPDATE + name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
-        else:
-            gradient = leaves[names.index(name.removeprefix("input "))].grad
-            assert gradient is not None, "an input with a gradient in the graph has one here"
-            expected[GIVEN + called] = gradient
+    expected = {f"output {node.name}": out.detach() for node, out in zip(forward.outputs, outs, strict=True)}
+    for name in graph.gradients:
+        trainee = given[name] if graph.ops[name].kind == "input" else parameters[name]
+        gradient = torch.zeros_like(trainee) if trainee.grad is None else trainee.grad
+        expected[f"gradient {name}" if trainee is given[name] else UPDATE + name] = gradient
     return {name: x.detach() for name, x in given.items()}, expected
-
-

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from shoal.base.units import show_bytes, show_seconds
 from shoal.labs.autoshard.intra.ilp import SECONDS
-from shoal.labs.autoshard.pipelined import StagePlan
 from shoal.labs.autoshard.plan import ShardingPlan
+from shoal.labs.autoshard.search import OperatorPlan, StagedPlan
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import fits
 from shoal.report.planning.tables import run_toml, table
 from shoal.spec.catalog import ModelShape
-from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.layout import Layout
-
-EXACT = 1e-10
-"""The largest difference in float64 of a plan that computes what one device does."""
 
 LYING = ["weight", "kept", "multiplied as", "optimizer state"]
 
 
-class Other(NamedTuple):
-    """A split by hand.
-
-    Attributes:
-        plan: the best with it; None if it does not fit.
-        layout: of shoal's own models, where `shoal train` has one.
-        proven: whether it is known not to fit; else time was up.
-    """
-
-    name: str
-    plan: ShardingPlan | None
-    layout: Layout | None
-    proven: bool = True
-
-
-def lines(
-    what: str, precision: str, machine: Cluster, microbatches: int, plan: ShardingPlan, others: Sequence[Other]
-) -> Iterator[str]:
-    """All that is said of a plan of what was named so."""
+def lines(name: str, precision: str, microbatches: int, found: OperatorPlan) -> Iterator[str]:
+    """The listing of a plan of the module of that name."""
+    plan = found.plan
     count = sum(op.numel for op in plan.graph.parameters)
-    yield f"{what}: {count:,} parameters, {len(plan.graph.ops):,} operators; {precision}, AdamW"
-    yield machine.describe()
+    yield f"{name}: {count:,} parameters, {len(plan.graph.ops):,} operators; {precision}, AdamW"
+    yield found.machine.describe()
     yield (f"as a mesh {plan.mesh}: {show_seconds(plan.seconds)} a micro-batch"
            + (f" of {microbatches}" if microbatches > 1 else "")
            + f", {show_seconds(plan.communication)} of it communication; "
@@ -59,7 +38,7 @@ def lines(
     else:
         yield "Nothing is communicated."
     yield ""
-    yield from table(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(plan, others)))
+    yield from table(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(found)))
 
 
 def _pattern(name: str) -> str:
@@ -92,9 +71,10 @@ def _moves(plan: ShardingPlan) -> Iterator[list[str]]:
         yield [phase, times + shape, what, before, after, show_bytes(sent), show_seconds(seconds)]
 
 
-def _rivals(plan: ShardingPlan, others: Sequence[Other]) -> Iterator[list[str]]:
+def _rivals(found: OperatorPlan) -> Iterator[list[str]]:
+    plan = found.plan
     yield ["found", show_seconds(plan.seconds), show_seconds(plan.communication), show_bytes(plan.memory), ""]
-    for name, other, _, proven in others:
+    for name, other, _, proven in found.others:
         if other is None:
             yield [name, "does not fit" if proven else "not found in time", "", "", ""]
         else:
@@ -103,8 +83,8 @@ def _rivals(plan: ShardingPlan, others: Sequence[Other]) -> Iterator[list[str]]:
 
 
 def for_train(
-    model: str, shape: ModelShape, machine: Cluster, sequence_length: int, batch: int, precision: str,
-    plan: ShardingPlan, others: Sequence[Other], sequences: int,
+    model: str, shape: ModelShape, sequence_length: int, batch: int, precision: str, found: OperatorPlan,
+    sequences: int,
 ) -> Iterator[str]:  # fmt: skip
     """The best split by hand that `shoal train` takes, as a run.
 
@@ -113,9 +93,9 @@ def for_train(
         batch: sequences of a step.
         sequences: of a micro-batch, of all devices together.
     """
-    run = EstimatedRun(shape, Layout(), machine, sequence_length, batch, precision)
+    plan, run = found.plan, EstimatedRun(shape, Layout(), found.machine, sequence_length, batch, precision)
     taken: list[tuple[str, ShardingPlan, Layout]] = []
-    for other in others:
+    for other in found.others:
         if other.plan and other.layout and sequences % other.layout.dp == 0:
             layout = other.layout.model_copy(update={"micro_batch": sequences // other.layout.dp})
             if fits(run, layout):
@@ -132,25 +112,20 @@ def for_train(
     yield from run_toml(model, run, layout).splitlines()
 
 
-def stage_lines(
-    name: str, precision: str, machine: Cluster, microbatches: int, stages: Sequence[StagePlan], layers: int,
-    seconds: float, single_seconds: float,
-) -> list[str]:  # fmt: skip
-    """All that is said of a plan in stages.
-
-    Args:
-        single_seconds: of a step without stages; infinite if that does not fit.
-    """
+def stage_lines(name: str, precision: str, microbatches: int, found: StagedPlan) -> list[str]:
+    """The listing of a plan in stages."""
+    single = show_seconds(found.single_seconds) if found.single_seconds < float("inf") else "it does not fit"
     said = [
-        f"{name}: {layers} layers of operators; {precision}, AdamW",
-        machine.describe(),
-        f"{len(stages)} stages, {microbatches} micro-batches: {show_seconds(seconds)} a step; without stages "
-        + (show_seconds(single_seconds) if single_seconds < float("inf") else "it does not fit"),
+        f"{name}: {found.layers} layers of operators; {precision}, AdamW",
+        found.machine.describe(),
+        f"{len(found.stages)} stages, {microbatches} micro-batches: {show_seconds(found.seconds)} a step; "
+        f"without stages {single}",
     ]
-    for number, stage in enumerate(stages):
-        devices = f"device {stage.rank}" + (f" to {stage.rank + stage.stage.devices - 1}" * (stage.stage.devices > 1))
-        said += ["", f"stage {number}: layers {stage.stage.first} to {stage.stage.last - 1} on {devices}, mesh "
-                  f"{stage.plan.mesh or '1'}: {show_seconds(stage.stage.seconds)} a micro-batch, "
+    for number, stage in enumerate(found.stages):
+        mesh = stage.plan.mesh
+        devices = f"device {stage.rank}" + (f" to {stage.rank + mesh.ranks - 1}" * (mesh.ranks > 1))
+        said += ["", f"stage {number}: layers {stage.first} to {stage.last - 1} on {devices}, mesh {mesh or '1'}: "
+                  f"{show_seconds(stage.seconds)} a micro-batch, "
                   f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
         said += table(LYING, list(weights(stage.plan)))
     return said
@@ -161,10 +136,3 @@ def nothing_fits(what: str, capacity: str, proven: bool) -> str:
     if proven:
         return f"No {what} needs as little as {capacity} on a device."
     return f"Time was up ({SECONDS:.0f} s each) before any {what} within {capacity} a device was found."
-
-
-def verdict(ranks: int, largest: float, name: str, compared: str) -> str:
-    """Whether differences on all ranks are small, in words."""
-    right = largest <= EXACT
-    words = "as one device computes it" if right else f"not what one device computes: {name} is off"
-    return f"\nrun on {ranks} ranks in float64, {words}: {compared}; largest difference {largest:.1e} ({name})"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, OperatorGraph
 from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of, whole
-from shoal.labs.autoshard.intra.ilp import Solution, solve
+from shoal.labs.autoshard.intra.ilp import Solution
 from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
 from shoal.labs.autoshard.notation.moves import SLICE
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.route import RoutedMove, elements_of
+from shoal.spec.layout import Layout
 
 Key = tuple[str, Sharding, Sharding]
 """A tensor's name, how it lies, and how it shall lie."""
@@ -80,7 +82,41 @@ class ShardingPlan:
         return found
 
 
-def plan_of(builder: Builder, problem: ShardingProblem, solution: Solution) -> ShardingPlan:
+class HandSplit(NamedTuple):
+    """A split that people write by hand.
+
+    Attributes:
+        plan: the best with it; None if it does not fit.
+        layout: of shoal's own models, where `shoal train` has one.
+        proven: whether it is known not to fit; else time was up.
+    """
+
+    name: str
+    plan: ShardingPlan | None
+    layout: Layout | None
+    proven: bool = True
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A pipeline stage as it is run, or a whole module as the only stage.
+
+    Attributes:
+        first, last: its layers, [first, last).
+        seconds: of a micro-batch.
+        rank: its first device.
+        sends: what it gives to later stages and at the end: (node of the forward pass, operator of the plan's graph).
+    """
+
+    first: int
+    last: int
+    seconds: float
+    rank: int
+    plan: ShardingPlan
+    sends: tuple[tuple[str, str], ...]
+
+
+def build_plan(builder: Builder, problem: ShardingProblem, solution: Solution) -> ShardingPlan:
     """The plan that a solution of a problem means."""
     splits: dict[str, OperatorSplit] = {}
     for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
@@ -120,16 +156,3 @@ def plan_of(builder: Builder, problem: ShardingProblem, solution: Solution) -> S
         problem.memory(solution.chosen, 0), problem.memory(solution.chosen, 1) - problem.memory(solution.chosen, 0),
         solution.proven,
     )  # fmt: skip
-
-
-def shard(builder: Builder, capacity: float | None = None, in_flight: float = 1) -> ShardingPlan:
-    """The cheapest plan of a graph on a mesh.
-
-    Raises:
-        NothingFits: none needs as little memory as ``capacity`` bytes on a device.
-    """
-    problem = builder.problem()
-    return plan_of(builder, problem, solve(problem, capacity, in_flight))
-
-
-

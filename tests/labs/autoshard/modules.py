@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.engine.models.transformer import Transformer
+from shoal.labs.autoshard.capture.forward import forward_of
+from shoal.labs.autoshard.execute import reference, whole_stage
 from shoal.labs.autoshard.intra.ilp import Solution, solve
-from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.problem import Builder, Bytes
+from shoal.labs.autoshard.intra.problem import Builder
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import plan_of
+from shoal.labs.autoshard.plan import ShardingPlan, build_plan
+from shoal.labs.autoshard.search import Target
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
-
-BF16 = Bytes(4, 12)  # gradients and Adam in float32, with a master weight
+from shoal.spec.number_formats import FORMATS
 
 
 class MLP(nn.Module):
@@ -85,9 +86,20 @@ def transformer(family: str, layers: int = 1, **change) -> Transformer:
     return Transformer(shape.model_copy(update=small | change)).double()
 
 
-def builder(graph, name: str, mesh: NamedMesh, microbatches: int = 1) -> Builder:
+def target(name: str, microbatches: int = 1) -> Target:
+    """A cluster of the catalog, in bf16, with room for all."""
+    return Target(cluster(name), FORMATS["bf16"], microbatches, 80e9)
+
+
+def builder(graph, name: str, mesh: NamedMesh) -> Builder:
     """Priced on a cluster of the catalog, in bf16."""
-    return Builder(graph, Prices.on(cluster(name), mesh, "bf16", 2), BF16, microbatches)
+    return target(name).builder(graph, mesh)
+
+
+def shard(build: Builder) -> ShardingPlan:
+    """The cheapest plan of a graph on a mesh."""
+    problem = build.problem()
+    return build_plan(build, problem, solve(problem))
 
 
 def any_plan(build, rng):
@@ -95,4 +107,10 @@ def any_plan(build, rng):
     problem = build.problem()
     moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in problem.decisions]
     chosen = solve(replace(problem, decisions=moved)).chosen
-    return plan_of(build, problem, Solution(chosen, problem.cost(chosen)))
+    return build_plan(build, problem, Solution(chosen, problem.cost(chosen)))
+
+
+def beside_one_device(plan: ShardingPlan, module: nn.Module, inputs: tuple) -> tuple[list, dict, dict]:
+    """What `compare` takes for a plan of a whole module."""
+    forward = forward_of(module, inputs)
+    return [whole_stage(plan, forward)], *reference(module, inputs, forward, plan.graph)

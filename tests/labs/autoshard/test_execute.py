@@ -10,14 +10,22 @@ from torch import nn
 from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import initialise
 from shoal.labs.autoshard.capture.trace import graph_of
-from shoal.labs.autoshard.execute import compare, reference, worst_of
+from shoal.labs.autoshard.execute import Difference, compare, worst_of
 from shoal.labs.autoshard.intra.ilp import solve
-from shoal.labs.autoshard.listing import verdict
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.operators import Difference
-from shoal.labs.autoshard.plan import plan_of, shard
+from shoal.labs.autoshard.plan import build_plan
 from shoal.labs.autoshard.rivals import rivals
-from tests.labs.autoshard.modules import MLP, Attention, LoRA, Odd, any_plan, builder, transformer
+from tests.labs.autoshard.modules import (
+    MLP,
+    Attention,
+    LoRA,
+    Odd,
+    any_plan,
+    beside_one_device,
+    builder,
+    shard,
+    transformer,
+)
 
 LINE, GRID = NamedMesh("x", (4,)), NamedMesh("xy", (2, 2))
 
@@ -49,9 +57,10 @@ def test_plans_compute_what_one_device_computes(pool, name, mesh):
     for _ in range(1 if name in ("llama", "gpt") else 2):
         plan = any_plan(builder(graph, "4xA100", mesh), rng)
         kinds.update(transfer.move.kind for move in plan.found for transfer in move.transfers)
-        given, expected = reference(module, inputs, plan.graph)
+        run = beside_one_device(plan, module, inputs)
+        expected = run[2]
         assert {op for op in expected if op.startswith("update ")} == trained
-        results = pool.run(compare, mesh.ranks, plan, given, expected)
+        results = pool.run(compare, mesh.ranks, *run)
         assert all(len(errors) == len(expected) + len(trained) for errors in results)
         assert worst_of(results)[0] < 1e-10
     if name not in ("odd", "lora"):
@@ -61,10 +70,9 @@ def test_plans_compute_what_one_device_computes(pool, name, mesh):
 def test_a_wrong_move_is_seen(pool):
     module, inputs = example("mlp")
     plan = any_plan(builder(graph_of(module, inputs), "4xA100", LINE), np.random.default_rng(0))
-    given, expected = reference(module, inputs, plan.graph)
     reduced = next(key for key, path in plan.moves.items() if [t.move.kind for t in path] == ["all-reduce"])
     broken = replace(plan, moves=plan.moves | {reduced: ()})
-    assert worst_of(pool.run(compare, 4, broken, given, expected))[0] > 1e-6
+    assert worst_of(pool.run(compare, 4, *beside_one_device(broken, module, inputs)))[0] > 1e-6
 
 
 def test_what_is_no_number_is_seen(pool):
@@ -72,15 +80,15 @@ def test_what_is_no_number_is_seen(pool):
     module, inputs = example("mlp")
     graph = graph_of(module, inputs)
     plan = shard(builder(graph, "4xA100", LINE))
-    given, expected = reference(module, inputs, plan.graph)
+    stages, given, expected = beside_one_device(plan, module, inputs)
     given["input x"] = given["input x"].index_fill(0, torch.tensor([7]), torch.nan)
-    results = pool.run(compare, 4, plan, given, expected)
+    results = pool.run(compare, 4, stages, given, expected)
     assert any(np.isfinite(list(errors.values())).any() for errors in results)
     found = Difference(4, *worst_of(results), "outputs")
-    assert not found.exact and "not what one device computes: given " in verdict(*found)
+    assert not found.exact and "not what one device computes: output " in found.verdict
     one = [{"first": 1e-14, "second": float("nan"), "third": 1e-15}]
     found = Difference(1, *worst_of(one), "outputs")
-    assert not found.exact and "second is off" in verdict(*found)
+    assert not found.exact and "second is off" in found.verdict
     assert Difference(1, 1e-14, "first", "outputs").exact
 
 
@@ -88,13 +96,13 @@ def test_what_is_frozen_has_no_gradient_and_no_state():
     module, inputs = example("lora")
     build = builder(graph_of(module, inputs), "4xA100", LINE)
     problem = build.problem()
-    plan = plan_of(build, problem, solve(problem))
+    plan = build_plan(build, problem, solve(problem))
     assert {name for name, (*_, state) in plan.weights().items() if state is None} == {"frozen.weight", "frozen.bias"}
     frozen, trained = 12 * 20 + 20, 2 * (12 + 20)
     whole = 2 * frozen + (2 + 4 + 12) * trained  # bytes in bf16, with gradients and AdamW's states of what is trained
     assert whole / 4 <= plan.memory <= whole
     sharded = rivals(build, problem)["FSDP (ZeRO-3)"].problem
-    fsdp = plan_of(build, sharded, solve(sharded))
+    fsdp = build_plan(build, sharded, solve(sharded))
     kept, _, state = fsdp.weights()["frozen.weight"]
     assert kept.used and state is None
     moved = [(t.move.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.found for t in move.transfers]
@@ -121,8 +129,8 @@ def test_odd_inputs_and_outputs_are_planned_and_run(pool):
     module = Lists().double()
     graph = graph_of(module, inputs)
     plan = any_plan(builder(graph, "4xA100", GRID), np.random.default_rng(0))
-    given, expected = reference(module, inputs, plan.graph)
-    assert worst_of(pool.run(compare, 4, plan, given, expected))[0] < 1e-10
+    run = beside_one_device(plan, module, inputs)
+    assert worst_of(pool.run(compare, 4, *run))[0] < 1e-10
 
 
 @pytest.mark.parametrize("shape, words", [

@@ -9,9 +9,9 @@ from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.intra.ilp import solve
 from shoal.labs.autoshard.intra.problem import GIVEN
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import plan_of, shard
+from shoal.labs.autoshard.plan import build_plan
 from shoal.labs.autoshard.rivals import rivals
-from tests.labs.autoshard.modules import MLP, Attention, builder, transformer
+from tests.labs.autoshard.modules import MLP, Attention, builder, shard, transformer
 
 LINE = NamedMesh("x", (8,))
 
@@ -37,7 +37,7 @@ def among_others(build):
         return all(not split.out.used for name, split in choice.items() if name in ends)
 
     problem = problem.restricted(whole)
-    return plan_of(build, problem, solve(problem))
+    return build_plan(build, problem, solve(problem))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -97,5 +97,5 @@ def test_on_an_uneven_grid_something_better_than_every_split_by_hand():
     by_hand = {split: solve(rival.problem).cost for split, rival in rivals(build, problem).items()}
     assert {"data parallel", "FSDP (ZeRO-3)", "Megatron over xy", "Megatron over y, FSDP over x"} <= set(by_hand)
     assert found.cost < 0.8 * min(by_hand.values()), by_hand
-    weights = plan_of(build, problem, found).weights()
+    weights = build_plan(build, problem, found).weights()
     assert weights["layers.0.mlp.up.weight"] != weights["layers.1.mlp.up.weight"], "each as suits its width"

@@ -9,9 +9,9 @@ from torch import nn
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.capture.forward import forward_of
 from shoal.labs.autoshard.capture.trace import graph_of
-from shoal.labs.autoshard.execute import compare, reference, worst_of
+from shoal.labs.autoshard.execute import compare, worst_of
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from tests.labs.autoshard.modules import any_plan, builder
+from tests.labs.autoshard.modules import any_plan, beside_one_device, builder
 
 
 class Two(nn.Module):
@@ -112,8 +112,8 @@ def test_a_module_is_planned_as_it_computes(pool, forward):
     module, inputs = Two(forward).double(), (torch.randn(8, 8, dtype=torch.float64),)
     mesh = NamedMesh("x", (2,))
     plan = any_plan(builder(graph_of(module, inputs), "2xA100", mesh), np.random.default_rng(0))
-    given, expected = reference(module, inputs, plan.graph)
-    assert worst_of(pool.run(compare, 2, plan, given, expected))[0] < 1e-10
+    run = beside_one_device(plan, module, inputs)
+    assert worst_of(pool.run(compare, 2, *run))[0] < 1e-10
 
 
 def outside(m, x):

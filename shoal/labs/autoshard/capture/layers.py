@@ -34,13 +34,18 @@ class Layers:
     count: int
 
     @cached_property
-    def nodes(self) -> list[fx.Node]:
-        """What is computed from parameters or inputs, in order; the rest every stage makes for itself."""
+    def live(self) -> set[fx.Node]:
+        """What is computed from parameters or inputs, and these; the rest are constants, which every stage makes."""
         live: set[fx.Node] = set()
         for node in self.forward.module.graph.nodes:
             if node.op == "placeholder" or live.intersection(node.all_input_nodes):
                 live.add(node)
-        return [node for node in self.forward.module.graph.nodes if node in live and node.op == "call_function"]
+        return live
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """The operators that layers are made of, in order."""
+        return [node for node in self.forward.module.graph.nodes if node in self.live and node.op == "call_function"]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -72,25 +77,38 @@ class Layers:
         return self.nodes[self.ends[first - 1] if first else 0 : self.ends[last - 1]]
 
     def shares(self, first: int, last: int) -> bool:
-        """Whether a parameter of these layers is one of others too."""
+        """Whether other layers read a parameter of these layers too."""
         mine = set(self.inside(first, last))
-        return any(
-            node.op == "placeholder" and self.forward.sources[node.name][0] == "parameter"
-            and len({user in mine for other in self._same(node) for user in other.users}) > 1
-            for node in self.forward.module.graph.nodes
-        )  # fmt: skip
-
-    def _same(self, node: fx.Node) -> list[fx.Node]:
-        source = self.forward.sources[node.name]
-        return [n for n in self.forward.module.graph.nodes
-                if n.op == "placeholder" and self.forward.sources[n.name] == source]  # fmt: skip
+        read: dict[tuple[str, str], set[bool]] = {}  # by these, by others
+        for node in self.forward.module.graph.nodes:
+            if node.op == "placeholder":
+                read.setdefault(self.forward.sources[node.name], set()).update(user in mine for user in node.users)
+        return any(kind == "parameter" and len(by) > 1 for (kind, _), by in read.items())
 
     def part(self, first: int, last: int) -> Forward:
-        """Some layers; what they read of others are boundaries, what others read of them are outputs."""
-        return _part(self.forward, self.inside(first, last))
+        """Some layers as a forward pass: what they read of others are boundaries, what others read are outputs."""
+        inside, graph = self.inside(first, last), fx.Graph()
+        mine, needed = set(inside), set(inside)
+        for node in reversed(self.forward.module.graph.nodes):
+            if node in mine or (node in needed and node not in self.live):
+                needed.update(node.all_input_nodes)
+        new: dict[fx.Node, fx.Node] = {}
+        sources: dict[str, tuple[str, str]] = {}
+        needed_nodes = [node for node in self.forward.module.graph.nodes if node in needed]
+        outside = [node for node in needed_nodes if node in self.live and node not in mine]
+        for node in outside:
+            new[node] = graph.placeholder(node.name)
+            boundary = ("boundary", node.name)
+            sources[new[node].name] = self.forward.sources[node.name] if node.op == "placeholder" else boundary
+        for node in needed_nodes:
+            if node not in new:
+                new[node] = graph.node_copy(node, lambda n: new[n])
+            new[node].meta = dict(node.meta)
+        graph.output(tuple(new[node] for node in inside if any(user not in mine for user in node.users)))
+        return Forward(fx.GraphModule(torch.nn.Module(), graph), sources, self.forward.values)
 
     def graph(self, first: int, last: int) -> OperatorGraph:
-        """A training step of some layers, with the gradients of what they read of others."""
+        """A training step of some layers, with the gradients of their boundaries."""
         return differentiated(self.part(first, last))
 
     def like(self, first: int, last: int) -> tuple:
@@ -147,65 +165,6 @@ def _least_of_most(
                     step[end] = (found, [*ends, end])
         best = step
     return best.get(places[-1], (math.inf, []))
-
-
-def _part(forward: Forward, nodes: list[fx.Node]) -> Forward:
-    mine, graph = set(nodes), fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    sources: dict[str, tuple[str, str]] = {}
-
-    def bring(node: fx.Node) -> fx.Node:
-        """A tensor from outside: an input, or a constant made again."""
-        if node not in new:
-            if node in mine:
-                raise AssertionError("operators come in order")
-            constant = node.op == "call_function" and node not in live
-            if constant:
-                for argument in node.all_input_nodes:
-                    bring(argument)
-                new[node] = graph.node_copy(node, lambda n: new[n])
-            else:
-                new[node] = places[node]
-            new[node].meta = dict(node.meta)
-        return new[node]
-
-    live: set[fx.Node] = set()
-    for node in forward.module.graph.nodes:
-        if node.op == "placeholder" or live.intersection(node.all_input_nodes):
-            live.add(node)
-    outside = _outside(nodes, mine, live)
-    places = {}
-    for node in outside:
-        places[node] = graph.placeholder(node.name)
-        places[node].meta = dict(node.meta)
-        known = node.op == "placeholder"
-        sources[places[node].name] = forward.sources[node.name] if known else ("boundary", node.name)
-    for node in nodes:
-        for argument in node.all_input_nodes:
-            bring(argument)
-        new[node] = graph.node_copy(node, lambda n: new[n])
-        new[node].meta = dict(node.meta)
-    out = [node for node in nodes if any(user not in mine for user in node.users)]
-    graph.output(tuple(new[node] for node in out))
-    return Forward(fx.GraphModule(torch.nn.Module(), graph), sources, forward.values)
-
-
-def _outside(nodes: list[fx.Node], mine: set[fx.Node], live: set[fx.Node]) -> list[fx.Node]:
-    """Tensors that some operators read of others, or from outside, constants looked through."""
-    found: dict[fx.Node, None] = {}
-    todo = list(nodes)
-    seen: set[fx.Node] = set(nodes)
-    while todo:
-        for argument in todo.pop().all_input_nodes:
-            if argument in seen or argument in mine:
-                continue
-            seen.add(argument)
-            if argument in live:
-                found[argument] = None
-            else:
-                todo.append(argument)
-    order = {node: i for i, node in enumerate(next(iter(nodes)).graph.nodes)}
-    return sorted(found, key=order.__getitem__)
 
 
 def _bytes(node: fx.Node) -> int:

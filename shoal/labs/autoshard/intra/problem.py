@@ -47,8 +47,8 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Moves of one tensor in one phase, which several decisions read: each state is made once.
+class TensorMoves:
+    """The moves of one tensor from the decision that makes it to those that read it: each state is made once.
 
     Attributes:
         source: the decision that makes it.
@@ -70,21 +70,15 @@ class Shared:
 
 @dataclass
 class ShardingProblem:
-    """What to decide.
-
-    Attributes:
-        pairs: for two decisions, first < second, the seconds of each pair of choices.
-    """
+    """What to decide, and the moves between decisions."""
 
     decisions: list[Decision]
-    pairs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    shared: list[Shared] = field(default_factory=list)
+    moves: list[TensorMoves] = field(default_factory=list)
 
     def cost(self, chosen: list[int]) -> float:
         """Seconds of one choice for each decision; infinite if it cannot be done."""
         total = sum(d.costs[c] for d, c in zip(self.decisions, chosen, strict=True))
-        total += sum(matrix[chosen[i], chosen[j]] for (i, j), matrix in self.pairs.items())
-        return float(total + sum(group.cost(chosen) for group in self.shared))
+        return float(total + sum(group.cost(chosen) for group in self.moves))
 
     def memory(self, chosen: list[int], in_flight: float = 1) -> float:
         """Bytes of one choice for each decision, with so many micro-batches kept for the backward pass."""
@@ -99,10 +93,6 @@ class ShardingProblem:
             ValueError: a decision has none left.
         """
         kept = [[i for i, choice in enumerate(d.choices) if allowed(choice)] for d in self.decisions]
-        return self.only(kept)
-
-    def only(self, kept: list[list[int]]) -> ShardingProblem:
-        """With only these choices of each decision."""
         for d, k in zip(self.decisions, kept, strict=True):
             if not k:
                 raise ValueError(f"no choice is left for {d.name}")
@@ -110,13 +100,12 @@ class ShardingProblem:
             Decision(d.name, [d.choices[i] for i in k], d.costs[k], d.memory[k], d.saved[k])
             for d, k in zip(self.decisions, kept, strict=True)
         ]
-        pairs = {(i, j): m[np.ix_(kept[i], kept[j])] for (i, j), m in self.pairs.items()}
-        shared = [
+        moves = [
             replace(g, rows=g.rows[kept[g.source]],
                     readers=tuple((r, tuple(needs[c] for c in kept[r])) for r, needs in g.readers))
-            for g in self.shared
+            for g in self.moves
         ]  # fmt: skip
-        return ShardingProblem(decisions, pairs, shared)
+        return ShardingProblem(decisions, moves)
 
 
 @dataclass(frozen=True)
@@ -287,23 +276,16 @@ class Builder:
                 seconds.append([0.0 if state in key[1] else weight * self.prices.move(op, key[0], state)
                                 for state in targets])  # fmt: skip
             index.append(rows[key])
-        group = Shared(number[here], np.array(index), np.array(seconds), tuple(readers))
-        if len(readers) > 1:
-            problem.shared.append(group)
-        else:
-            _add_pair(problem, group)
+        problem.moves.append(TensorMoves(number[here], np.array(index), np.array(seconds), tuple(readers)))
 
     def _renewal(self, update: int, parameter: int, op: Operator, problem: ShardingProblem) -> None:
         """New weights go from where they are made to where they are read."""
-        made, read = problem.decisions[update].choices, problem.decisions[parameter].choices
-        matrix = self.once * np.array([
-            [self.prices.move(op, before[UPDATE + op.name].out, after[op.name].out) for after in read]
-            for before in made
-        ])  # fmt: skip
-        key = (update, parameter)
-        if update > parameter:
-            key, matrix = key[::-1], matrix.T
-        problem.pairs[key] = problem.pairs.get(key, 0.0) + matrix
+        made = [choice[UPDATE + op.name].out for choice in problem.decisions[update].choices]
+        read = [choice[op.name].out for choice in problem.decisions[parameter].choices]
+        rows, states = list(dict.fromkeys(made)), list(dict.fromkeys(read))
+        seconds = self.once * np.array([[self.prices.move(op, row, state) for state in states] for row in rows])
+        reader = (parameter, tuple(frozenset({states.index(state)}) for state in read))
+        problem.moves.append(TensorMoves(update, np.array([rows.index(row) for row in made]), seconds, (reader,)))
 
     def _inside(self, name: str, phase: str, choice: dict[str, OperatorSplit]) -> list[Sharding]:
         """The states into which the decision that makes a tensor moves it itself."""
@@ -316,17 +298,6 @@ class Builder:
         """Of moves that are made once in a step, for all micro-batches."""
         updates = [user.name.startswith(UPDATE) for user in self.users[name] if user.phase == phase]
         return self.once if updates and all(updates) else 1.0
-
-
-def _add_pair(problem: ShardingProblem, group: Shared) -> None:
-    ((reader, needs),) = group.readers
-    columns = list(dict.fromkeys(needs))
-    sums = np.stack([group.seconds[:, sorted(states)].sum(1) for states in columns], 1)
-    matrix = sums[np.ix_(group.rows, np.array([columns.index(states) for states in needs]))]
-    key = (group.source, reader)
-    if key[0] > key[1]:
-        key, matrix = key[::-1], matrix.T
-    problem.pairs[key] = problem.pairs.get(key, 0.0) + matrix
 
 
 def with_ends(graph: OperatorGraph) -> OperatorGraph:
@@ -372,5 +343,3 @@ def _stored(graph: OperatorGraph) -> dict[str, str]:
         shows = op.kind == "call" and (op.op in VIEWS or op.op in RESHAPES)
         found[name] = found[op.operands[0]] if shows else name
     return found
-
-

@@ -7,29 +7,18 @@ from torch import nn
 from shoal.engine.models.transformer import initialise
 from shoal.labs.autoshard.capture.forward import forward_of
 from shoal.labs.autoshard.capture.layers import Layers
-from shoal.labs.autoshard.capture.trace import graph_of
-from shoal.labs.autoshard.execute import reference, worst_of
-from shoal.labs.autoshard.intra.problem import GIVEN, UPDATE
-from shoal.labs.autoshard.pipelined import Pipelined, compare_stages
+from shoal.labs.autoshard.capture.trace import differentiated
+from shoal.labs.autoshard.execute import compare, reference, worst_of
+from shoal.labs.autoshard.search import StageSearch
 from shoal.labs.autoshard.stages import AssignedStage
-from shoal.spec.catalog.clusters import cluster
-from tests.labs.autoshard.modules import BF16, transformer
-
-
-def joint(layers: Layers, name: str) -> Pipelined:
-    """On a cluster of the catalog, with room for all."""
-    return Pipelined(layers, cluster(name), "bf16", 2, BF16, 4, 80e9)
+from tests.labs.autoshard.modules import target, transformer
 
 
 def compared(pool, ranks, module, inputs, forward, stages):
-    """The largest difference of any output and gradient of some stages."""
-    graph = graph_of(module, inputs)
-    given, expected = reference(module, inputs, graph)
-    outputs = {node.name: expected[GIVEN + op] for node, op in zip(forward.outputs, graph.outputs, strict=True)}
-    gradients = {name: x for name, x in expected.items() if name.startswith(UPDATE)}
-    results = pool.run(compare_stages, ranks, stages, given, outputs, gradients)
-    seen = set().union(*results)
-    assert seen >= set(outputs) | set(gradients), "every parameter is in a stage"
+    """The largest difference of any output, gradient and new weight of some stages."""
+    given, expected = reference(module, inputs, forward, differentiated(forward))
+    results = pool.run(compare, ranks, stages, given, expected)
+    assert set().union(*results) >= set(expected), "every output and every parameter is in a stage"
     return worst_of(results)[0]
 
 
@@ -42,7 +31,7 @@ def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     forward = forward_of(module, inputs)
     layers = Layers(forward, 3)
     assert len(layers.ends) == 3
-    stages = joint(layers, "4xA100").planned(
+    stages = StageSearch(layers, target("4xA100", 4)).place(
         (AssignedStage(0, 1, (1, 1), 0.0), AssignedStage(1, 2, (1, 2), 0.0), AssignedStage(2, 3, (1, 1), 0.0))
     )
     assert compared(pool, 4, module, inputs, forward, stages) < 1e-10
@@ -55,8 +44,9 @@ def cut_once(pool, module: nn.Module, at: int) -> tuple[Layers, float]:
     forward = forward_of(module, inputs)
     layers = Layers(forward, 99)
     count = len(layers.ends)
-    stages = (AssignedStage(0, at % count, (1, 1), 0.0), AssignedStage(at % count, count, (1, 1), 0.0))
-    return layers, compared(pool, 2, module, inputs, forward, joint(layers, "2xA100").planned(stages))
+    cut = (AssignedStage(0, at % count, (1, 1), 0.0), AssignedStage(at % count, count, (1, 1), 0.0))
+    stages = StageSearch(layers, target("2xA100", 4)).place(cut)
+    return layers, compared(pool, 2, module, inputs, forward, stages)
 
 
 class Gated(nn.Module):
@@ -105,15 +95,15 @@ def linears(frozen: range) -> tuple[nn.Module, tuple]:
 @pytest.mark.parametrize("frozen", [range(0), range(2), range(2, 4)], ids=str)
 def test_layers_cost_what_their_own_plan_takes(frozen):
     """Whatever was asked before: of the model's input there is no gradient, nor of frozen weights."""
-    found = joint(Layers(forward_of(*linears(frozen)), 4), "2xA100")
+    found = StageSearch(Layers(forward_of(*linears(frozen)), 4), target("2xA100", 4))
     for first, last in ((2, 4), (0, 2), (1, 2), (0, 1), (3, 4), (2, 3)):
-        cost = found.cost(first, last, (1, 1), 1) - found._receives(first, (1, 1))
-        plan, _ = found.plan(first, last, (1, 1), 1)
+        cost = found.cost(first, last, (1, 1), 1) - found.receive_seconds(first, (1, 1))
+        plan = found.plan(first, last, (1, 1), 1)
         assert cost == pytest.approx(plan.seconds, rel=1e-9)
 
 
 def test_a_stage_keeps_what_it_was_sent():
-    found = joint(Layers(forward_of(*linears(range(0))), 4), "4xA100")
+    found = StageSearch(Layers(forward_of(*linears(range(0))), 4), target("4xA100", 4))
     tensor = 1024 * 256 * 2  # bytes in bf16
-    saved = [found.plan(first, last, (1, 1), 1)[0].saved for first, last in ((0, 1), (1, 2), (1, 3))]
+    saved = [found.plan(first, last, (1, 1), 1).saved for first, last in ((0, 1), (1, 2), (1, 3))]
     assert saved == [0, tensor, 2 * tensor], "the module's own input is there for all micro-batches"
