@@ -209,7 +209,10 @@ class Runtime:
             part = self._caches[stage, microbatch] = Slice(self._caches.get((stage, microbatch)))
             batch = self._slice(batch, number)
         samples = batch.samples if torch.is_grad_enabled() else None  # validation draws nothing
-        output = self.stages[stage].module(batch.tokens, batch.targets, batch.documents, hidden, part, samples)
+        output = self.stages[stage].module(
+            batch.tokens, batch.targets, batch.documents, hidden, part, samples,
+            sequences=batch.sequences, labels=batch.labels,
+        )
         if self.program.is_last(stage):
             self._loss += output.detach()
             output = output * scale

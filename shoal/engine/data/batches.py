@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,12 +27,15 @@ class Batch:
         documents: which document of the sequence each token belongs to, from 0, ``[n, s]`` int32; only where attention
             and loss stay inside documents.
         samples: global sample index of each sequence, ``[n]`` int64; None where nothing is drawn by it.
+        sequences, labels: as of `Transformer.forward`.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None = None
     samples: torch.Tensor | None = None
+    sequences: float = 1
+    labels: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def unmasked(self) -> int:
         """Number of targets that count in the loss."""
@@ -42,7 +45,9 @@ class Batch:
         """The same batch on a device."""
         documents = None if self.documents is None else self.documents.to(device)
         samples = None if self.samples is None else self.samples.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), documents, samples)
+        return replace(
+            self, tokens=self.tokens.to(device), targets=self.targets.to(device), documents=documents, samples=samples
+        )
 
 
 class Dataset(Protocol):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine.models.products import backward_of_small_blocks, of_small_blocks
+
+Kernel = Literal["sdpa", "explicit"]
 
 # Blocks of queries in attention written out: more of them skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
@@ -17,11 +20,14 @@ _MAX_BLOCKS, _MIN_ROWS = 4, 256
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d)) v, causal or under a mask; query heads share key/value heads in groups.
 
-    ``kernel`` is "sdpa" (torch's fused kernels) or "explicit" (matrix products and a softmax, which on CPU is the
-    faster one: `shoal bench attention` measures both).
+    Args:
+        kernel: "sdpa" for torch's fused kernels, "explicit" for matrix products and a softmax (`shoal bench attention`
+            measures both).
     """
 
-    kernel = "sdpa"
+    def __init__(self, kernel: Kernel = "sdpa"):
+        super().__init__()
+        self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.projections import JointProjections
+from shoal.engine.models.projections import project
 from shoal.spec.catalog import ModelShape
 
 
-class SwiGLU(JointProjections):
+class SwiGLU(nn.Module):
     """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
-
-    projections = ("gate", "up")  # of one input, by `project`
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
@@ -21,18 +19,12 @@ class SwiGLU(JointProjections):
         self.down = nn.Linear(width, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
+        gate, up = project(x, self.gate, self.up)  # [b, s, width]
         return self.down(F.silu(gate) * up)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Gate and value, each [.., width]."""
-        return self.gate(x), self.up(x)
 
-
-class MLP(JointProjections):
+class MLP(nn.Module):
     """The feed-forward block of GPT-2: down(gelu(up x))."""
-
-    projections = ("up",)
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
@@ -40,9 +32,4 @@ class MLP(JointProjections):
         self.down = nn.Linear(width, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        (up,) = self.project(x)
-        return self.down(F.gelu(up, approximate="tanh"))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What enters the non-linearity, [.., width]."""
-        return (self.up(x),)
+        return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -26,7 +26,7 @@ from shoal.engine.models.attention import Mask, causal_mask, rotary_table
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.gates import ALIKE
-from shoal.engine.models.experts.router import WithLoss
+from shoal.engine.models.experts.router import TokenPlaces, WithLoss
 from shoal.spec.catalog import ModelShape
 
 COUNTS = 3
@@ -41,7 +41,7 @@ class ResidualLayer(Protocol):
     def attention(self) -> nn.Module:
         """By which slices keep what they have seen."""
 
-    def change(self, x: Tensor, context: Context) -> Tensor:
+    def residual_update(self, x: Tensor, context: Context) -> Tensor:
         """What the layer adds: [b, s, h] -> [b, s, h]."""
 
 
@@ -69,16 +69,8 @@ class TokenRoute(NamedTuple):
     back: Callable[[Tensor], Tensor]
 
 
-class Places:
+class ChosenPlaces(TokenPlaces):
     """Which tokens, and which of the chosen ones, this process has: all of them, unless it is one of several."""
-
-    def whole(self, scores: Tensor) -> Tensor:
-        """Those of all tokens, in their order, from those of the tokens that are here: [b, s]."""
-        return scores
-
-    def own(self, made: Tensor) -> Tensor:
-        """Back to the part of the tokens that are here."""
-        return made
 
     def attending(self, taken: Tensor) -> Tensor:
         """Which of the chosen tokens attention is given here, in its order."""
@@ -117,7 +109,7 @@ class MixtureOfDepths(nn.Module):
         self.router = nn.Parameter(torch.empty(shape.hidden))
         self.predictor_up = nn.Parameter(torch.empty(shape.depths.predictor, shape.hidden))
         self.predictor_down = nn.Parameter(torch.empty(shape.depths.predictor))
-        self.mask, self.places = Mask(), Places()
+        self.mask, self.places = Mask(), ChosenPlaces()
         self.highest = highest
         self.tally: Tensor | None = None
         self.counts = True
@@ -127,18 +119,20 @@ class MixtureOfDepths(nn.Module):
 
         Args:
             x: [b, s, h].
-            block: the layer, whose ``change`` is f.
+            block: the layer, whose ``residual_update`` is f.
         """
         rows = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         scores = rows @ self.router.to(rows)  # [b, s]
         foreseen = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)
         if context.part is not None:
             return self._foreseen(x, scores, foreseen, context, context.part, block)
-        whole = self.places.whole(scores.detach())
+        whole = self.places.gather(scores.detach())
         taken = self.highest(whole, self.depths.taken(whole.shape[1]))  # [b, k]
         weights = self._learning(self._weights(scores), foreseen, taken, whole, context)
         route = self.places.route(taken, x.shape[1])
-        y = block.change(route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._among(taken, x, context))
+        y = block.residual_update(
+            route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._among(taken, x, context)
+        )
         return _added(x, route.back(y), weights, route.chosen)
 
     def _foreseen(
@@ -153,7 +147,7 @@ class MixtureOfDepths(nn.Module):
         n, before = len(index), part.kept(block.attention)
         mask = causal_mask(n, before + n, x.device)[None, None] if before else None
         rotary = self._rotary((part.start + index).unsqueeze(0), x.dtype)
-        y = block.change(x[:, index], context._replace(rotary=rotary, mask=mask))
+        y = block.residual_update(x[:, index], context._replace(rotary=rotary, mask=mask))
         return _added(x, y.flatten(0, 1), self._weights(scores), index)
 
     def _weights(self, scores: Tensor) -> Tensor:

@@ -1,21 +1,14 @@
-"""What modules have in common whose first matrices multiply one input."""
+"""Several linear layers of one input."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 
-class JointProjections(nn.Module):
-    """A module that begins with linear layers of one input.
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Apply several linear layers to one input: [.., in] -> [.., out] of each.
 
-    Attributes:
-        projections: their names.
-        project: what they make of the input; a single module may have a function of its own in its place, which makes
-            all of them together.
+    Layers that stand in for torch's may multiply together (`shoal.engine.parallel.linear`).
     """
-
-    projections: ClassVar[tuple[str, ...]]
-    project: Callable[[Tensor], tuple[Tensor, ...]]
+    together = getattr(linears[0], "together", None)
+    return tuple(linear(x) for linear in linears) if together is None else together(x, linears)

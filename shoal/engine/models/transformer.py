@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, ItemsView, ValuesView
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
-from shoal.engine.models.attention import AttentionCore, Mask, Positions, rotary_table, rotate
+from shoal.engine.models.attention import AttentionCore, Kernel, Mask, Positions, rotary_table, rotate
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.layer import MoE
@@ -29,42 +31,41 @@ from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.models.norm import RMSNorm
-from shoal.engine.models.projections import JointProjections
+from shoal.engine.models.projections import project
 from shoal.spec.catalog import ModelShape
+from shoal.spec.layout import Recompute
 
 
-class Attention(JointProjections):
+class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads.
 
     The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
     """
 
-    projections = ("q", "k", "v")  # of one input, by `project`
-
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False):
         super().__init__()
         if shape.latent is not None:
             raise UsageError("model: multi-head latent attention is counted, but not trained.\n  Choose another model.")
         bias = shape.family == "gpt"
-        self.head_dim = shape.head_dim
+        self.head_dim, self.recompute = shape.head_dim, recompute
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
-        self.core = AttentionCore()
+        self.core = AttentionCore(kernel)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.project(x))  # [b, a or k, s, d]
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, a or k, s, d]
+            for y in project(x, self.q, self.k, self.v)  # [b, s, heads d]
+        )
         if context.rotary is not None:
             q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
-        o = self.core(q, k, v, context.mask)  # [b, a, s, d]
+        core = partial(recomputed, self.core) if self.recompute else self.core
+        o = core(q, k, v, context.mask)  # [b, a, s, d]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of all heads, each [b, s, heads d]."""
-        return self.q(x), self.k(x), self.v(x)
 
 
 def norm(shape: ModelShape) -> nn.Module:
@@ -76,11 +77,12 @@ def norm(shape: ModelShape) -> nn.Module:
 class Block(nn.Module):
     """One transformer layer, norms before (Xiong et al. 2020)."""
 
-    def __init__(self, shape: ModelShape, index: int):
+    def __init__(self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", recompute: Recompute = "none"):
         super().__init__()
+        self.recompute = recompute == "full"
         self.depth = MixtureOfDepths(shape, index) if shape.skips(index) else None
         self.attention_norm = norm(shape)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, kernel, recompute=recompute == "selective")
         self.mlp_norm = norm(shape)
         self.sparse = shape.sparse(index)
         if self.sparse:
@@ -89,12 +91,15 @@ class Block(nn.Module):
             self.mlp = SwiGLU(shape, shape.ffn) if shape.family == "llama" else MLP(shape, shape.ffn)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        return recomputed(self._forward, x, context) if self.recompute else self._forward(x, context)
+
+    def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.depth is not None:
             return self.depth(x, context, self)
         x = x + self.attention(self.attention_norm(x), context)
         return x + self._feed_forward(x, context)
 
-    def change(self, x: Tensor, context: Context) -> Tensor:
+    def residual_update(self, x: Tensor, context: Context) -> Tensor:
         """What the layer adds to the residual stream."""
         y = self.attention(self.attention_norm(x), context)
         return y + self._feed_forward(x + y, context)
@@ -102,6 +107,12 @@ class Block(nn.Module):
     def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.mlp_norm(x)
         return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
+
+
+def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Call a function whose activations are computed again in backward instead of kept (Chen et al. 2016)."""
+    # There is no dropout, so no generator state to restore.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class Embedding(nn.Module):
@@ -130,23 +141,25 @@ class Blocks(nn.ModuleDict):
 class Transformer(nn.Module):
     """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
 
-    Attributes:
-        sequences, seed: of `RoutingContext`, for layers with routers.
+    Args:
+        kernel: of attention (`AttentionCore`).
+        recompute: which activations are computed again in backward instead of kept: of whole layers (full), or of the
+            core of attention, whose scores take the most memory for the fewest FLOPs (selective: Korthikanti et al.
+            2022, section 5).
+        seed: of the draws that gates make in training.
     """
 
-    def __init__(self, shape: ModelShape):
+    def __init__(
+        self, shape: ModelShape, *, kernel: Kernel = "sdpa", recompute: Recompute = "none", seed: int = 0
+    ):
         super().__init__()
-        self.shape = shape
+        self.shape, self.seed = shape, seed
         self.positions, self.mask = Positions(), Mask()
         self.embed: Embedding | None = Embedding(shape)
-        self.layers = Blocks({str(i): Block(shape, i) for i in range(shape.layers)})
+        self.layers = Blocks({str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)})
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
-        self.labels: Callable[[Tensor, Tensor], Tensor] | None = None
-        """Makes the targets of (logits, targets), where these are not what the loss is to be of."""
-        self.sequences: float = 1
-        self.seed = 0
         if shape.tied:
             self.head.weight = self.embed.token.weight
 
@@ -158,6 +171,9 @@ class Transformer(nn.Module):
         hidden: Tensor | None = None,
         part: Slice | None = None,
         samples: Tensor | None = None,
+        *,
+        sequences: float = 1,
+        labels: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Run the parts that are here.
 
@@ -170,6 +186,8 @@ class Transformer(nn.Module):
                 all their tokens.
             samples: [b] int64, which samples of the data the sequences are, from which gates with chance in them draw;
                 None (validation, sampling) has no chance.
+            sequences: of the whole batch, over which the losses of routers are a mean.
+            labels: makes the targets that the loss is of from (logits, targets).
 
         Returns:
             The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
@@ -177,7 +195,8 @@ class Transformer(nn.Module):
         positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
         assert x is not None, "hidden states, where the embedding is absent"
-        context = self._context(positions, documents, x.dtype, part, samples)
+        routing = RoutingContext(sequences, self.seed, samples)
+        context = self._context(positions, documents, x.dtype, part, routing)
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
@@ -187,17 +206,17 @@ class Transformer(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
-        return self.loss(logits, targets if self.labels is None else self.labels(logits, targets))
+        return self.loss(logits, targets if labels is None else labels(logits, targets))
 
     def _context(
         self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None,
-        samples: Tensor | None = None,
+        routing: RoutingContext | None = None,
     ) -> Context:
         shape, rotary = self.shape, None
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
         mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
-        return Context(rotary, mask, part, RoutingContext(self.sequences, self.seed, samples), documents)
+        return Context(rotary, mask, part, routing or RoutingContext(), documents)
 
 
 def initial(name: str, shape: ModelShape) -> Initial:

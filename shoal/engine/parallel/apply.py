@@ -8,20 +8,19 @@ import torch
 from torch import nn
 
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.attention import Kernel
 from shoal.engine.models.initial import fill
 from shoal.engine.models.transformer import Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel
 from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.expert import apply_expert_parallel
 from shoal.engine.parallel.float8 import Float8, apply_float8
+from shoal.engine.parallel.linear import EmbeddingTable, Linear
 from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, chosen_spread
 from shoal.engine.parallel.pipeline_stage import keep_stage, share_copies, share_tied
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.recompute import apply_recompute
-from shoal.engine.parallel.replace import replace_forward
 from shoal.engine.parallel.tensor import apply_tensor_parallel
-from shoal.engine.parallel.tensor_2d import apply_grid
-from shoal.engine.parallel.weight_grad import Postponed, apply_weight_gradients
+from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 from shoal.engine.parallel.zero.zero3_hooks import GatherOnUse
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -48,14 +47,14 @@ class LocalStage:
 
 def build_stages(
     shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
-    *, kernel: str = "sdpa", compile: bool = False, float8: Float8 | None = None,
+    *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, float8: Float8 | None = None,
 ) -> tuple[list[LocalStage], HeldParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
         shape: the whole model.
         spread: of the sequences over the context-parallel ranks.
-        kernel: of the attention core, "sdpa" or "explicit".
+        kernel, seed: as of `Transformer`.
         compile: compile each layer, and the loss where it is not split.
         float8: which products are in 8 bits, if any, and how.
 
@@ -76,7 +75,8 @@ def build_stages(
         mesh.group(copies)
     stages = [
         _build_stage(
-            shape, stage, program, mesh, policy, spread, copies=copies, kernel=kernel, compile=compile, float8=float8
+            shape, stage, program, mesh, policy, spread,
+            copies=copies, kernel=kernel, seed=seed, compile=compile, float8=float8,
         )
         for stage in program.stages_of(here)
     ]
@@ -85,35 +85,34 @@ def build_stages(
 
 def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
-    copies: str, kernel: str, compile: bool, float8: Float8 | None,
+    copies: str, kernel: Kernel, seed: int, compile: bool, float8: Float8 | None,
 ) -> LocalStage:
     """One stage, with this rank's shard of it allocated."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
-    with torch.device("meta"):
-        model = Transformer(shape)
-    keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
-    postponed = Postponed()
-    # On the meta device, so that no rank ever allocates a whole matrix.
     overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
-    if layout.tp_x > 1:
-        splits = apply_grid(model, shape, mesh, postponed)
-    else:
-        splits = apply_tensor_parallel(model, shape, mesh, postponed, overlap=overlap)
+    # On the meta device, so that no rank ever allocates a whole matrix.
+    with torch.device("meta"):
+        model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
+    keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
+    sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
+    splits = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = chosen_spread(shape, mesh, spread)
-    splits |= apply_expert_parallel(model, shape, mesh, spread, chosen)
+    splits |= apply_expert_parallel(model, shape, mesh, sink, spread, chosen)
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)
     apply_context_parallel(model, mesh, spread, chosen)
     apply_mixture_of_depths(model, shape, mesh, spread, chosen)
-    for layer in model.layers.values():
-        layer.attention.core.kernel = kernel
-    apply_recompute(model, layout.recompute)  # inside compile, which then sees one region to recompute
     if compile:
-        for layer in model.layers.values():
-            replace_forward(layer, torch.compile(layer.forward, dynamic=False))
+        fused: list[nn.Module] = list(model.layers.values())
         if mesh.size("tp") == 1:  # a loss split over ranks is a collective, which cannot be fused
-            replace_forward(model.loss, torch.compile(model.loss.forward, dynamic=False))
+            fused.append(model.loss)
+        for module in fused:  # not by `Module.compile`, which takes a module's hooks too: they gather its parameters
+            module.forward = torch.compile(module.forward, dynamic=False)
+    else:
+        _receive_gradients(model, sink)
+    if float8:
+        apply_float8(model, float8, splits, mesh, sink)
     # Last, and so outermost: parameters are gathered before a layer is entered, recomputed or not.
     members = _materialise(model, splits, policy.compute, mesh.device)
     units = _units(model)
@@ -123,9 +122,7 @@ def _build_stage(
         [[unclaimed.pop(p) for p in unit if p in unclaimed] for unit in owned], mesh, policy
     )
     if not compile:  # which would fuse, and so needs to see, the whole backward
-        apply_weight_gradients(model, parameters, postponed if mesh.size("tp") > 1 and not overlap else None)
-    if float8:
-        apply_float8(model, float8, splits, mesh, parameters, postponed if mesh.size("tp") > 1 else None)
+        sink.connect(parameters, model)
     if layout.zero == 3:
         needed = [
             [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
@@ -134,6 +131,15 @@ def _build_stage(
         keep = len(units) if not layout.reshard_after_forward else 1 if _backward_follows(program, stage) else 0
         GatherOnUse(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
     return LocalStage(stage, part, model, parameters)
+
+
+def _receive_gradients(model: Transformer, sink: GradSink) -> None:
+    """Replace what was not split, so that its gradients go to ``sink`` too."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            model.set_submodule(name, Linear(module, sink))
+        elif type(module) is nn.Embedding:
+            model.set_submodule(name, EmbeddingTable(module, sink))
 
 
 def _backward_follows(program: Program, stage: int) -> bool:

@@ -13,8 +13,8 @@ decide for whole sequences, so the ranks of a replica put their parts' scores to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,12 @@ from shoal.engine.collectives.uneven import (
     whole_of,
 )
 from shoal.engine.models.experts.grouped import GroupedExperts
-from shoal.engine.models.experts.layer import MoE, Routed
-from shoal.engine.models.experts.router import RoutingContext
+from shoal.engine.models.experts.layer import MoE
+from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import Spread
+from shoal.engine.parallel.context.token_order import Spread, count
 from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s, ..] that is split over tp
@@ -50,9 +51,7 @@ class ExpertParallel:
     Attributes:
         group: other experts (ep).
         tensor: other parts of the same experts (etp).
-        parts: other parts of the same sequences (tp).
-        split_already: whether activations come in these parts (sequence parallelism).
-        context: other tokens of the same sequences (cp), spread as `spread` says.
+        sink: takes their gradients.
     """
 
     group: Group | None
@@ -61,23 +60,11 @@ class ExpertParallel:
     tensor: Group | None
     tensor_index: int
     tensor_size: int
-    parts: Group | None
-    split_already: bool
-    context: Group | None
-    spread: Spread
-
-    @staticmethod
-    def on(mesh: Mesh, spread: Spread) -> ExpertParallel:
-        """That of a mesh."""
-        return ExpertParallel(
-            mesh.group("ep"), mesh.index("ep"), mesh.size("ep"),
-            mesh.group("etp"), mesh.index("etp"), mesh.size("etp"),
-            mesh.group("tp"), mesh.layout.sequence_parallel, mesh.group("cp"), spread,
-        )
+    sink: GradSink
 
 
 def apply_expert_parallel(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, spread: Spread, chosen: Spread | None = None
+    model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, spread: Spread, chosen: Spread | None = None
 ) -> dict[str, ParamPlacement]:
     """Split the experts of a model on the meta device in place, and have its tokens sent to them.
 
@@ -90,111 +77,131 @@ def apply_expert_parallel(
     """
     if shape.experts is None:
         return {}
-    everywhere = ExpertParallel.on(mesh, spread)
+    at = ExpertParallel(
+        mesh.group("ep"), mesh.index("ep"), mesh.size("ep"), mesh.group("etp"), mesh.index("etp"), mesh.size("etp"),
+        sink,
+    )
+    tp, cp = mesh.group("tp"), mesh.group("cp")
     for axis in ("edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
     splits: dict[str, ParamPlacement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
-        at = everywhere
-        if chosen is not None and shape.skips(module.router.layer):
-            at = replace(everywhere, spread=chosen)
-        splits |= {split.name: split for split in _split_experts(module.experts, f"{name}.experts", at)}
+        module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", at)
+        splits |= {placement.name: placement for placement in experts.placements}
         for part, parameter in module.router.named_parameters(recurse=False):
             # Every rank of tp scores its own part of the sequences.
             whole = tuple(parameter.shape)
             full = f"{name}.router.{part}"
             splits[full] = ParamPlacement(
-                full, whole, Box.whole(whole), whole, sum_over=("tp",) if at.parts else (), copies=mesh.size("tp"),
+                full, whole, Box.whole(whole), whole, sum_over=("tp",) if tp else (), copies=mesh.size("tp"),
                 primary=mesh.index("tp") == 0,
             )
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
-        module.compute = partial(dispatch, at)
-        if at.parts is not None or at.context is not None:
-            _score_parts(module, at, mesh)
+        if tp is not None or cp is not None:
+            skips = chosen is not None and shape.skips(module.router.layer)
+            module.router.places = TokenShares(mesh, chosen if chosen is not None and skips else spread)
     return splits
 
 
-def _split_experts(experts: GroupedExperts, name: str, at: ExpertParallel) -> list[ParamPlacement]:
-    """Keep this rank's experts, and of each its part of the inner width."""
-    splits = []
-    for part, parameter in list(experts.named_parameters()):
-        count, *dims = parameter.shape
-        inner = 1 if part == "down" else 0  # which of a matrix's dims is the inner width
-        start, local = [at.index * count // at.size, 0, 0], [count // at.size, *dims]
-        local[1 + inner] //= at.tensor_size
-        start[1 + inner] = at.tensor_index * local[1 + inner]
-        box = Box(tuple(start), tuple(local))
-        setattr(experts, part, nn.Parameter(parameter.new_empty(box.shape)))
-        splits.append(ParamPlacement(f"{name}.{part}", (count, *dims), box, box.shape, replicas="edp"))
-    return splits
-
-
-def _score_parts(module: MoE, at: ExpertParallel, mesh: Mesh) -> None:
-    """Have the ranks that share sequences each route their own tokens, by the scores of all."""
-    router = module.router
-    parts = at.parts.size() if at.parts else 1
-    ranks = at.context.size() if at.context else 1
-    router.share = 1 / (parts * ranks)
-    if at.context is not None:
-        with mesh.numbers():
-            places = [places_of(at.spread.chunks(rank), mesh.device) for rank in range(ranks)]
-            order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the sequence
-        sizes = [len(place) for place in places]
-
-    def by_parts(routed: Routed, x: Tensor, context: RoutingContext) -> Tensor:
-        length = x.shape[SEQUENCE] * (parts if at.split_already else 1)  # of this rank of cp
-        lengths = part_lengths(length, parts)
-        before = sum(lengths[: at.parts.rank()]) if at.parts else 0
-        here = lengths[at.parts.rank()] if at.parts else length
-        if at.context is None:
-            router.whole = lambda scores: whole_of(scores, at.parts, SEQUENCE, lengths)
-            router.own = lambda made: made[:, before : before + here]
-        else:
-            own = places[at.context.rank()][before : before + here]
-
-            def whole(scores: Tensor) -> Tensor:
-                scores = whole_of(whole_of(scores, at.parts, SEQUENCE, lengths), at.context, SEQUENCE, sizes)
-                return scores.index_select(SEQUENCE, order)
-
-            router.whole = whole
-            router.own = lambda made: made.index_select(SEQUENCE, own)
-        if at.split_already or at.parts is None:
-            return routed(x, context)
-        return whole_of(routed(part_of(x, at.parts, SEQUENCE, lengths), context), at.parts, SEQUENCE, lengths)
-
-    module.by_parts = by_parts
-
-
-def dispatch(at: ExpertParallel, experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-    """Every row through its expert, wherever that is.
+class TokenShares(TokenPlaces):
+    """Of the ranks that share sequences (tp and cp), each routes its own tokens, by the scores of all.
 
     Args:
-        rows: [m, h], by expert.
-        counts: [E], rows for each expert.
-
-    Returns:
-        [m, h], in the order of the rows.
+        spread: of the sequences over the ranks of cp; each rank's tokens are in equal parts over those of tp.
     """
-    if at.group is None and at.tensor is None:
-        return experts(rows, counts.tolist())
-    per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, expert there]
-    coming = per_rank[:, at.index].contiguous()  # [from, expert here]
-    everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
-    send = counts.view(at.size, -1).sum(1).tolist()
-    receive = read(coming.sum(1))
-    gathered = read(everywhere.sum((1, 2)))
-    order = _by_expert(everywhere.flatten(0, 1))
-    # One name: what backward does not need is gone at the next step.
-    rows = exchange_rows(rows, send, receive, at.group)
-    rows = gather_rows(rows, gathered, at.tensor)
-    rows = permuted(rows, *order)
-    rows = experts(rows, everywhere.sum((0, 1)).tolist())
-    rows = permuted(rows, *order[::-1])
-    rows = scatter_rows(rows, gathered, at.tensor)
-    return exchange_rows(rows, receive, send, at.group)
+
+    def __init__(self, mesh: Mesh, spread: Spread):
+        self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
+        self.split_already = mesh.layout.sequence_parallel
+        parts, rank = mesh.size("tp"), mesh.index("tp")
+        ranks = range(mesh.size("cp"))
+        self.share = 1 / (parts * len(ranks))
+        self.sizes = [count(spread.chunks(other)) for other in ranks]  # tokens of each rank of cp
+        self.lengths = part_lengths(self.sizes[mesh.index("cp")], parts)  # and of those, of each rank of tp
+        start = sum(self.lengths[:rank])
+        self.here = slice(start, start + self.lengths[rank])
+        self.order: Tensor | None = None
+        if self.cp is not None:
+            with mesh.numbers():
+                places = [places_of(spread.chunks(other), mesh.device) for other in ranks]
+                self.order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the
+                self.mine = places[mesh.index("cp")][self.here]  # sequence; and the places in it of what is here
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.split_already else part_of(x, self.tp, SEQUENCE, self.lengths)
+
+    def join(self, y: Tensor) -> Tensor:
+        return y if self.split_already else whole_of(y, self.tp, SEQUENCE, self.lengths)
+
+    def gather(self, scores: Tensor) -> Tensor:
+        scores = whole_of(scores, self.tp, SEQUENCE, self.lengths)
+        if self.order is None:
+            return scores
+        return whole_of(scores, self.cp, SEQUENCE, self.sizes).index_select(SEQUENCE, self.order)
+
+    def own(self, made: Tensor) -> Tensor:
+        return made[:, self.here] if self.order is None else made.index_select(SEQUENCE, self.mine)
+
+
+class DistributedExperts(GroupedExperts):
+    """This rank's experts, and of each its part of the inner width; every row goes to its expert, wherever that is.
+
+    Args:
+        whole: all experts.
+        name: theirs in the model.
+    """
+
+    def __init__(self, whole: GroupedExperts, name: str, at: ExpertParallel):
+        super(GroupedExperts, self).__init__()
+        self.at, self.sink, self.gate = at, at.sink, None
+        self.placements: list[ParamPlacement] = []
+        for part, parameter in whole.named_parameters():
+            n, *dims = parameter.shape
+            inner = 1 if part == "down" else 0  # which of a matrix's dims is the inner width
+            start, local = [at.index * n // at.size, 0, 0], [n // at.size, *dims]
+            local[1 + inner] //= at.tensor_size
+            start[1 + inner] = at.tensor_index * local[1 + inner]
+            box = Box(tuple(start), tuple(local))
+            setattr(self, part, nn.Parameter(parameter.new_empty(box.shape)))
+            self.placements.append(ParamPlacement(f"{name}.{part}", (n, *dims), box, box.shape, replicas="edp"))
+
+    def extra_repr(self) -> str:
+        """``ep=4, etp=2``."""
+        return f"ep={self.at.size}, etp={self.at.tensor_size}"
+
+    def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+        """As of `GroupedExperts`; the gradient of the weight goes to the sink."""
+        if self.sink.parameters is None:
+            return super().product(x, weight, counts)
+        return GroupedLinearFunction.apply(self.sink, x, weight, counts)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Pass every row through its expert: [m, h] by expert -> [m, h] in the same order.
+
+        Args:
+            counts: [E], rows for each expert of the model.
+        """
+        at = self.at
+        if at.group is None and at.tensor is None:
+            return super().forward(rows, counts)
+        per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, expert there]
+        coming = per_rank[:, at.index].contiguous()  # [from, expert here]
+        everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
+        send = counts.view(at.size, -1).sum(1).tolist()
+        receive = read(coming.sum(1))
+        gathered = read(everywhere.sum((1, 2)))
+        order = _by_expert(everywhere.flatten(0, 1))
+        # One name: what backward does not need is gone at the next step.
+        rows = exchange_rows(rows, send, receive, at.group)
+        rows = gather_rows(rows, gathered, at.tensor)
+        rows = permuted(rows, *order)
+        rows = self.blocks(rows, everywhere.sum((0, 1)).tolist())
+        rows = permuted(rows, *order[::-1])
+        rows = scatter_rows(rows, gathered, at.tensor)
+        return exchange_rows(rows, receive, send, at.group)
 
 
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,9 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import has_float8_products
 from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.weight_grad import Postponed, add_gradient, add_rows, give
-from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+from shoal.engine.parallel.weight_grad import GradSink, add_gradient, add_rows
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
 from shoal.engine.precision.policy import Policy
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
@@ -78,22 +78,22 @@ class Float8:
 
 
 def apply_float8(
-    model: Transformer, float8: Float8, splits: dict[str, ParamPlacement], mesh: Mesh, parameters: ShardedParameters,
-    postponed: Postponed | None,
+    model: Transformer, float8: Float8, splits: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
 ) -> None:
-    """Have linear layers multiply in 8 bits, in place. After `apply_weight_gradients`, whose products these replace.
+    """Have linear layers multiply in 8 bits, in place.
 
     Args:
         splits: how tensor parallelism split their weights, by name.
-        postponed: as of `apply_weight_gradients`.
+        sink: takes their gradients.
     """
     last = _Last()
     for name, module in model.named_modules():
         if name in float8.layers:
+            assert isinstance(module, Linear)
             split = splits[f"{name}.weight"]
             along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.whole[i]), "")
             module.product = Float8Product(
-                name, float8.recipe, float8.history, last, along, mesh.group("tp"), parameters, postponed,
+                name, float8.recipe, float8.history, last, along, mesh.group("tp"), sink,
                 native=has_float8_products(mesh.device),
             )
 
@@ -124,17 +124,17 @@ class Float8Product:
 
     def __init__(
         self, name: str, recipe: Recipe, history: AmaxHistory | None, last: _Last, split: str, group: Group | None,
-        parameters: ShardedParameters, postponed: Postponed | None, *, native: bool,
+        sink: GradSink, *, native: bool,
     ):
         self.name, self.recipe, self.history, self.last = name, recipe, history, last
         self.split, self.group = split, group
-        self.parameters, self.postponed, self.native = parameters, postponed, native
+        self.sink, self.native = sink, native
 
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """x W^T + bias: [.., in] -> [.., out]."""
         along, turned = self._encode_input(x)
         y = _Float8Linear.apply(self, x, weight, along.codes, along.scale, turned.codes, turned.scale)
-        return y if bias is None else _AddBias.apply(self.parameters, y, bias)
+        return y if bias is None else _AddBias.apply(self.sink, y, bias)
 
     def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
         last = self.last.input
@@ -236,7 +236,7 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:  # else it is frozen
             x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
             term = partial(_add_multiplied, layer, across, x, ctx.dtype)
-            give(layer.parameters, layer.postponed if d_x is not None else None, ctx.weight, term)
+            (layer.sink.add if d_x is None else layer.sink.defer_or_add)([ctx.weight], term)
         return None, d_x, None, None, None, None, None
 
 
@@ -244,13 +244,13 @@ class _AddBias(torch.autograd.Function):
     """Added in the compute format; its gradient is handed over as a matrix's is."""
 
     @staticmethod
-    def forward(ctx, parameters: ShardedParameters, y: Tensor, bias: nn.Parameter) -> Tensor:
-        ctx.parameters, ctx.bias = parameters, bias
+    def forward(ctx, sink: GradSink, y: Tensor, bias: nn.Parameter) -> Tensor:
+        ctx.sink, ctx.bias = sink, bias
         return y + bias
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        ctx.parameters.add(ctx.bias, partial(add_rows, gradient))
+        ctx.sink.add([ctx.bias], partial(add_rows, gradient))
         return None, gradient, None
 
 

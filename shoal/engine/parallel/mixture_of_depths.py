@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.uneven import exchange_rows, permuted, whole_of
-from shoal.engine.models.mixture_of_depths import Places, TokenRoute
+from shoal.engine.models.mixture_of_depths import ChosenPlaces, TokenRoute
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import Spread, spread
@@ -32,7 +32,7 @@ SEQUENCE = 1  # dim of [b, s]
 
 
 @dataclass(frozen=True)
-class SharedPlaces(Places):
+class SharedPlaces(ChosenPlaces):
     """Of one of several ranks.
 
     Attributes:
@@ -48,7 +48,7 @@ class SharedPlaces(Places):
     chosen: Sequence[Tensor]
     context: Tensor
 
-    def whole(self, scores: Tensor) -> Tensor:
+    def gather(self, scores: Tensor) -> Tensor:
         order = torch.cat(list(self.tokens)).argsort()
         sizes = [len(places) for places in self.tokens]
         return whole_of(scores, self.group, SEQUENCE, sizes).index_select(SEQUENCE, order)

@@ -29,15 +29,13 @@ from torch import Tensor
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import Pending, start_all_reduce, start_shift
-from shoal.engine.parallel.weight_grad import HERE
+from shoal.engine.parallel.weight_grad import Meanwhile, NoComm
 
 SEQUENCE = 1  # dim of [b, s, h] that sequence parallelism splits
 CHUNKS = 2  # of an all-reduce: more of them hide more, and make smaller products
 
-Meanwhile = Callable[[list[Tensor]], object]
 
-
-def multiply(x: Tensor, factor: Tensor, out: Tensor) -> None:
+def multiply_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write x F into ``out``: [b, s, k], [k, n] -> [b, s, n]; both may be parts of longer sequences."""
     if x.is_contiguous() and out.is_contiguous():
         torch.mm(x.flatten(0, 1), factor, out=out.view(-1, out.shape[-1]))
@@ -87,7 +85,7 @@ def gather_products(
         if hop + 1 < n:
             arriving, exchange = pass_on(here, group, following if following.is_contiguous() else None)
         for factor, out in zip(factors, outs, strict=True):
-            multiply(here, factor, out[at])
+            multiply_into(here, factor, out[at])
         if hop + 1 < n:
             exchange.wait()
             here = arriving
@@ -118,7 +116,7 @@ def scatter_products(
     for hop in range(n):
         at = (rank - 1 - hop) % n
         mine = xs[0].new_empty(b, s // n, factors[0].shape[1])
-        multiply(parts[0][at], factors[0], mine)
+        multiply_into(parts[0][at], factors[0], mine)
         for part, factor in zip(parts[1:], factors[1:], strict=True):
             mine.baddbmm_(part[at], factor.expand(b, *factor.shape))
         if hop + 1 == n:
@@ -133,7 +131,7 @@ def scatter_products(
 
 
 @dataclass(frozen=True)
-class RingEntry:
+class RingEntry(NoComm):
     """Into a region with sequence parallelism: gather, then multiply."""
 
     group: Group
@@ -146,12 +144,12 @@ class RingEntry:
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
         if not wanted:
-            return HERE.backward(gradients, factors, meanwhile, wanted)
+            return super().backward(gradients, factors, meanwhile, wanted)
         return scatter_products(gradients, factors, self.group, self.tokenwise, lambda: meanwhile(gradients))
 
 
 @dataclass(frozen=True)
-class RingExit:
+class RingExit(NoComm):
     """Out of it: multiply, then sum and scatter."""
 
     group: Group
@@ -169,35 +167,27 @@ class RingExit:
 
 
 @dataclass(frozen=True)
-class ChunkedEntry:
+class ChunkedEntry(NoComm):
     """Into a region without it: backward sums over the ranks."""
 
     group: Group
-
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return HERE.forward(x, factors)
 
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
         if not wanted:
-            return HERE.backward(gradients, factors, meanwhile, wanted)
+            return super().backward(gradients, factors, meanwhile, wanted)
         return reduced_products(gradients, factors, self.group, lambda: meanwhile(gradients))
 
 
 @dataclass(frozen=True)
-class ChunkedExit:
+class ChunkedExit(NoComm):
     """Out of it: forward does."""
 
     group: Group
 
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x, [reduced_products([x], factors, self.group)]
-
-    def backward(
-        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
-    ) -> Tensor | None:
-        return HERE.backward(gradients, factors, meanwhile, wanted)
 
 
 def reduced_products(

@@ -26,26 +26,17 @@ from torch import Tensor, nn
 
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
-from shoal.engine.models.norm import RMSNorm
-from shoal.engine.models.projections import JointProjections
-from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.overlap import SEQUENCE
-from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.replace import replace_forward
-from shoal.engine.parallel.tensor import (
-    ParallelStyle,
+from shoal.engine.parallel.linear import (
+    Linear,
+    SequenceEmbedding,
     TensorParallel,
-    VocabularyEmbedding,
-    VocabularyHead,
-    VocabularyLoss,
     empty_like,
     keep_rows,
-    split_modules,
+    multiply,
 )
-from shoal.engine.parallel.weight_grad import Postponed, look_up, product, project
-from shoal.spec.catalog import ModelShape
+from shoal.engine.parallel.overlap import SEQUENCE
+from shoal.engine.parallel.placement import ParamPlacement
 
 HIDDEN = 2  # dim of [b, s, h] that the grid splits
 
@@ -61,21 +52,27 @@ class Grid(TensorParallel):
     x: Group = field(kw_only=True)
     y: Group = field(kw_only=True)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Into a region, along y: [b, s, h/x] (or [b, s/y, h/x]) -> [b, s, h/x]."""
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Enter a region, along y: [b, s, h/x] (or [b, s/y, h/x]) -> [b, s, h/x]."""
         if self.sequence_parallel:
-            return gather_from(x, self.y, SEQUENCE, self.postponed.make)
-        return copy_to(x, self.y, self.postponed.make)
+            return gather_from(x, self.y, SEQUENCE, self.sink.flush)
+        return copy_to(x, self.y, self.sink.flush)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Out of it: sum along y. [b, s, h/x] -> [b, s, h/x] or [b, s/y, h/x]."""
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Leave it: sum along y. [b, s, h/x] -> [b, s, h/x] or [b, s/y, h/x]."""
         return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
 
-    def enter_whole(self, x: Tensor) -> Tensor:
-        return gather_from(self.enter(x), self.x, HIDDEN)
+    def gather_hidden(self, x: Tensor) -> Tensor:
+        """[b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
+        return gather_from(self.gather_input(x), self.x, HIDDEN)
 
-    def leave_whole(self, x: Tensor) -> Tensor:
-        return self.leave(scatter_to(x, self.x, HIDDEN))
+    def reduce_hidden(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
+        return self.reduce_output(scatter_to(x, self.x, HIDDEN))
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """[s] -> [s/y]."""
+        return positions.chunk(self.y.size())[self.y.rank()]
 
     def total(self, sums: Tensor) -> Tensor:
         """Sums over this rank's part of h -> over all of it, on which every rank's results depend."""
@@ -98,119 +95,107 @@ class Grid(TensorParallel):
         return [total.contiguous() for total in totals.split(widths, -1)]
 
 
-# ---- the kinds of split ----------------------------------------------------------------------------------------
+# ---- the split modules: arguments as of `shoal.engine.parallel.linear` -----------------------------------------
 
 
-@dataclass(frozen=True)
-class Region2D:
-    """A module entered along y, whose first products are summed along x.
+class ColumnLinear2D(Linear):
+    """Split by output over y and by input over x; the bias by output over all."""
 
-    Attributes:
-        heads: the projections that make keys and values, of which there may be fewer heads than ranks.
-    """
+    at: Grid
 
-    heads: tuple[str, ...] = ()
-
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        assert isinstance(module, JointProjections)
-        share = min(at.x.size(), max(1, at.size // at.shape.kv_heads))
-        users = [share if projection in self.heads else 1 for projection in module.projections]
-        module.project = lambda x: _project(module, x, users, at)
-        return []
-
-
-def _project(module: JointProjections, x: Tensor, users: Sequence[int], at: Grid) -> tuple[Tensor, ...]:
-    biases = [getattr(module, name).bias for name in module.projections]
-    results = at.own_units(project(module, at.enter(x), biased=False), users)
-    return tuple(y if bias is None else y + bias for y, bias in zip(results, biases, strict=True))
-
-
-@dataclass(frozen=True)
-class Column2D:
-    """Split by output over y and by input over x; the bias by output over all.
-
-    Attributes:
-        heads: whether it makes keys and values, of which neighbours hold the same where there are fewer than ranks.
-    """
-
-    heads: bool = False
-
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        assert isinstance(module, nn.Linear)
-        y, whole = at.y.size(), tuple(module.weight.shape)
-        parts = min(y, at.shape.kv_heads) if self.heads else y
-        copies, rows, columns = y // parts, whole[0] // parts, whole[1] // at.x.size()
+    def __init__(self, whole: nn.Linear, name: str, at: Grid):
+        super().__init__(whole, at.sink)
+        self.at = at
+        parts, y = min(at.y.size(), self.heads()), at.y.size()
+        copies, rows, columns = y // parts, self.out_features // parts, self.in_features // at.x.size()
         box = Box((at.y.rank() // copies * rows, at.x.rank() * columns), (rows, columns))
-        module.weight = empty_like(module.weight, box.shape)
-        weight = ParamPlacement(
-            f"{name}.weight", whole, box, box.shape,
+        self.weight = empty_like(whole.weight, box.shape)
+        self.placements = [ParamPlacement(
+            f"{name}.weight", tuple(whole.weight.shape), box, box.shape,
             sum_over=(f"tp_y/{copies}",) if copies > 1 else (), copies=copies, primary=at.y.rank() % copies == 0,
-        )
-        if module.bias is None:
-            return [weight]
-        parts = min(at.size, at.shape.kv_heads) if self.heads else at.size
-        return [weight, keep_rows(module, name, "bias", at, parts)]
+        )]
+        if self.bias is not None:
+            self.placements.append(keep_rows(self, name, "bias", at, min(at.size, self.heads())))
+
+    def heads(self) -> int:
+        """Into how many parts the outputs can be split."""
+        return self.at.size
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """[b, s, h/x] (or [b, s/y, h/x]) -> [b, s, f/(x y)] of each layer, by one collective along each axis."""
+        at = self.at
+        # Of each layer, how many neighbours use the same units.
+        users = [
+            min(at.x.size(), max(1, at.size // layer.heads())) for layer in layers if isinstance(layer, ColumnLinear2D)
+        ]
+        results = at.own_units(multiply(at.gather_input(x), layers, biased=False), users)
+        return [
+            y if layer.bias is None else y + layer.bias for y, layer in zip(results, layers, strict=True)
+        ]
 
 
-class Row2D:
+class KVColumnLinear2D(ColumnLinear2D):
+    """The same for keys and values, of which neighbours hold the same where there are fewer heads than ranks."""
+
+    def heads(self) -> int:
+        """Those of the model."""
+        return self.at.shape.kv_heads
+
+
+class RowLinear2D(Linear):
     """Split by input over y and by output over x, as the bias is, which is added once, after the sum."""
 
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        assert isinstance(module, nn.Linear)
-        whole = tuple(module.weight.shape)
-        rows, columns = whole[0] // at.x.size(), whole[1] // at.y.size()
+    at: Grid
+
+    def __init__(self, whole: nn.Linear, name: str, at: Grid):
+        super().__init__(whole, at.sink)
+        self.at = at
+        rows, columns = self.out_features // at.x.size(), self.in_features // at.y.size()
         box = Box((at.x.rank() * rows, at.y.rank() * columns), (rows, columns))
-        module.weight = empty_like(module.weight, box.shape)
-        replace_forward(module, lambda x: _row_forward(module, x, at))
-        weight = ParamPlacement(f"{name}.weight", whole, box, box.shape)
-        return [weight] if module.bias is None else [weight, _part_of_hidden(module, name, "bias", at)]
+        self.weight = empty_like(whole.weight, box.shape)
+        self.placements = [ParamPlacement(f"{name}.weight", tuple(whole.weight.shape), box, box.shape)]
+        if self.bias is not None:
+            self.placements.append(_keep_hidden(self, name, "bias", at))
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """[b, s, f/(x y)] -> [b, s, h/x] or [b, s/y, h/x]."""
+        (y,) = multiply(gather_from(x, self.at.x, HIDDEN), layers, biased=False)
+        y = self.at.reduce_output(y)
+        return (y if self.bias is None else y + self.bias,)
 
 
-def _row_forward(module: nn.Linear, x: Tensor, at: Grid) -> Tensor:
-    y = at.leave(product(module, gather_from(x, at.x, HIDDEN)))
-    return y if module.bias is None else y + module.bias
+class Norm2D(nn.Module):
+    """RMSNorm or LayerNorm of a hidden state of which each rank has a part: its sums are completed along x."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, whole: nn.RMSNorm | nn.LayerNorm, name: str, at: Grid):
+        super().__init__()
+        self.at, self.centred, self.weight = at, isinstance(whole, nn.LayerNorm), whole.weight
+        self.register_parameter("bias", getattr(whole, "bias", None))
+        self.placements = [_keep_hidden(self, name, part, at) for part, _ in whole.named_parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h/x] or [b, s/y, h/x]."""
+        at, hidden = self.at, self.at.shape.hidden
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if self.centred:
+            wide = wide - at.total(wide.sum(-1, keepdim=True)) / hidden
+        mean = at.total(wide.square().sum(-1, keepdim=True)) / hidden
+        y = (wide * (mean + at.shape.norm_eps).rsqrt()).to(x.dtype) * self.weight
+        return y if self.bias is None else y + self.bias
 
 
-class Norm:
-    """Of a hidden state of which each rank has a part: its sums are completed along x."""
+class PositionEmbedding2D(SequenceEmbedding):
+    """The columns of this rank's part of the hidden state."""
 
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        if isinstance(module, RMSNorm):
-            replace_forward(module, lambda x: _rms_norm(module, x, at))
-        else:
-            assert isinstance(module, nn.LayerNorm)
-            replace_forward(module, lambda x: _layer_norm(module, x, at))
-        return [_part_of_hidden(module, name, part, at) for part, _ in list(module.named_parameters())]
+    def __init__(self, whole: nn.Embedding, name: str, at: Grid):
+        super().__init__(whole, name, at)
+        self.placements = [_keep_hidden(self, name, "weight", at)]
 
 
-def _rms_norm(module: RMSNorm, x: Tensor, at: Grid) -> Tensor:
-    wide = _wide(x)  # [b, s, h/x], or [b, s/y, h/x]
-    mean = at.total(wide.square().sum(-1, keepdim=True)) / at.shape.hidden
-    return (wide * (mean + at.shape.norm_eps).rsqrt()).to(x.dtype) * module.weight
-
-
-def _layer_norm(module: nn.LayerNorm, x: Tensor, at: Grid) -> Tensor:
-    wide = _wide(x)
-    centred = wide - at.total(wide.sum(-1, keepdim=True)) / at.shape.hidden
-    variance = at.total(centred.square().sum(-1, keepdim=True)) / at.shape.hidden
-    return (centred * (variance + at.shape.norm_eps).rsqrt()).to(x.dtype) * module.weight + module.bias
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-class PositionTable:
-    """The columns of this rank's part of the hidden state; with sequence parallelism it looks up its own tokens'."""
-
-    def apply(self, module: nn.Module, name: str, at: Grid) -> list[ParamPlacement]:
-        assert isinstance(module, nn.Embedding)
-        if at.sequence_parallel:
-            replace_forward(module, lambda positions: look_up(module, positions.chunk(at.y.size())[at.y.rank()]))
-        return [_part_of_hidden(module, name, "weight", at)]
-
-
-def _part_of_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamPlacement:
+def _keep_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamPlacement:
     """Keep what belongs to this rank's part of h, a parameter's last dim; ranks along y hold the same."""
     parameter = getattr(module, part)
     *rows, hidden = whole = tuple(parameter.shape)
@@ -221,34 +206,3 @@ def _part_of_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamP
         f"{name}.{part}", whole, box, box.shape,
         sum_over=("tp_y",) if at.sequence_parallel else (), copies=at.y.size(), primary=at.y.rank() == 0,
     )
-
-
-GRID: dict[str, ParallelStyle[Grid]] = {
-    "embed.token": VocabularyEmbedding(),
-    "embed.position": PositionTable(),
-    "layers.*.{attention_norm,mlp_norm}": Norm(),
-    "layers.*.attention": Region2D(heads=("k", "v")),
-    "layers.*.attention.q": Column2D(),
-    "layers.*.attention.{k,v}": Column2D(heads=True),
-    "layers.*.attention.out": Row2D(),
-    "layers.*.mlp": Region2D(),
-    "layers.*.mlp.{gate,up}": Column2D(),
-    "layers.*.mlp.down": Row2D(),
-    "norm": Norm(),
-    "head": VocabularyHead(),
-    "loss": VocabularyLoss(),
-}
-
-
-def apply_grid(
-    model: Transformer, shape: ModelShape, mesh: Mesh, postponed: Postponed | None = None
-) -> dict[str, ParamPlacement]:
-    """Split a model on the meta device in place over the mesh's axes tp_x and tp_y.
-
-    Args, returns: as of `shoal.engine.parallel.tensor.apply_tensor_parallel`; every parameter is split by a rule.
-    """
-    at = Grid(
-        mesh.group_of_several("tp"), mesh.index("tp"), mesh.size("tp"), mesh.layout.sequence_parallel, shape,
-        postponed or Postponed(), x=mesh.group_of_several("tp_x"), y=mesh.group_of_several("tp_y"),
-    )
-    return split_modules(model, GRID, at)

@@ -9,15 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.engine.parallel.tensor import (
-    TENSOR_PARALLEL,
-    Column,
-    KeyValue,
-    Row,
-    VocabularyEmbedding,
-    VocabularyHead,
-    matches,
-)
+from shoal.engine.parallel.linear import ColumnLinear, RowLinear, VocabularyEmbedding
+from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches
 from shoal.labs.autoshard.capture.graph import Operator
 from shoal.labs.autoshard.intra.choices import OperatorSplit, lies, sizes_of, states, whole
 from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
@@ -156,10 +149,10 @@ def _within(used: Sharding, state: Sharding) -> bool:
 def _megatron(name: str) -> int | None:
     """The dim of a weight of shoal's own models that tensor parallelism splits."""
     module, _, part = name.rpartition(".")
-    for pattern, kind in TENSOR_PARALLEL.items():
-        if matches(pattern, module):
-            if isinstance(kind, (Column, KeyValue, VocabularyEmbedding, VocabularyHead)):
+    for pattern, style in TENSOR_PARALLEL.items():
+        if matches(pattern, module) and isinstance(style, type):
+            if issubclass(style, (ColumnLinear, VocabularyEmbedding)):
                 return 0
-            if isinstance(kind, Row):
+            if issubclass(style, RowLinear):
                 return 1 if part == "weight" else None
     return None

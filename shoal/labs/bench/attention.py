@@ -13,12 +13,12 @@ from rich.console import Console
 from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
-from shoal.engine.models.attention import AttentionCore
+from shoal.engine.models.attention import AttentionCore, Kernel
 from shoal.labs.bench.benchmark import Benchmark, Say, make_table
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 
-KERNELS = ("sdpa", "explicit")
+KERNELS: tuple[Kernel, ...] = ("sdpa", "explicit")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class AttentionBenchmark(Benchmark):
         generator = torch.Generator().manual_seed(0)
         q, k, v, gradient = (torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        cores = {kernel: AttentionCore() for kernel in KERNELS}
+        cores: dict[str, AttentionCore] = {kernel: AttentionCore(kernel) for kernel in KERNELS}
         outputs: dict[str, torch.Tensor] = {}
 
         def attend(kernel: str) -> None:
@@ -89,10 +89,8 @@ class AttentionBenchmark(Benchmark):
             torch.autograd.grad(out, inputs, gradient)
             outputs[kernel] = out.detach()
 
-        for kernel, core in cores.items():
-            core.kernel = kernel
         seconds = time_in_turns(
-            {kernel: partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device
+            {str(kernel): partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device
         )
         fused, explicit = (outputs[kernel].float() for kernel in KERNELS)
         difference = (fused - explicit).abs().max() / fused.abs().max()

@@ -15,7 +15,7 @@ from shoal.engine import runtime
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.experts.router import Router
 from shoal.engine.models.loss import SummedCrossEntropy
-from shoal.engine.parallel import apply, expert, mixture_of_depths, overlap, tensor
+from shoal.engine.parallel import apply, expert, linear, mixture_of_depths, overlap
 from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextParallel
 from shoal.engine.parallel.context.ring import RingPosition
@@ -62,11 +62,11 @@ class Fault:
 FAULTS: dict[str, Fault] = {
     "row-sum": Fault(
         "no all-reduce after a row-parallel product",
-        tensor, "_row_forward", fault_patches.row_without_sum, {"tp": 2},
+        linear.RowLinear, "results", fault_patches.row_without_sum, {"tp": 2},
     ),
     "entry-gradient": Fault(
         "no all-reduce of the gradient where a tensor-parallel block is entered",
-        tensor, "copy_to", fault_patches.entry_without_sum, {"tp": 2},
+        linear, "copy_to", fault_patches.entry_without_sum, {"tp": 2},
     ),
     "ring-sum": Fault(
         "the ring that sums and scatters forgets what comes from the rank before",

@@ -106,9 +106,8 @@ def run_reference(
         folder: receives a `step_file` for each step.
         trace: also write the activations of the last step to a `trace_file`.
     """
-    model = Transformer(shape).double()
+    model = Transformer(shape, seed=config.train.seed).double()
     initialise(model, config.train.seed)
-    model.sequences, model.seed = config.train.global_batch, config.train.seed
     history = multiply_in_float8(model, config)
     update = plain_optimizer(model, config.optimizer)
     curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
@@ -241,7 +240,9 @@ def _one_update(
     model.zero_grad(set_to_none=False)  # the update may hold on to them
     total = 0.0
     for batch in batches:
-        loss = model(batch.tokens, batch.targets, batch.documents, samples=batch.samples)
+        loss = model(
+            batch.tokens, batch.targets, batch.documents, samples=batch.samples, sequences=config.train.global_batch
+        )
         (loss / tokens).backward()
         total += loss.item()
     parameters = dict(model.named_parameters())

@@ -38,7 +38,7 @@ class Choices:
         samples, chosen = args[1].samples, output[1]
         assert samples is not None, "training passes on which samples its sequences are"
         places = torch.arange(self._shape.taken(router.layer, self._length), device=chosen.device)
-        tokens = router.own(samples.unsqueeze(1) * self._length + places)  # [b, s], in all the data
+        tokens = router.places.own(samples.unsqueeze(1) * self._length + places)  # [b, s], in all the data
         pairs = tokens.unsqueeze(-1) * chosen.shape[-1] + torch.arange(chosen.shape[-1], device=chosen.device)
         hashes = (uniform(router.layer, pairs[chosen]) * 2.0**53).long()
         self._sums[router.layer, tuple(samples.tolist())] = int(hashes.sum())

@@ -15,7 +15,7 @@ those of one device.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -153,19 +153,15 @@ class Histograms:
 
         undo.callback(stage.module.register_forward_pre_hook(enter).remove)
         undo.callback(stage.module.register_forward_hook(leave).remove)
-        projected = set()
         for name, module in stage.module.named_modules():
-            if hasattr(module, "projections"):  # made together, without a call of each
-                layers = [self._projection(f"{name}.{part}", getattr(module, part)) for part in module.projections]
-                projected |= {getattr(module, part) for part in module.projections}
-                undo.callback(setattr, module, "project", module.project)
-                module.project = partial(self._project, layers, module.project)
-            elif isinstance(module, nn.Linear) and module not in projected:
-                layer = (_Layer(name, "tp", "tp/1", self.vocabulary) if name == "head" else
-                         _Layer(name, "tp/1", "tp_y", module.out_features))
-                undo.callback(module.register_forward_hook(partial(self._called, layer)).remove)
+            if isinstance(module, nn.Linear):
+                undo.callback(module.register_forward_hook(partial(self._called, self._layer(name, module))).remove)
 
-    def _projection(self, name: str, module: nn.Linear) -> _Layer:
+    def _layer(self, name: str, module: nn.Linear) -> _Layer:
+        if name == "head":
+            return _Layer(name, "tp_y", "tp/1", self.vocabulary)
+        if name.endswith((".out", ".down")):
+            return _Layer(name, "tp/1", "tp_y", module.out_features)
         heads = name.endswith((".attention.k", ".attention.v"))
         shared = self.shared if heads else "tp/1"
         return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
@@ -174,16 +170,8 @@ class Histograms:
         """A tied head has the embedding's."""
         return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
 
-    def _project(self, layers: list[_Layer], project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor):
-        outputs = project(x)
-        for layer, output in zip(layers, outputs, strict=True):
-            self._seen(layer, x, output)
-        return outputs
-
-    def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        self._seen(layer, args[0], output)
-
-    def _seen(self, layer: _Layer, x: Tensor, output: Tensor) -> None:
+    def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        x = args[0]
         if not self._forward or self.engine.estimating:  # it is computed again in backward, or for Sophia
             return
         entering, leaving = (tensor.shape[:-1].numel() for tensor in (x, output))

@@ -59,18 +59,12 @@ def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: i
 def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Algorithm 2, over the unmasked tokens of the step."""
     length, numbered = engine.config.data.sequence_length, []
+    labels = _labels(engine, key_of_step(engine.config.train.seed, step))
     for microbatch, batch in enumerate(batches):
         sample = torch.tensor(engine.sample_indices(step, microbatch))
         index = (sample[:, None] * length + torch.arange(length)).to(batch.targets.device)
-        numbered.append(replace(batch, targets=index.where(batch.targets != IGNORE, IGNORE)))
-    labels = _labels(engine, key_of_step(engine.config.train.seed, step))
-    for stage in engine.stages:
-        stage.module.labels = labels
-    try:
-        _backward(engine, numbered, tokens)
-    finally:
-        for stage in engine.stages:
-            stage.module.labels = None
+        numbered.append(replace(batch, targets=index.where(batch.targets != IGNORE, IGNORE), labels=labels))
+    _backward(engine, numbered, tokens)
     return [gradient.square_().mul_(tokens) for gradient in _gradients(engine)]  # which the step makes anew
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,10 +53,10 @@ class Engine(EngineState):
         loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         for counts in self.layer_counts:
             counts.begin()
-        for stage in self.stages:  # routers begin the backward of their own losses, which are means over sequences
-            stage.module.sequences = self.config.train.global_batch / loss_scale
         scale = np.array([loss_scale / max(1, tokens[update]) for update in update_of])
-        batches = [batch.to(self.mesh.device) for batch in batches]
+        # Routers begin the backward of their own losses, which are means over sequences.
+        sequences = self.config.train.global_batch / loss_scale
+        batches = [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
         by_stage = StageUpdates(self, step) if self.program.updates > 1 else None

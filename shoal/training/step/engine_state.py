@@ -71,16 +71,14 @@ class EngineState:
         self.loss_replicas = (mesh if exact or layout.sync in COMPRESSED else self.sync_mesh).group("dp")
         self.stages, self.parameters = build_stages(
             shape, self.program, self.sync_mesh, self.policy, self.spread,
-            kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), compile=train.compile,
-            float8=self.float8,
+            kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), seed=train.seed,
+            compile=train.compile, float8=self.float8,
         )
         self._initialise()
         self.routing = ExpertRouting(self.stages, self.program, mesh, shape) if shape.experts else None
         self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
         self.layer_counts = [counts for counts in (self.routing, self.depths) if counts]
         self.validated: dict[str, Any] = {}
-        for stage in self.stages:
-            stage.module.sequences, stage.module.seed = train.global_batch, train.seed
         mixed = shape.experts is not None
         shards = shards_of(self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed)
         self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)

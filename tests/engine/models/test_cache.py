@@ -9,7 +9,6 @@ from torch import Tensor
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.recompute import apply_recompute
 from shoal.spec.catalog import ModelShape
 from tests.engine.models.test_transformer import SHAPES, random_model
 
@@ -39,11 +38,7 @@ def test_slices_are_the_whole_sequence(
     shape: ModelShape, lengths: list[int], packed: bool, kernel: str, recompute: str
 ) -> None:
     s = sum(lengths)
-    models = [random_model(shape), random_model(shape)]
-    apply_recompute(models[1], recompute)
-    for model in models:
-        for layer in model.layers.values():
-            layer.attention.core.kernel = kernel
+    models = [random_model(shape, kernel=kernel), random_model(shape, kernel=kernel, recompute=recompute)]
     tokens, targets = torch.randint(0, shape.vocab, (2, 2, s))
     targets[torch.rand(2, s) < 0.3] = IGNORE
     documents = torch.randint(0, 2, (2, s)).cumsum(1) if packed else None

@@ -11,10 +11,10 @@ from shoal.engine.models.context import Context
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.mixture_of_depths import begin, depths_of, highest
 from shoal.engine.models.transformer import Block, Transformer
-from shoal.engine.parallel.recompute import apply_recompute
 from shoal.planning.cost.flops import layer_flops
 from shoal.spec.catalog import Depths, ModelShape
 from shoal.spec.config import build_config
+from shoal.spec.layout import Recompute
 
 S, VOCAB = 10, 31
 
@@ -27,9 +27,9 @@ def shape_of(**depths) -> ModelShape:
     return build_config({"model": model}).model.shape(vocab=257, sequence_length=S).model_copy(update={"vocab": VOCAB})
 
 
-def model_of(shape: ModelShape, seed: int = 0) -> Transformer:
+def model_of(shape: ModelShape, seed: int = 0, recompute: Recompute = "none") -> Transformer:
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(shape).double()
+    model = Transformer(shape, recompute=recompute).double()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4, generator=generator)
     return model
@@ -48,7 +48,7 @@ def masked(block: Block, x: torch.Tensor, context: Context) -> torch.Tensor:
     causal = torch.ones(S, S, dtype=torch.bool).tril() if context.mask is None else context.mask
     seen = causal & chosen[:, None, None, :] | torch.eye(S, dtype=torch.bool)  # others see themselves: no row is empty
     weights = scores.sigmoid() if depth.depths.weight == "sigmoid" else scores
-    return x + (weights * chosen).unsqueeze(-1) * block.change(x, context._replace(mask=seen))
+    return x + (weights * chosen).unsqueeze(-1) * block.residual_update(x, context._replace(mask=seen))
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -92,14 +92,13 @@ def test_no_other_sequence_changes_what_a_sequence_computes() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_is_foreseen_is_counted_once_and_learned(recompute: str) -> None:
     shape = shape_of(every=1)
-    model, tokens = model_of(shape), tokens_of()
-    apply_recompute(model, recompute)
+    model, tokens = model_of(shape, recompute=recompute), tokens_of()
     entered = []
     for depth in depths_of(model):
         begin(depth)
         depth.register_forward_pre_hook(lambda module, args: entered.append((module, args[0].detach().clone())))
-    model.sequences = 5
-    model(tokens, torch.full_like(tokens, IGNORE)).backward()  # no token's loss: all gradients are the predictors'
+    # No token's loss: all gradients are the predictors'.
+    model(tokens, torch.full_like(tokens, IGNORE), sequences=5).backward()
     for depth, x in entered[: shape.layers]:
         logits = torch.nn.functional.gelu(x @ depth.predictor_up.t()) @ depth.predictor_down
         chosen = torch.zeros(2, S, dtype=torch.bool).scatter_(1, highest(x @ depth.router, 4), True)
@@ -134,7 +133,8 @@ def test_slices_decide_by_what_is_foreseen_token_by_token(name: str) -> None:
                 foreseen = torch.nn.functional.gelu(x @ depth.predictor_up.t()) @ depth.predictor_down > 0
                 causal = torch.ones(S, S, dtype=torch.bool).tril()
                 seen = causal & foreseen[:, None, None, :] | torch.eye(S, dtype=torch.bool)
-                return x + ((x @ depth.router) * foreseen).unsqueeze(-1) * layer.change(x, context._replace(mask=seen))
+                added = layer.residual_update(x, context._replace(mask=seen))
+                return x + ((x @ depth.router) * foreseen).unsqueeze(-1) * added
 
             layer.forward = chosen_alone
         torch.testing.assert_close(at_once, model(tokens), rtol=1e-9, atol=1e-12)

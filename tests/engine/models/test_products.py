@@ -8,7 +8,7 @@ import torch
 
 from shoal.engine.models import products
 from shoal.engine.models.attention import AttentionCore
-from shoal.engine.models.experts.grouped import grouped
+from shoal.engine.models.experts.grouped import GroupedFunction
 from shoal.engine.models.norm import RMSNorm
 from shoal.engine.models.products import by_mkl, tune_products
 
@@ -117,7 +117,7 @@ def test_grouped_products_are_mkls(onednn: None, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "mm", watched)
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
-    grouped(x, weight, [2, 3]).sum().backward()
+    GroupedFunction.apply(x, weight, [2, 3]).sum().backward()
     assert seen == ["highest"] * 6
     assert precision() == "medium"
 

@@ -1,6 +1,7 @@
 """Both families against the formulas written out naively, one position and one head at a time."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ SHARED = LLAMA.model_copy(update={"tied": True, "kv_heads": 1})
 SHAPES = {"llama": LLAMA, "gpt": GPT, "llama tied, one key head": SHARED}
 
 
-def random_model(shape: ModelShape) -> Transformer:
+def random_model(shape: ModelShape, **options: Any) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(shape).double()
+    model = Transformer(shape, **options).double()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.3)
@@ -86,9 +87,7 @@ def naive_logits(model: Transformer, tokens: Tensor, documents: Tensor | None) -
 @pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
 @torch.no_grad()
 def test_logits_are_the_formulas(shape: ModelShape, packed: bool, kernel: str) -> None:
-    model = random_model(shape)
-    for layer in model.layers.values():
-        layer.attention.core.kernel = kernel
+    model = random_model(shape, kernel=kernel)
     tokens = torch.randint(0, shape.vocab, (2, 7))
     documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]) if packed else None
     logits = model(tokens, documents=documents)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.models.mixture_of_depths import Places
+from shoal.engine.models.mixture_of_depths import ChosenPlaces
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.parallel.mixture_of_depths import SharedPlaces, by_rank
@@ -77,12 +77,12 @@ def rows_there_and_back(layout: Layout, taken: torch.Tensor, s: int, k: int) -> 
     found = [there - x.gather(1, here.unsqueeze(-1).expand(-1, -1, 3))]
     home = route.back(there)
     found.append(home - mine.flatten(0, 1).index_select(0, route.chosen))
-    alone = Places().route(taken, s)
+    alone = ChosenPlaces().route(taken, s)
     weights = torch.arange(len(x) * s, dtype=torch.float64).view(-1, s)[:, tokens].flatten()
     (gradient,) = torch.autograd.grad((home * weights[route.chosen].unsqueeze(1)).sum(), mine)
     expected = torch.zeros_like(mine).flatten(0, 1)
     expected[route.chosen] = weights[route.chosen].unsqueeze(1).expand(-1, 3)
-    found += [gradient.flatten(0, 1) - expected, places.whole(places.own(x[..., 0])) - x[..., 0]]
+    found += [gradient.flatten(0, 1) - expected, places.gather(places.own(x[..., 0])) - x[..., 0]]
     assert alone.chosen.numel() == taken.numel()
     away = int((~torch.isin(here, tokens)).sum())
     return [float(d.detach().abs().max()) for d in found], away, mesh.sent()["sequence", "all-to-all"]

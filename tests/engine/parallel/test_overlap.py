@@ -27,7 +27,7 @@ def run_of(tp_overlap: Any, parallel: dict | None = None, **train: Any) -> RunCo
 
 
 def part_by_part(config: RunConfig, background: bool) -> list[bool]:
-    """Of each region of a layer, whether its entry is a passage; else a collective stands before it.
+    """Of each region of a layer, whether its products and collectives are made together.
 
     Args:
         background: whether transfers are to be taken to go on while a rank computes.
@@ -38,7 +38,7 @@ def part_by_part(config: RunConfig, background: bool) -> list[bool]:
         engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, shape))
     (stage,) = engine.stages
     layer = stage.module.layers["0"]
-    return [not region._forward_pre_hooks for region in (layer.attention, layer.mlp)]
+    return [linear.at.overlap for linear in (layer.attention.q, layer.mlp.down)]
 
 
 @pytest.mark.parametrize(("tp_overlap", "parallel", "train", "background", "expected"), [

@@ -12,8 +12,7 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.tensor import TENSOR_PARALLEL, apply_tensor_parallel, matches
-from shoal.engine.parallel.tensor_2d import GRID, apply_grid
+from shoal.engine.parallel.tensor import TENSOR_PARALLEL, TENSOR_PARALLEL_2D, apply_tensor_parallel, matches
 from shoal.launch.worker_pool import Pool
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
@@ -44,10 +43,7 @@ def errors(shape: ModelShape, layout: Layout, overlap: bool) -> dict[str, float]
         for p in whole.parameters():
             p.normal_(std=0.3)
     split = copy.deepcopy(whole)
-    if layout.tp_x > 1:
-        splits = apply_grid(split, shape, mesh)
-    else:
-        splits = apply_tensor_parallel(split, shape, mesh, overlap=overlap)
+    splits = apply_tensor_parallel(split, shape, mesh, overlap=overlap)
     load(split, splits, whole)
     tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
     targets[0, :5] = IGNORE
@@ -132,7 +128,7 @@ def memory(shape: ModelShape, tp_x: int) -> tuple[int, int]:
     with torch.device("meta"):
         model = Transformer(shape)
         whole = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
-        (apply_grid if tp_x > 1 else apply_tensor_parallel)(model, shape, mesh)
+        apply_tensor_parallel(model, shape, mesh)
     return whole, sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
 
 
@@ -143,7 +139,7 @@ def test_every_matrix_is_held_once(pool: Pool, tp_x: int) -> None:
         assert here * 4 == whole
 
 
-@pytest.mark.parametrize("table", [TENSOR_PARALLEL, GRID], ids=["one dimension", "grid"])
+@pytest.mark.parametrize("table", [TENSOR_PARALLEL, TENSOR_PARALLEL_2D], ids=["one dimension", "grid"])
 def test_the_table_names_every_module_with_a_matrix_and_nothing_twice(table: dict) -> None:
     for shape in (LLAMA, GPT):
         with torch.device("meta"):

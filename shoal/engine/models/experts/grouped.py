@@ -7,7 +7,7 @@ in place into one result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -26,7 +26,6 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate, up: [E, f, h] (gate: llama alone).
         down: [E, h, f].
-        product: `grouped`, or another function in its place that hands its weights' gradients over.
     """
 
     def __init__(self, shape: ModelShape):
@@ -36,27 +35,29 @@ class GroupedExperts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, f, h)) if shape.family == "llama" else None
         self.up = nn.Parameter(torch.empty(count, f, h))
         self.down = nn.Parameter(torch.empty(count, h, f))
-        self.product: Callable[[Tensor, Tensor, Sequence[int]], Tensor] = grouped
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Each run of rows through its expert.
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Pass each run of rows through its expert.
 
         Args:
-            x: [m, h], by expert.
-            counts: rows of each expert; they add up to m.
+            rows: [m, h], by expert.
+            counts: [E] rows of each expert; they add up to m.
         """
+        return self.blocks(rows, counts.tolist())
+
+    def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+        """y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
+        return GroupedFunction.apply(x, weight, counts)
+
+    def blocks(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The feed-forward blocks, of rows that are here."""
         up = self.product(x, self.up, counts)
         if self.gate is None:
             return self.product(F.gelu(up, approximate="tanh"), self.down, counts)
         return self.product(F.silu(self.product(x, self.gate, counts)) * up, self.down, counts)
 
 
-def grouped(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
-    return _Grouped.apply(x, weight, counts)
-
-
-class _Grouped(torch.autograd.Function):
+class GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         ctx.counts = counts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -11,14 +9,6 @@ from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.router import Router, RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU
 from shoal.spec.catalog import ModelShape
-
-Routed = Callable[[Tensor, RoutingContext], Tensor]
-"""From [b, s, h] to what the experts make of it."""
-
-
-def compute(experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-    """Every row through its expert: [m, h] by expert, with the number of each one's rows, [E]."""
-    return experts(rows, counts.tolist())
 
 
 class MoE(nn.Module):
@@ -28,8 +18,6 @@ class MoE(nn.Module):
         router: gives tokens to experts.
         experts: those that tokens are routed to.
         shared: one block as wide as the shared experts together, or None.
-        compute: the function of this name, or another in its place where experts are elsewhere.
-        by_parts: where others have parts of the same sequences, calls `routed` (its first argument) for this one's.
     """
 
     def __init__(self, shape: ModelShape, layer: int):
@@ -40,12 +28,11 @@ class MoE(nn.Module):
         width = shape.experts.shared * shape.experts.ffn
         block = SwiGLU if shape.family == "llama" else MLP
         self.shared = block(shape, width) if width else None
-        self.compute: Callable[[GroupedExperts, Tensor, Tensor], Tensor] = compute
-        self.by_parts: Callable[[Routed, Tensor, RoutingContext], Tensor] | None = None
 
     def forward(self, x: Tensor, context: RoutingContext) -> Tensor:
         """x: [b, s, h]."""
-        y = self.routed(x, context) if self.by_parts is None else self.by_parts(self.routed, x, context)
+        places = self.router.places
+        y = places.join(self.routed(places.take(x), context))
         return y if self.shared is None else y + self.shared(x)
 
     def routed(self, x: Tensor, context: RoutingContext) -> Tensor:
@@ -53,7 +40,7 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, context)  # [b, s, E]
         rows = x.flatten(0, 1)  # [n, h]
         expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
-        y = self.compute(self.experts, _Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
+        y = self.experts(_Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
         weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
         return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
 

@@ -38,8 +38,31 @@ class Tallied(Protocol):
     tally: Tensor | None
 
 
-def _alone(x: Tensor) -> Tensor:
-    return x
+class TokenPlaces:
+    """Which tokens of the sequences this process has: all of them, unless it is one of several (`gather`: the full
+    scores that all decide by).
+
+    Attributes:
+        share: of the losses' tally, where several ranks compute the same sequences.
+    """
+
+    share = 1.0
+
+    def take(self, x: Tensor) -> Tensor:
+        """Of the activations, [b, s, h], those of the tokens that are routed here."""
+        return x
+
+    def join(self, y: Tensor) -> Tensor:
+        """Back to all tokens of the activations."""
+        return y
+
+    def gather(self, scores: Tensor) -> Tensor:
+        """Scores of all tokens of each sequence, in their order, from those of the tokens that are routed here."""
+        return scores
+
+    def own(self, made: Tensor) -> Tensor:
+        """Back to the tokens that are routed here: [b, s, ..]."""
+        return made
 
 
 class Router(nn.Module):
@@ -54,8 +77,7 @@ class Router(nn.Module):
         tally: [`SUMS` + E] float64, what backward has counted: choices dropped, the two losses, and the tokens that
             each expert got; None where nobody asks.
         validated: the same of forward passes without a backward, which recomputation has too; None but in validation.
-        whole, own: to the scores of whole sequences, and back to these tokens' part of what was made of them.
-        share: of the losses' tally, where several ranks compute the same sequences.
+        places: the tokens that are routed here.
     """
 
     bias: Tensor | None
@@ -71,9 +93,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(count) if shape.experts.bias_update else None)
         self.tally: Tensor | None = None
         self.validated: Tensor | None = None
-        self.whole: Callable[[Tensor], Tensor] = _alone
-        self.own: Callable[[Tensor], Tensor] = _alone
-        self.share = 1.0
+        self.places = TokenPlaces()
 
     def forward(self, x: Tensor, context: RoutingContext) -> tuple[Tensor, Tensor]:
         """Choose.
@@ -86,10 +106,10 @@ class Router(nn.Module):
         """
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = self.weight if self.noise is None else torch.cat((self.weight, self.noise))
-        logits = self.whole(F.linear(x.to(exact), weight.to(exact)))
+        logits = self.places.gather(F.linear(x.to(exact), weight.to(exact)))
         choice, logits = self._choose(logits, context)
         z = torch.logsumexp(logits, -1).square().mean(1)  # [b]
-        chosen, dropped = self.own(choice.chosen), self.own(choice.dropped)
+        chosen, dropped = self.places.own(choice.chosen), self.places.own(choice.dropped)
         balance, z = choice.balance.sum(), z.sum()
         loss = (self.experts.balance_loss * balance + self.experts.z_loss * z) / context.sequences
         counted = None
@@ -97,7 +117,7 @@ class Router(nn.Module):
             counted = self._counted(chosen, dropped, balance, z)
         elif self.validated is not None:
             self.validated += self._counted(chosen, dropped, balance, z)
-        return self.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
+        return self.places.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
 
     def _choose(self, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:
         experts, kind = self.experts, self.experts.gate
@@ -122,8 +142,8 @@ class Router(nn.Module):
         return kind(key_of(context.seed, f"layers.{self.layer}.gate"), index)
 
     def _counted(self, chosen: Tensor, dropped: Tensor, balance: Tensor, z: Tensor) -> Tensor:
-        sums = torch.stack((dropped.sum().double(), balance.detach().double() * self.share,
-                            z.detach().double() * self.share))
+        sums = torch.stack((dropped.sum().double(), balance.detach().double() * self.places.share,
+                            z.detach().double() * self.places.share))
         return torch.cat((sums, chosen.sum((0, 1)).double()))
 
 

@@ -13,20 +13,18 @@ Both together are the "unified sequence parallelism" of Fang & Zhao 2024.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.models.attention import AttentionCore
+from shoal.engine.models.attention import Kernel
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import Sight, places_of
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import Spread
 from shoal.engine.parallel.context.ulysses import Ulysses
-from shoal.engine.parallel.replace import replace_forward
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class ContextParallel:
         keys = [self.spread.place_chunks(place, range(slices.stop)) for place in range(self.spread.ring)]
         return Sight(self.spread.place_chunks(self.ring.place, slices), keys, documents)
 
-    def attend(self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         """As `AttentionCore`, of this rank's tokens to all that they see.
 
         Args:
@@ -69,7 +67,7 @@ class ContextParallel:
         slices = self.slices(t - s, s)
         queries, keys = (self.spread.place_lengths(self.ring.place, some) for some in (slices, range(slices.stop)))
         q, k, v = self.ulysses.heads_for_tokens(q, k, v, queries, keys)
-        out = RingAttention.apply(q, k, v, self.ring, sight, core.kernel)
+        out = RingAttention.apply(q, k, v, self.ring, sight, kernel)
         return self.ulysses.tokens_for_heads(out, queries)
 
 
@@ -84,10 +82,43 @@ def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chose
     if mesh.size("cp") == 1:
         return
     at = ContextParallel(mesh.index("cp"), spread, RingPosition.of(mesh), Ulysses.of(mesh))
-    replace_forward(model.positions, at.positions)
-    replace_forward(model.mask, at.sight)
+    model.set_submodule("positions", ContextPositions(at))
+    model.set_submodule("mask", ContextMask(at))
     for layer in model.layers.values():
         here = at if layer.depth is None or chosen is None else replace(at, spread=chosen)
-        replace_forward(layer.attention.core, partial(here.attend, layer.attention.core))
+        layer.attention.set_submodule("core", ContextAttention(here, layer.attention.core.kernel))
         if layer.depth is not None:
-            replace_forward(layer.depth.mask, here.sight)
+            layer.depth.set_submodule("mask", ContextMask(here))
+
+
+class ContextPositions(nn.Module):
+    """`Positions` of a rank's own tokens."""
+
+    def __init__(self, at: ContextParallel):
+        super().__init__()
+        self.at = at
+
+    def forward(self, start: int, s: int, device: torch.device) -> Tensor:
+        return self.at.positions(start, s, device)
+
+
+class ContextMask(nn.Module):
+    """`Mask` of a rank's own tokens: a `Sight`."""
+
+    def __init__(self, at: ContextParallel):
+        super().__init__()
+        self.at = at
+
+    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Sight:
+        return self.at.sight(start, s, documents, device)
+
+
+class ContextAttention(nn.Module):
+    """`AttentionCore` over the tokens of all ranks."""
+
+    def __init__(self, at: ContextParallel, kernel: Kernel):
+        super().__init__()
+        self.at, self.kernel = at, kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Sight) -> Tensor:
+        return self.at.attend(self.kernel, q, k, v, mask)

@@ -12,15 +12,13 @@ The weights of a piece are exp(scores - l) once l is known, so its backward need
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal.engine.models.attention import per_head
+from shoal.engine.models.attention import Kernel, per_head
 from shoal.engine.models.products import of_small_blocks
 
-Kernel = Literal["sdpa", "explicit"]
 _ROWS = 256  # of queries whose scores are alive at once in attention written out
 
 _aten = torch.ops.aten

@@ -20,8 +20,9 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
+from shoal.engine.models.attention import Kernel
 from shoal.engine.parallel.context.causal_blocks import Sight
-from shoal.engine.parallel.context.kernels import Kernel, attend, attend_backward
+from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.engine.parallel.context.token_order import count
 
 

@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.engine.data.batches import Batch
+from shoal.engine.models.attention import Kernel
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.engine.parallel.context.kernels import Kernel
 from shoal.labs.bench.crew import Step
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
 from shoal.training.step.engine_state import attention_kernel
@@ -38,9 +38,7 @@ from shoal.training.step.engine_state import attention_kernel
 
 def model(workload: Workload, kernel: Kernel) -> Transformer:
     """The whole plain model with the initial values that every contender starts from."""
-    built = Transformer(workload.shape)
-    for layer in built.layers.values():
-        layer.attention.core.kernel = kernel
+    built = Transformer(workload.shape, kernel=kernel)
     initialise(built, SEED)
     return built
 

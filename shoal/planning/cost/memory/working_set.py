@@ -6,7 +6,7 @@ kept; or at the very end, in the embedding. Each is written down here as the eng
 alive, less what was kept and is gone. Experts are wide, too, and their rows travel: a layer with some may need most in
 its forward, in the experts, or behind them, where the gradients of its other matrices are made. In 16 bits a weight's
 gradient has memory of its own before it is added (`shoal.engine.parallel.weight_grad`); over tp it waits until the sum
-of its input's gradient is on its way (`Postponed`).
+of its input's gradient is on its way (`GradSink.flush`).
 """
 
 from __future__ import annotations
@@ -277,17 +277,18 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
 
 
 def _through(run: MicroBatch, ffn: int) -> int:
-    """In the forward of a feed-forward block, of which nothing is kept: at its last product.
+    """Bytes in the forward of a feed-forward block of which nothing is kept.
 
     Args:
         ffn: its width.
     """
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
-    inside = (3 if run.shape.family == "llama" else 2) * wide
-    if run.layout.sequence_parallel:  # its input, gathered; its output, to be cut, and what is left of it
-        return inside + hidden + _summed(run) + _here(run)
-    biased = run.layout.tp > 1 and run.shape.family == "gpt"  # behind the sum
-    return inside + hidden + _here(run) * biased
+    gated, gathered = run.shape.family == "llama", run.layout.sequence_parallel
+    first = hidden * gathered + wide * (1 + gated)  # its input and the first products
+    between = (4 if gated else 2) * wide
+    biased = run.layout.tp > 1 and not gated  # after the sum
+    output = _summed(run) + _here(run) if gathered else hidden + _here(run) * biased
+    return max(first, between, (3 if gated else 1) * wide + output)
 
 
 def _summed(run: MicroBatch) -> int:

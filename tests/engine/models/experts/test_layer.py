@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.models.experts.balance import begin, begin_validation, rebalance
-from shoal.engine.models.experts.grouped import grouped
+from shoal.engine.models.experts.grouped import GroupedFunction
 from shoal.engine.models.experts.layer import MoE, _Rows, _sums, _Weighted
 from shoal.engine.models.experts.router import SUMS, RoutingContext
 from shoal.spec.catalog import Experts, ModelShape, model_shape
@@ -90,7 +90,7 @@ def test_draws_depend_on_seed_sample_and_place_alone() -> None:
 def test_scores_are_made_in_float32_at_least(dtype: torch.dtype) -> None:
     layer = layer_of(shape_of()).to(dtype)
     seen = []
-    layer.router.whole = lambda logits: seen.append(logits.dtype) or logits
+    layer.router.places.gather = lambda logits: seen.append(logits.dtype) or logits
     layer(torch.randn(1, 4, 6).to(dtype), RoutingContext())
     assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
 
@@ -156,7 +156,7 @@ def test_runs_of_any_length(counts: list[int]) -> None:
     weight = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     expected = torch.cat([part @ w.T for part, w in zip(x.split(counts), weight, strict=True)])
     gradient = torch.randn_like(expected)
-    found = grouped(x, weight, counts)
+    found = GroupedFunction.apply(x, weight, counts)
     torch.testing.assert_close(found, expected)
     for mine, theirs in zip(
         torch.autograd.grad(found, (x, weight), gradient), torch.autograd.grad(expected, (x, weight), gradient),

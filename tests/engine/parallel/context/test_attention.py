@@ -59,15 +59,14 @@ def errors(case: Case) -> list[float]:
     mask = None if documents is None else document_mask(documents, case.s)
     expected = AttentionCore()(*leaves, mask)
     expected.backward(gradient.double())
-    at, core = here(case), AttentionCore()
-    core.kernel = case.kernel
+    at = here(case)
     mine = places_of(at.spread.chunks(at.rank), q.device)
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     start, out = 0, []
     for length in at.spread.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
         sight = at.sight(start, length, documents, q.device)
-        out.append(at.attend(core, own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], sight))
+        out.append(at.attend(case.kernel, own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], sight))
         start = stop
     found = torch.cat(out, 2)
     found.backward(gradient[:, :, mine])
@@ -129,7 +128,7 @@ def kept(case: Case) -> tuple[int, int]:
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     sizes = []
     for attend in (
-        lambda: at.attend(core, *own, at.sight(0, len(mine), documents, q.device)),
+        lambda: at.attend(case.kernel, *own, at.sight(0, len(mine), documents, q.device)),
         lambda: core(*(x.requires_grad_() for x in (q, k, v)), None),
     ):
         found = {}

@@ -1,0 +1,326 @@
+"""The layers that stand in a model for torch's linear layers and embeddings.
+
+    `Linear`, `EmbeddingTable`  unsplit; their gradients go straight into their buffers (`GradSink`)
+    `ColumnLinear`              rank r has the r-th part of the outputs; gathers its input
+    `KVColumnLinear`            the same for keys and values, whose heads may be fewer than the ranks
+    `RowLinear`                 rank r has the r-th part of the inputs; sums its output over the ranks
+    `VocabularyEmbedding`       rank r has the r-th part of the token ids
+    `VocabularyHead`            the same for the output matrix, whose logits stay split
+    `VocabularyLoss`            cross-entropy of such logits
+    `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
+
+Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, so that
+each rank computes its own heads or hidden units; its last is split by input, so that the ranks' outputs are partial
+sums. Two collectives a block and direction remain: one where a block is entered, one where it is left.
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) the activations between the blocks are split along
+the sequence: entering gathers them, leaving sums and scatters. The bytes are the same; norms and residuals are not
+computed and stored tp times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.boxes import Box
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
+from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
+from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
+from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.weight_grad import NO_COMM, EmbeddingFunction, GradSink, LinearFunction, NoComm
+from shoal.spec.catalog import ModelShape
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place among the ranks that split one layer.
+
+    Attributes:
+        sink: takes the gradients of what is split; flushed in backward while an entry's collective is on its way.
+        overlap: whether products and the collectives next to them are made part by part, together.
+    """
+
+    group: Group
+    rank: int
+    size: int
+    sequence_parallel: bool
+    shape: ModelShape
+    sink: GradSink
+    overlap: bool = False
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Enter a block, where every rank needs all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
+        if self.sequence_parallel:
+            return gather_from(x, self.group, SEQUENCE, self.sink.flush)
+        return copy_to(x, self.group, self.sink.flush)
+
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Leave a block: sum the partial outputs. [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
+        return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
+
+    def gather_hidden(self, x: Tensor) -> Tensor:
+        """Enter a product over all of h: what this rank has of the hidden state -> [b, s, h]."""
+        return self.gather_input(x)
+
+    def reduce_hidden(self, x: Tensor) -> Tensor:
+        """Leave a sum over all ranks: [b, s, h] -> what this rank has of the hidden state."""
+        return self.reduce_output(x)
+
+    def entry(self, tokenwise: bool = False) -> NoComm:
+        """`gather_input` together with the products after it; ``tokenwise`` where tokens may come in any order."""
+        return RingEntry(self.group, tokenwise) if self.sequence_parallel else ChunkedEntry(self.group)
+
+    def exit(self, tokenwise: bool = False) -> NoComm:
+        """`reduce_output` together with the product before it."""
+        return RingExit(self.group, tokenwise) if self.sequence_parallel else ChunkedExit(self.group)
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """Those of this rank's part of the sequence: [s] -> [s/tp]."""
+        return positions.chunk(self.size)[self.rank]
+
+
+# ---- linear layers ---------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """A linear layer: x W^T + b.
+
+    Args:
+        whole: the layer that it stands for, with its parameters.
+
+    Attributes:
+        product: makes x W^T + b in another way (from x, W, and b or None): in 8 bits.
+    """
+
+    weight: nn.Parameter
+    at: TensorParallel | None = None
+    product: Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor] | None = None
+
+    def __init__(self, whole: nn.Linear, sink: GradSink):
+        super(nn.Linear, self).__init__()
+        self.in_features, self.out_features, self.sink = whole.in_features, whole.out_features, sink
+        self.weight = whole.weight  # type: ignore[assignment]  # declared as any tensor
+        self.register_parameter("bias", whole.bias)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """[.., in] -> [.., out]; ``y`` is the result, where it was made with that of others (`together`)."""
+        return self.results(x, (self,))[0] if y is None else y
+
+    def together(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """What this layer and others make of one input. Each is called, so that hooks find it as it would be alone."""
+        results = self.results(x, layers)
+        return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """What layers of this kind make of one input."""
+        return multiply(x, layers)
+
+    def extra_repr(self) -> str:
+        """``in_features=64, out_features=128/4, bias=False, tp=4``: a quarter of the outputs is here."""
+        columns, rows = (_part(n, here) for n, here in zip((self.in_features, self.out_features),
+                                                           (self.weight.shape[1], self.weight.shape[0]), strict=True))
+        ranks = f", tp={self.at.size}" if self.at else ""
+        return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}{ranks}"
+
+
+def _part(n: int, here: int) -> str:
+    """``128/4`` of 128, where 32 are here."""
+    return str(n) if n == here else f"{n}/{-(-n // here)}"
+
+
+def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True) -> Sequence[Tensor]:
+    """x W^T (+ b) of each layer: [.., in] -> [.., out], by one function where none of them has its own way."""
+    own = [layer.product for layer in layers]
+    biases = [layer.bias if biased else None for layer in layers]
+    if any(own) and len(layers) > 1:
+        return [y for layer in layers for y in multiply(x, (layer,), comm, biased=biased)]
+    if own[0] is not None:
+        return [own[0](x, layers[0].weight, biases[0])]
+    sink = layers[0].sink
+    if sink.parameters is None and comm is NO_COMM:
+        return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
+    return LinearFunction.apply(sink, comm, len(layers), x, *(layer.weight for layer in layers), *biases)
+
+
+class ColumnLinear(Linear):
+    """Split by output: rank r holds the r-th part of the rows of the weight and of the bias.
+
+    Args:
+        whole: the layer on one device.
+        name: its name in the whole model.
+    """
+
+    at: TensorParallel
+
+    def __init__(self, whole: nn.Linear, name: str, at: TensorParallel):
+        super().__init__(whole, at.sink)
+        self.at, self.tokenwise = at, tokenwise(name)
+        self.placements = [keep_rows(self, name, part, at, self.parts()) for part, _ in whole.named_parameters()]
+
+    def parts(self) -> int:
+        """Into how many the outputs are split."""
+        return self.at.size
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """One collective gathers the input of all of them."""
+        if self.at.overlap:
+            return multiply(x, layers, self.at.entry(self.tokenwise))
+        return multiply(self.at.gather_input(x), layers)
+
+
+class KVColumnLinear(ColumnLinear):
+    """`ColumnLinear` for keys and values. Where tp exceeds their heads, neighbours in tp hold the same head."""
+
+    def parts(self) -> int:
+        """At most one for each head."""
+        return min(self.at.size, self.at.shape.kv_heads)
+
+
+class RowLinear(Linear):
+    """Split by input: rank r holds the r-th part of the columns of the weight; the bias is added once, after the sum.
+
+    Args: as of `ColumnLinear`.
+    """
+
+    at: TensorParallel
+
+    def __init__(self, whole: nn.Linear, name: str, at: TensorParallel):
+        super().__init__(whole, at.sink)
+        self.at, self.tokenwise = at, tokenwise(name)
+        part = self.in_features // at.size
+        box = Box((0, at.rank * part), (self.out_features, part))
+        self.weight = empty_like(whole.weight, box.shape)
+        self.placements = [ParamPlacement(f"{name}.weight", tuple(whole.weight.shape), box, box.shape)]
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """[b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
+        if self.at.overlap:
+            (y,) = multiply(x, layers, self.at.exit(self.tokenwise), biased=False)
+        else:
+            (y,) = multiply(x, layers, biased=False)
+            y = self.at.reduce_output(y)
+        return (y if self.bias is None else y + self.bias,)
+
+
+class VocabularyHead(ColumnLinear):
+    """The output matrix split by token id: each rank has the logits of its own ids."""
+
+    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        """What this rank has of the hidden state -> [b, s, v/tp]."""
+        if self.at.overlap:
+            return multiply(x, layers, self.at.entry())
+        return multiply(self.at.gather_hidden(x), layers)
+
+
+# ---- embeddings and the loss -----------------------------------------------------------------------------------
+
+
+class EmbeddingTable(nn.Embedding):
+    """A table of rows.
+
+    Args:
+        whole: the module that it stands for, with its table.
+    """
+
+    at: TensorParallel | None = None
+
+    def __init__(self, whole: nn.Embedding, sink: GradSink):
+        super(nn.Embedding, self).__init__()
+        self.num_embeddings, self.embedding_dim, self.sink = whole.num_embeddings, whole.embedding_dim, sink
+        self.weight = whole.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..] -> [.., h]."""
+        if self.sink.parameters is None:
+            return F.embedding(ids, self.weight)
+        return EmbeddingFunction.apply(self.sink, ids, self.weight)
+
+    def extra_repr(self) -> str:
+        """``257/4, 64, tp=4``."""
+        sizes = zip((self.num_embeddings, self.embedding_dim), self.weight.shape, strict=True)
+        return ", ".join(_part(n, here) for n, here in sizes) + (f", tp={self.at.size}" if self.at else "")
+
+
+class VocabularyEmbedding(EmbeddingTable):
+    """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
+
+    at: TensorParallel
+
+    def __init__(self, whole: nn.Embedding, name: str, at: TensorParallel):
+        super().__init__(whole, at.sink)
+        self.at = at
+        self.placements = [keep_rows(self, name, "weight", at, at.size)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[b, s] -> what this rank has of [b, s, h]."""
+        box = self.placements[0].box
+        ids = ids - box.offset[0]
+        foreign = (ids < 0) | (ids >= box.shape[0])
+        rows = super().forward(ids.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
+        return self.at.reduce_hidden(rows)
+
+
+class SequenceEmbedding(EmbeddingTable):
+    """A table of positions: with sequence parallelism a rank needs its own part of the sequence."""
+
+    at: TensorParallel
+
+    def __init__(self, whole: nn.Embedding, name: str, at: TensorParallel):
+        super().__init__(whole, at.sink)
+        self.at, self.placements = at, list[ParamPlacement]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[s] -> [s, h] or [s/tp, h]."""
+        return super().forward(self.at.own_positions(ids) if self.at.sequence_parallel else ids)
+
+
+class VocabularyLoss(nn.Module):
+    """Cross-entropy over logits that are split by token id."""
+
+    def __init__(self, whole: nn.Module, name: str, at: TensorParallel):
+        super().__init__()
+        self.at, self.placements = at, list[ParamPlacement]()
+        rows = -(-at.shape.vocab // at.size)
+        self.first = at.rank * rows
+        self.here = min(rows, max(0, at.shape.vocab - self.first))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
+        return SummedCrossEntropy.apply(
+            logits, targets - self.first, targets != IGNORE, self.here,
+            lambda x: all_gather(x.unsqueeze(0), self.at.group),
+        )
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------
+
+
+def tokenwise(name: str) -> bool:
+    """Whether a layer is of a feed-forward block, between whose matrices each token is worked on by itself."""
+    return ".mlp." in name
+
+
+def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:
+    """Keep one of ``parts`` equal runs of rows of a parameter; the last runs may be short and are padded."""
+    parameter = getattr(module, part)
+    whole = tuple(parameter.shape)
+    copies = at.size // parts
+    rows = -(-whole[0] // parts)
+    start = min(at.rank // copies * rows, whole[0])
+    box = Box((start, *(0 for _ in whole[1:])), (min(rows, whole[0] - start), *whole[1:]))
+    local = (rows, *whole[1:])
+    setattr(module, part, empty_like(parameter, local))
+    return ParamPlacement(
+        f"{name}.{part}", whole, box, local,
+        sum_over=(f"tp/{copies}",) if copies > 1 else (), copies=copies, primary=at.rank % copies == 0,
+    )
+
+
+def empty_like(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    """Another of this shape, with no values yet."""
+    return nn.Parameter(parameter.new_empty(shape))
