@@ -39,6 +39,10 @@ class Canvas:
         self.elements += other.elements
         self.elements.append("</g>")
 
+    def embed(self, x: float, y: float, svg: str) -> None:
+        """An SVG element, such as a chart, with its upper left corner at (x, y)."""
+        self.elements.append(svg.replace("<svg ", f'<svg x="{_number(x)}" y="{_number(y)}" ', 1))
+
     def document(self, width: float, height: float, title: str) -> str:
         """The whole file, on white."""
         return "\n".join([

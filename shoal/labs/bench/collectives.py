@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -26,12 +27,10 @@ from shoal.labs.collectives.price import bus_bandwidth
 from shoal.labs.collectives.run import run_blocks, run_vector
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.launch.worker_pool import Pool
-from shoal.report.lines import lines
-from shoal.report.svg import FAINT, Canvas
+from shoal.report.charts import draw_lines, new_figure, to_svg
 
 BACKEND = "backend"
 MOST_RANKS = 32
-WIDTH, HEIGHT = 560.0, 330.0  # of one chart
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -244,23 +243,19 @@ def plot(rows: list[CollectiveTiming]) -> str:
     """Bus bandwidth over size, a chart for each collective and number of ranks, as an SVG file."""
     ranks = sorted({row.ranks for row in rows})
     names = list(dict.fromkeys(row.collective for row in rows))
-    canvas = Canvas()
-    canvas.text(30, 40, "Bus bandwidth of collectives", size=21, font_weight=650)
-    words = "in nccl-tests' definition; median of turns; backend's own dashed"
-    canvas.text(30, 62, words, size=13, fill=FAINT)
-    for y, name in enumerate(names):
-        for x, n in enumerate(ranks):
-            of_race = [row for row in rows if (row.collective, row.ranks) == (name, n)]
-            if not of_race:  # it was not measured any more
-                continue
-            series: dict[str, list[tuple[float, float]]] = {}
-            for row in of_race:
-                series.setdefault(row.algorithm, []).append((row.size, row.bus))
-            chart = lines(
-                f"{name} on {n} ranks", series, width=WIDTH, height=HEIGHT, dots=True, dashed=frozenset({BACKEND}),
-                x=("S", show_bytes), y=("", lambda bus: f"{show_bytes(bus)}/s"),
-            )
-            canvas.place(30 + x * (WIDTH + 30), 90 + y * (HEIGHT + 30), chart)
-    return canvas.document(
-        30 + len(ranks) * (WIDTH + 30), 100 + len(names) * (HEIGHT + 30), "Bus bandwidth of collectives"
+    figure, charts = new_figure(
+        560 * len(ranks), 60 + 300 * len(names), rows=len(names), columns=len(ranks),
+        title="Bus bandwidth of collectives, as nccl-tests defines it; median of turns; the backend's own dashed",
     )
+    for axes, (name, n) in zip(charts, product(names, ranks), strict=True):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if (row.collective, row.ranks) == (name, n):
+                series.setdefault(row.algorithm, []).append((row.size, row.bus))
+        axes.set_visible(bool(series))  # some pairs are not measured
+        if series:
+            draw_lines(
+                axes, f"{name} on {n} ranks", series, dots=True, dashed=frozenset({BACKEND}), x=("S", show_bytes),
+                y=("", lambda bus: f"{show_bytes(bus)}/s"),
+            )
+    return to_svg(figure)

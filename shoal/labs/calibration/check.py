@@ -21,8 +21,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import LayoutSpace, layouts
-from shoal.report.svg import FAINT, INK, Canvas
-from shoal.report.timeline.chart import ticks
+from shoal.report.charts import draw_scatter, new_figure, to_svg
 from shoal.spec.catalog.clusters import cluster, nodes
 from shoal.spec.layout import Layout
 
@@ -195,31 +194,12 @@ def lines(found: list[Compared]) -> list[str]:
 
 
 def write_scatter(path: Path, found: list[Compared]) -> None:
-    """Estimates over measurements, with the line on which they agree and those that are 10 % off."""
-    size, left, top = 440, 60, 30
-    most = 1.05 * max(max(one.measured, one.estimated) for one in found)
-
-    def x(seconds: float) -> float:
-        return left + (size - left - 20) * seconds / most
-
-    def y(seconds: float) -> float:
-        return size - 40 - (size - 40 - top) * seconds / most
-
-    canvas = Canvas()
-    for factor, dash in ((1.0, ""), (1.1, "4 3"), (0.9, "4 3")):
-        end = most / max(1.0, factor)
-        canvas.add("line", x1=x(0), y1=y(0), x2=x(end), y2=y(factor * end), stroke=FAINT, stroke_dasharray=dash)
-    canvas.add("line", x1=x(0), y1=y(0), x2=x(most), y2=y(0), stroke=INK)
-    canvas.add("line", x1=x(0), y1=y(0), x2=x(0), y2=y(most), stroke=INK)
-    for milliseconds in ticks(0.0, 1000 * most, 6)[1:]:
-        canvas.text(x(milliseconds / 1000), y(0) + 16, f"{milliseconds:g}", anchor="middle", fill=FAINT)
-        canvas.text(x(0) - 6, y(milliseconds / 1000) + 4, f"{milliseconds:g}", anchor="end", fill=FAINT)
-    canvas.text(x(most / 2), size - 6, "measured [ms]", anchor="middle")
-    canvas.text(left, 18, "estimated [ms]; dashed: 10 % off", anchor="start")
-    colours = {1: "#6f7c91", 2: "#4a7fc1", 3: "#2f9488", 4: "#e79245"}
-    for one in found:
-        canvas.add("circle", cx=x(one.measured), cy=y(one.estimated), r=4, fill=colours[one.layout.world_size])
-    for i, ranks in enumerate(sorted({one.layout.world_size for one in found})):
-        canvas.add("circle", cx=left + 20, cy=top + 12 + 16 * i, r=4, fill=colours[ranks])
-        canvas.text(left + 30, top + 16 + 16 * i, f"{ranks} rank{'s' if ranks > 1 else ''}")
-    write_whole(path, canvas.document(size, size, "Steps as they are estimated, over measured ones"))
+    """Draw estimated over measured times, a colour for each number of ranks."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for one in sorted(found, key=lambda one: one.layout.world_size):
+        ranks = one.layout.world_size
+        name = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        groups.setdefault(name, []).append((1000 * one.measured, 1000 * one.estimated))
+    figure, (axes,) = new_figure(560, 460, title="Step times")
+    draw_scatter(axes, groups, unit="ms")
+    write_whole(path, to_svg(figure))

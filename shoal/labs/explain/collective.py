@@ -21,7 +21,7 @@ from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology, Wire
 from shoal.labs.explain.figures import rounds as rounds_figure
 from shoal.labs.explain.rounds import picture
-from shoal.report.lines import lines
+from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.svg import FAINT, Canvas
 from shoal.spec.catalog.accelerators import accelerator
 from shoal.spec.catalog.links import link
@@ -285,12 +285,12 @@ def figure(
     side = 330.0
     canvas.place(30, below, rounds_figure.matrix(shown, size, side=side))
     if shown.ranks > 1:
-        canvas.place(side + 70, below, _chart(prices, bound, topology, width=width - side - 100, height=panel + 20))
+        canvas.embed(side + 70, below, _chart(prices, bound, topology, width=width - side - 100, height=panel + 20))
     return canvas.document(width, below + panel + 40, title)
 
 
-def _chart(prices: dict[str, Price], bound: Bound, topology: Topology, *, width: float, height: float) -> Canvas:
-    """Times over the size as multiples of the lower bound, and where the fastest changes."""
+def _chart(prices: dict[str, Price], bound: Bound, topology: Topology, *, width: float, height: float) -> str:
+    """Draw times over the size as multiples of the lower bound, and mark where the fastest changes."""
     def over(name: str, size: float) -> float:
         return prices[name].seconds(size) / bound.seconds(size, topology)
 
@@ -299,13 +299,14 @@ def _chart(prices: dict[str, Price], bound: Bound, topology: Topology, *, width:
         for start, name in fastest(prices)[1:]
         if SIZES[0] <= start <= SIZES[-1]
     ]
-    return lines(
+    figure, (axes,) = new_figure(width, height)
+    draw_lines(
+        axes,
         "Time over size, as a multiple of the lower bound",
         {name: [(size, over(name, size)) for size in SIZES] for name in prices},
-        width=width,
-        height=height,
         x=("S", show_bytes),
         y=("", "{:g} x".format),
         marks=marks,
         lowest=1.0,
     )
+    return to_svg(figure)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+from matplotlib.axes import Axes
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
@@ -13,12 +15,12 @@ from rich.table import Table
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
-from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, contour, walk
+from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, walk
 from shoal.pipeline.check_run import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
-from shoal.report.lines import COLOURS
-from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
+from shoal.report.charts import COLOURS, draw_bars, new_figure, styled, to_svg
+from shoal.report.svg import FAINT, INK
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, build_config
 from shoal.spec.config.optimizer import OptimizerName
@@ -32,9 +34,6 @@ GROUPS: tuple[tuple[str, tuple[OptimizerName | Literal["nesterov"], ...]], ...] 
 )
 """What shares a picture. AdamW without decay is Adam, and 8-bit Adam keeps so few moments in full precision; the
 two of Sophia differ in their estimates alone."""
-
-WIDTH, HEIGHT, GAP, TOP, LEGEND = 330, 262, 26, 40, 18
-BAR, BARS = 20, 300  # height of a bar with its distance, and width of the longest
 
 
 class OptimizersOptions(Section):
@@ -68,7 +67,7 @@ def explain(options: OptimizersOptions, console: Console) -> int:
     console.print(_ways_table(ways, options.steps))
     console.print(_memory_table(memory, options))
     if options.out:
-        options.out.write_text(figure(ways, memory, options), encoding="utf-8")
+        options.out.write_text(draw(ways, memory, options), encoding="utf-8")
         console.print(f"drawn: {options.out}")
     return 0
 
@@ -152,85 +151,37 @@ def _memory_table(memory: Mapping[str, float], options: OptimizersOptions) -> Ta
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 
-def figure(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
-    """The ways over each surface in a row of pictures, and under them the memory as bars."""
-    canvas = Canvas()
-    across, down = WIDTH + GAP, HEIGHT + TOP + 12
-    canvas.text(GAP, 26, f"Update rules: {options.steps} steps from the ring to the dot", size=16, font_weight=600)
-    for row, surface in enumerate(SURFACES):
-        lines, again = _contours(surface)
-        for column, ((title, _), group) in enumerate(zip(GROUPS, ways[surface.name], strict=True)):
-            picture = _picture(surface, again if column else lines, title, group)
-            canvas.place(GAP + column * across, 44 + row * down, picture)
-    y = 44 + len(SURFACES) * down
-    for column, group in enumerate(ways[SURFACES[0].name]):
-        canvas.place(GAP + column * across, y, _legend(group))
-    y += LEGEND * max(len(names) for _, names in GROUPS) + 24
-    canvas.place(GAP, y, _bars(memory, options))
-    height = y + 34 + BAR * len(memory)
-    return canvas.document(GAP + len(GROUPS) * across, height, "Update rules on a valley and a saddle")
+@styled
+def draw(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
+    """Draw the ways over each surface in a row of charts, and under them the memory as bars."""
+    figure, charts = new_figure(
+        380 * len(GROUPS), 350 * (len(SURFACES) + 1), rows=len(SURFACES) + 1, columns=len(GROUPS),
+        title=f"Update rules: {options.steps} steps from the ring to the dot",
+    )  # fmt: skip
+    for surface in SURFACES:
+        for (title, _), group in zip(GROUPS, ways[surface.name], strict=True):
+            _draw_ways(charts.pop(0), surface, title, group)
+    bars, *others = charts
+    for axes in others:
+        axes.set_visible(False)
+    sizes = sorted(memory.items(), key=lambda item: (item[1], item[0]))
+    draw_bars(bars, ["bytes"], [(name, [size], f"{size:.3g}") for name, size in sizes])
+    bars.set_title(f"Bytes of optimizer state per parameter:\n{options.model}, {options.precision}")
+    bars.get_legend().remove()
+    return to_svg(figure)
 
 
-def _contours(surface: Surface) -> tuple[Canvas, Canvas]:
-    """The lines, and a drawing that shows them once more."""
-    at, canvas, again = _scale(surface), Canvas(), Canvas()
-    for i, level in enumerate(surface.levels):
-        places = [(*at(p), *at(q)) for p, q in contour(surface, level)]
-        path = " ".join(f"M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}" for a, b, c, d in places)
-        shade = mix("#9aa7b8", GRID, i / (len(surface.levels) - 1))
-        mark = f"{surface.name}-{i}".replace(" ", "-")
-        canvas.add("path", id=mark, d=path, fill="none", stroke=shade, stroke_width=1)
-        again.add("use", href=f"#{mark}")
-    return canvas, again
-
-
-def _scale(surface: Surface):
+def _draw_ways(axes: Axes, surface: Surface, title: str, group: Sequence[Way]) -> None:
     left, bottom, right, top = surface.box
-
-    def at(point: tuple[float, float]) -> tuple[float, float]:
-        return (point[0] - left) / (right - left) * WIDTH, TOP + (top - point[1]) / (top - bottom) * HEIGHT
-
-    return at
-
-
-def _picture(surface: Surface, contours: Canvas, title: str, group: Sequence[Way]) -> Canvas:
-    canvas, at = Canvas(), _scale(surface)
-    canvas.text(0, 16, f"{surface.name}, {title}", size=12.5, font_weight=600)
-    canvas.text(0, 32, surface.formula, size=11, fill=FAINT)
-    canvas.place(0, 0, contours)
-    canvas.add("rect", x=0, y=TOP, width=WIDTH, height=HEIGHT, fill="none", stroke=GRID)
-    left, bottom, right, top = surface.box
-    for i, way in enumerate(group):
-        inside = [left <= x <= right and bottom <= y <= top for x, y in way.points]
-        shown = way.points[: inside.index(False) if False in inside else None]  # to where it leaves the picture
-        places = [at(point) for point in shown]
-        path = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        canvas.add("path", d=path, fill="none", stroke=COLOURS[i], stroke_width=1.6, stroke_linejoin="round")
-        for x, y in places[1:-1]:
-            canvas.add("circle", cx=x, cy=y, r=1.7, fill=COLOURS[i])
-        canvas.add("circle", cx=places[-1][0], cy=places[-1][1], r=4.5, fill=COLOURS[i], stroke="#ffffff")
-    x, y = at(surface.start)
-    canvas.add("circle", cx=x, cy=y, r=5, fill="#ffffff", stroke=INK, stroke_width=2)
-    return canvas
-
-
-def _legend(group: Sequence[Way]) -> Canvas:
-    canvas = Canvas()
-    for i, way in enumerate(group):
-        y = LEGEND * (i + 1) - 4
-        canvas.add("rect", x=0, y=y - 7, width=16, height=4, fill=COLOURS[i])
-        canvas.text(24, y, f"{way.label}, learning rate {way.rate:g}", size=12)
-    return canvas
-
-
-def _bars(memory: Mapping[str, float], options: OptimizersOptions) -> Canvas:
-    canvas = Canvas()
-    title = f"Bytes of optimizer state per parameter: {options.model}, {options.precision}"
-    canvas.text(0, 14, title, size=12.5, font_weight=600)
-    most = max(memory.values())
-    for i, (name, size) in enumerate(sorted(memory.items(), key=lambda item: (item[1], item[0]))):
-        y = 24 + i * BAR
-        canvas.text(78, y + 13, name, size=12, anchor="end")
-        canvas.add("rect", x=86, y=y + 3, width=max(1.0, BARS * size / most), height=BAR - 7, fill=COLOURS[0])
-        canvas.text(94 + BARS * size / most, y + 13, f"{size:.3g}", size=12)
-    return canvas
+    xs, ys = torch.linspace(left, right, 121), torch.linspace(bottom, top, 121)
+    losses = surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))  # [y, x]
+    axes.contour(xs, ys, losses, levels=surface.levels, colors=FAINT, linewidths=0.6, alpha=0.6, linestyles="solid")
+    for way, colour in zip(group, COLOURS, strict=False):
+        x, y = zip(*way.points, strict=True)
+        axes.plot(x, y, color=colour, marker=".", linewidth=1.4, label=f"{way.label}, learning rate {way.rate:g}")
+        axes.plot(x[-1], y[-1], "o", color=colour, markersize=7)
+    axes.plot(*surface.start, "o", color=INK, markerfacecolor="white", markersize=7)
+    axes.set(xlim=(left, right), ylim=(bottom, top))
+    axes.set_title(f"{surface.name}: {title}\n{surface.formula}", size=9)
+    axes.grid(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.08))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,31 +103,3 @@ def best_rate(surface: Surface, config: OptimizerConfig, steps: int) -> float:
         return sum(min(loss, 1e9) for loss in losses)
 
     return min(RATES, key=mean)
-
-
-def contour(surface: Surface, level: float, cells: int = 48) -> list[tuple[Point, Point]]:
-    """Short lines that make up one contour: the loss taken as flat over the two triangles of each cell."""
-    left, bottom, right, top = surface.box
-    xs = torch.linspace(left, right, cells + 1, dtype=torch.float64)
-    ys = torch.linspace(bottom, top, cells + 1, dtype=torch.float64)
-    grid = torch.stack(torch.meshgrid(xs, ys, indexing="ij"), -1)  # [x, y, 2]
-    heights = surface.loss(grid) - level
-    places = [[tuple(point) for point in column] for column in grid.tolist()]
-    above = heights.tolist()
-    found = []
-    for i in range(cells):
-        for j in range(cells):
-            a, b, c, d = (i, j), (i + 1, j), (i + 1, j + 1), (i, j + 1)
-            for corners in ((a, b, c), (a, c, d)):
-                found += _crossing([(places[p][q], above[p][q]) for p, q in corners])
-    return found
-
-
-def _crossing(corners: Sequence[tuple[Point, float]]) -> list[tuple[Point, Point]]:
-    """Where a plane over a triangle is zero: no line or one."""
-    ends = []
-    for (p, height), (q, other) in zip(corners, (*corners[1:], corners[0]), strict=True):
-        if (height < 0) != (other < 0):
-            part = height / (height - other)
-            ends.append((p[0] + part * (q[0] - p[0]), p[1] + part * (q[1] - p[1])))
-    return [(ends[0], ends[1])] if ends else []

@@ -9,9 +9,8 @@ import numpy as np
 
 from shoal.planning.goodput.forecast import GoodputForecast
 from shoal.planning.goodput.model import DAY, HOUR, TrainingJob, best_interval, effective, goodput, play
-from shoal.report.lines import lines
+from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.planning.tables import table
-from shoal.report.svg import Canvas
 
 TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", "simulated", "spares", "nodes there",
           "goodput")  # fmt: skip
@@ -59,8 +58,9 @@ def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
         [(t, 100 * play(replace(job, spares=None), t, failures=2000, seed=seed)) for t in span[::3]] for job in jobs
     }
     marks = [(best_interval(job), 100 * effective(job, best_interval(job)), "best") for job in jobs]
-    left = lines(
-        "Time that counts, by the work between saves", curves | simulated, width=640, height=330, marks=marks,
+    figure, (above, below) = new_figure(760, 720, rows=2, title="Goodput")
+    draw_lines(
+        above, "Time that counts, by the work between saves", curves | simulated, marks=marks,
         from_zero=True, dashed=frozenset(simulated), y=("", lambda y: f"{y:.0f} %"),
         x=("work between saves, seconds (log scale)", lambda x: f"{x:,.0f}"),
     )  # fmt: skip
@@ -73,11 +73,8 @@ def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
         name: [(float(n), 100 * goodput(TrainingJob(int(n), jobs[0].mtbf, save, restart))) for n in counts]
         for name, (save, restart) in kinds.items()
     }
-    right = lines(
-        "Time that counts at the best interval, by devices", sizes, width=640, height=330, from_zero=True,
+    draw_lines(
+        below, "Time that counts at the best interval, by devices", sizes, from_zero=True,
         x=("devices (log scale)", lambda n: f"{n:,.0f}"), y=("", lambda y: f"{y:.0f} %"),
     )  # fmt: skip
-    canvas = Canvas()
-    canvas.place(10, 10, left)
-    canvas.place(10, 370, right)
-    return canvas.document(700, 720, "Goodput")
+    return to_svg(figure)

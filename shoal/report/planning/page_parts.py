@@ -6,14 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from shoal.report.charts import draw_bars, new_figure, to_svg
 from shoal.report.page import Fragment, page
-from shoal.report.svg import FAINT, INK, Canvas
 
-COLOURS = (
-    "#4a7fc1", "#2f9488", "#8c7fb8", "#e79245", "#f1c667", "#cb5a3c", "#c3618d", "#6f7c91", "#a3b86c", "#b08968",
-    "#7aa5b8", "#c9ced6",
-)  # fmt: skip
-WIDTH, ROW, BAR = 860, 30, 22
+WIDTH = 860
 
 
 def write(path: Path, title: str, lead: str, parts: Iterable[str]) -> None:
@@ -33,34 +29,9 @@ def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def stacked_bars(
-    title: str, names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], most: float, *,
-    left: int = 90, limit: tuple[float, str] | None = None,
-) -> str:  # fmt: skip
-    """Draw bars of named pieces under a legend; pieces that no bar has are left out.
-
-    Args:
-        bars: of each its label, the sizes of its pieces, and the text after its end.
-        most: the size that fills the width.
-        left: pixels for the labels.
-        limit: a size to mark, and what it is.
-    """
-    canvas, scale = Canvas(), (WIDTH - left - 80) / most
-    shown = [i for i in range(len(names)) if any(sizes[i] > 0 for _, sizes, _ in bars)]
-    for place, i in enumerate(shown):
-        x, y = 10 + place % 3 * 280, 8 + place // 3 * 18
-        canvas.add("rect", x=x, y=y, width=11, height=11, fill=COLOURS[i])
-        canvas.text(x + 16, y + 10, names[i])
-    y = top = 16 + -(-len(shown) // 3) * 18
-    for label, sizes, end in bars:
-        canvas.text(left - 8, y + 15, label, anchor="end", size=11)
-        begin = float(left)
-        for i in shown:
-            canvas.add("rect", x=begin, y=y, width=sizes[i] * scale, height=BAR, fill=COLOURS[i])
-            begin += sizes[i] * scale
-        canvas.text(begin + 6, y + 15, end, size=11)
-        y += ROW
-    if limit:
-        at = left + limit[0] * scale
-        canvas.add("line", x1=at, x2=at, y1=top - 4, y2=y, stroke=INK, stroke_dasharray="4 3")
-        canvas.text(at - 4, y + 12, limit[1], anchor="end", fill=FAINT)
-    return canvas.document(WIDTH, y + 20, title)
+    names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], limit: tuple[float, str] | None = None
+) -> str:
+    """Return the SVG of horizontal bars with a legend; the arguments are those of `draw_bars`."""
+    figure, (axes,) = new_figure(WIDTH, 90 + 30 * len(bars))
+    draw_bars(axes, names, bars, limit)
+    return to_svg(figure, inline=True)

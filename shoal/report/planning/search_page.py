@@ -9,12 +9,13 @@ from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, Estimate
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import Plan
-from shoal.report.planning.page_parts import COLOURS, html_table, stacked_bars, write
+from shoal.report.charts import COLOURS
+from shoal.report.planning.page_parts import html_table, stacked_bars, write
 from shoal.report.planning.query_lines import mfu_of
 from shoal.report.svg import FAINT, INK, Canvas, mix
 from shoal.spec.layout import Layout
 
-CELL, NAME, LABEL = (118, 62), 120, 300
+CELL, NAME = (118, 62), 120
 
 
 def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: Sequence[str]) -> None:
@@ -31,11 +32,10 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: S
     lead = f"{run.cluster.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens a step."
     write(path, "Plan", lead, [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
-        stacked_bars("Time of the best layouts", NAMES, list(zip(names, times, steps, strict=True)),
-                     max(estimate.step_seconds for estimate in estimates), left=LABEL),
+        stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
         "<h2>Memory of the fullest rank</h2>",
-        stacked_bars("Memory of the best layouts", list(vars(fullest[0])), list(zip(names, held, sizes, strict=True)),
-                     estimates[0].capacity, left=LABEL),
+        stacked_bars(list(vars(fullest[0])), list(zip(names, held, sizes, strict=True)),
+                     (estimates[0].capacity, "of a device")),
         "<h2>Why the best is the best</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the best")),
     ])  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_bytes
-from shoal.report.curves import curves
+from shoal.report.curves import draw_curves
 from shoal.report.events import effective_facts, event_table
 from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
@@ -108,7 +108,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    parts = [_tiles(report.facts()), curves(report.metrics)]
+    parts = [_tiles(report.facts()), draw_curves(report.metrics)]
     if len(happened := event_table(report.events)) > 1:
         parts += [Fragment("<h2>What happened</h2>"), _table(happened)]
     if recorded := read_histograms(report.folder):

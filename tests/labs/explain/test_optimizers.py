@@ -1,4 +1,4 @@
-"""`shoal explain optimizers`: ways that the rules really take, contours on their level, bytes that are kept."""
+"""`shoal explain optimizers`: ways that the rules really take, and bytes that are kept."""
 
 import xml.etree.ElementTree as ET
 
@@ -11,7 +11,7 @@ from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
 from shoal.labs.explain.optimizers import GROUPS, bytes_per_parameter
-from shoal.labs.explain.surfaces import SURFACES, contour, walk
+from shoal.labs.explain.surfaces import SURFACES, walk
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.optimizers import ELEMENTWISE
@@ -36,13 +36,7 @@ def test_momentum_leaves_the_saddle_first():
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
-def test_contours_lie_on_their_level_and_hessians_are_the_losses_own(surface):
-    for level in surface.levels:
-        ends = torch.tensor([end for line in contour(surface, level) for end in line], dtype=torch.float64)
-        assert len(ends) > 20
-        low, high = torch.tensor(surface.box, dtype=torch.float64).view(2, 2)
-        assert (surface.loss(ends) - level).abs().max() < 0.02 * (abs(level) + 1)
-        assert ((ends >= low - 1e-9) & (ends <= high + 1e-9)).all()
+def test_hessians_are_the_losses_own(surface):
     at = torch.tensor([0.3, -0.7], dtype=torch.float64)
     exact = torch.autograd.functional.hessian(surface.loss, at).diagonal()
     torch.testing.assert_close(surface.hessian(at), exact)

@@ -26,7 +26,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
 from shoal.labs.bench.benchmark import Say, write_records
 from shoal.launch.forkserver import become_worker, worker_context
-from shoal.report.panels import Panel, Points, panels, with_mean
+from shoal.report.charts import Points, draw_means, new_figure, to_svg
 from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
@@ -99,17 +99,24 @@ def draw(
         families: names of runs, by the title of the panel.
         reference: those drawn grey in every panel.
         points: the curve of a run.
-        x, y, highest: as of `panels`.
+        x, y: titles of the axes.
+        highest: where y is cut off.
     """
     curves: dict[str, list[Points]] = {}
     for run in runs:
         curves.setdefault(run.name, []).append(points(run))
-    charts = []
-    for family, names in families.items():
-        if curves.keys() & names:
-            shown = [name for name in (*reference, *names) if name in curves]
-            charts.append(Panel(family, {name: with_mean(curves[name]) for name in shown}, frozenset(reference)))
-    return panels(title, charts, x=x, y=f"{y} (thin: each seed)", highest=highest)
+    drawn = {family: names for family, names in families.items() if curves.keys() & names}
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure, charts = new_figure(430 * columns, 40 + 290 * rows, rows=rows, columns=columns, title=title, shared=True)
+    for axes, (family, names) in zip(charts, drawn.items(), strict=False):
+        shown = {name: curves[name] for name in (*reference, *names) if name in curves}
+        draw_means(axes, family, shown, grey=reference, x=x, y=f"{y} (thin: each seed)")
+    if highest is not None and math.isfinite(highest):
+        charts[0].set_ylim(top=highest)
+    for axes in charts[len(drawn) :]:
+        axes.set_visible(False)
+    return to_svg(figure)
 
 
 def draw_validations(

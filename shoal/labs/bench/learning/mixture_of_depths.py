@@ -21,7 +21,7 @@ from shoal.labs.bench.learning.experiment import (
     train_all,
     write_files,
 )
-from shoal.report.panels import Points
+from shoal.report.charts import Points
 from shoal.spec.config import RunConfig, build_config
 
 DENSE, SHORTER, LESS, EQUAL = "dense", "dense, shorter", "as deep", "equal FLOPs"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, choose_names, make_table
 from shoal.labs.bench.learning.experiment import LossSummary, TrainedRun, compare, draw, train_all, write_files
-from shoal.report.panels import Points
+from shoal.report.charts import Points
 from shoal.spec.config import RunConfig, build_config
 
 REFERENCE, SMOOTH = "fp32", 10

@@ -12,7 +12,7 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.labs.bench.benchmark import Say, check_folder, make_table
 from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw_validations, train_all, write_files
-from shoal.report.panels import Points
+from shoal.report.charts import Points
 from shoal.spec.config import RunConfig, build_config
 
 KINDS = ("dense", "switch")

@@ -1,0 +1,200 @@
+"""Still charts by matplotlib, written as SVG."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from shoal.report.svg import FAINT, INK
+
+Points = Sequence[tuple[float, float]]
+Axis = tuple[str, Callable[[float], str]]
+"""The title of an axis, and how to write a number on it."""
+
+COLOURS = (
+    "#2563eb", "#e07b1a", "#0f9d76", "#c026a8", "#7c5cd6", "#b3261e", "#0891b2", "#8a6d1a", "#4b5563", "#5b3f8c",
+    "#7fae3c", "#1f4e79", "#a0522d", "#33a1c9", "#d4a5a5", "#3c6e47",
+)  # fmt: skip
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "shoal", "font.family": "sans-serif", "font.size": 9,
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT, "grid.alpha": 0.25,
+    "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False,
+    "lines.linewidth": 1.8, "lines.markersize": 4, "legend.fontsize": 8.5,
+}  # fmt: skip
+styled = matplotlib.rc_context(STYLE)
+"""Decorates a function that draws. Matplotlib reads its style wherever a part is made, and the user's stays as it is."""
+
+
+@styled
+def new_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, title: str = "", shared: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Create a figure of equal charts. Returns it and its axes, row by row.
+
+    Args:
+        width, height: in CSS pixels.
+        shared: give all charts the same axes.
+    """
+    figure = Figure(figsize=(width / 96, height / 96), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    return figure, [*figure.subplots(rows, columns, squeeze=False, sharex=shared, sharey=shared).flat]
+
+
+@styled
+def to_svg(figure: Figure, *, inline: bool = False) -> str:
+    """Return the figure as an SVG element.
+
+    Args:
+        inline: for use in a page: without a background, and in the page's own text colour.
+    """
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=inline, metadata={"Date": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return text.replace(INK, "currentColor").replace(FAINT, "currentColor") if inline else text
+
+
+@styled
+def draw_lines(
+    axes: Axes,
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    x: Axis,
+    y: Axis,
+    dashed: frozenset[str] = frozenset(),
+    marks: Sequence[tuple[float, float, str]] = (),
+    dots: bool = False,
+    from_zero: bool = False,
+    lowest: float | None = None,
+) -> None:
+    """Draw lines over a logarithmic x axis, with a legend.
+
+    Args:
+        series: by name, points in rising x; all positive.
+        dashed: names of the lines to draw dashed and grey.
+        marks: points (x, y) to emphasise, each with a label.
+        dots: draw the points, too.
+        from_zero: make y linear, from 0; otherwise it is logarithmic.
+        lowest: where a logarithmic y starts, if lower than all points.
+    """
+    axes.set_title(title)
+    axes.set_xscale("log")
+    colours = cycle(COLOURS)
+    for name, points in series.items():
+        colour, line = (FAINT, "--") if name in dashed else (next(colours), "-")
+        axes.plot(*zip(*points, strict=True), line, color=colour, marker="o" if dots else "", label=name)
+    for at, height, label in marks:
+        axes.plot([at], [height], "o", color=INK, markerfacecolor="white")
+        axes.annotate(label, (at, height), xytext=(0, 7), textcoords="offset points", ha="center", weight="bold")
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=lowest)
+        bottom, top = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 1000 * bottom else (1,)))
+    for axis, (label, show) in ((axes.xaxis, x), (axes.yaxis, y)):
+        axis.set_label_text(label)
+        axis.set_major_formatter(lambda value, _, show=show: show(value))
+        axis.set_minor_formatter(NullFormatter())
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+@styled
+def draw_means(
+    axes: Axes, title: str, series: Mapping[str, Sequence[Points]], *, grey: Sequence[str], x: str, y: str
+) -> None:
+    """Draw curves on linear axes: the mean of each name's lines thick, the lines themselves thin.
+
+    Args:
+        series: by name, the lines of one thing, one for each repetition.
+        grey: names to draw in grey, to compare with.
+    """
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    colours = cycle(COLOURS)
+    for name, lines in series.items():
+        colour = FAINT if name in grey else next(colours)
+        for line in lines:
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
+        mean = mean_line(lines)
+        axes.plot(*zip(*mean, strict=True), "--" if name in grey else "-", color=colour, label=name)
+    axes.legend(loc="upper right")
+
+
+def mean_line(lines: Sequence[Points]) -> list[tuple[float, float]]:
+    """Return the mean of some lines, as far as all of them go.
+
+    >>> mean_line([[(1, 4.0), (2, 2.0)], [(1, 2.0), (2, 0.0)]])
+    [(1.0, 3.0), (2.0, 1.0)]
+    """
+    together = zip(*lines, strict=False)
+    return [(sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)) for points in together]
+
+
+@styled
+def draw_bars(
+    axes: Axes, names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]],
+    limit: tuple[float, str] | None = None,
+) -> None:  # fmt: skip
+    """Draw horizontal bars made of named parts; parts that no bar has are left out.
+
+    Args:
+        bars: of each, from the top, its label, the sizes of its parts, and the text after its end.
+        limit: a size to mark, and what it is.
+    """
+    labels, sizes, ends = zip(*bars, strict=True)
+    rows = range(len(bars))
+    colours = cycle(COLOURS)
+    begin = [0.0] * len(bars)
+    for i, name in enumerate(names):
+        part = [each[i] for each in sizes]
+        if any(part):
+            axes.barh(rows, part, left=begin, height=0.7, color=next(colours), label=name)
+            begin = [a + b for a, b in zip(begin, part, strict=True)]
+    for row, (end, text) in enumerate(zip(begin, ends, strict=True)):
+        axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center")
+    if limit:
+        axes.axvline(limit[0], color=INK, linestyle="--", linewidth=1)
+        axes.annotate(limit[1], (limit[0], len(bars) - 0.5), xytext=(0, -12), textcoords="offset points", ha="right",
+                      annotation_clip=False)
+    axes.tick_params(length=0)
+    axes.set_yticks(rows, labels)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.xaxis.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.margins(x=0.12)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
+
+
+@styled
+def draw_scatter(axes: Axes, points: Mapping[str, Points], *, unit: str, log: bool = False) -> None:
+    """Draw estimated over measured values, with lines where both are equal and 10 % apart.
+
+    Args:
+        points: by name, (measured, estimated).
+    """
+    values = [value for group in points.values() for point in group for value in point]
+    low, high = (min(values) / 1.1 if log else 0.0), 1.05 * max(values)
+    for factor, style in ((1.0, "-"), (1.1, "--"), (0.9, "--")):
+        axes.plot([low, high], [factor * low, factor * high], style, color=FAINT, linewidth=0.9)
+    for (name, group), colour in zip(points.items(), cycle(COLOURS), strict=False):
+        axes.scatter(*zip(*group, strict=True), s=10, color=colour, alpha=0.6, linewidths=0, label=name)
+    if log:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.set(xlabel=f"measured [{unit}]", ylabel=f"estimated [{unit}]; dashed: 10 % off")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
