@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from shoal.report.svg import FAINT, INK
 
@@ -22,7 +24,7 @@ COLOURS = (
     "#2563eb", "#e07b1a", "#0f9d76", "#c026a8", "#7c5cd6", "#b3261e", "#0891b2", "#8a6d1a", "#4b5563", "#5b3f8c",
     "#7fae3c", "#1f4e79", "#a0522d", "#33a1c9", "#d4a5a5", "#3c6e47",
 )  # fmt: skip
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "shoal", "font.family": "sans-serif", "font.size": 9,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT, "grid.alpha": 0.25,
@@ -30,7 +32,7 @@ STYLE = {
     "lines.linewidth": 1.8, "lines.markersize": 4, "legend.fontsize": 8.5,
 }  # fmt: skip
 styled = matplotlib.rc_context(STYLE)
-"""Decorates a function that draws. Matplotlib reads its style wherever a part is made, and the user's stays as it is."""
+"""Decorator of functions that draw. It applies `STYLE` in them alone, so that the user's own settings stay."""
 
 
 @styled
@@ -105,9 +107,13 @@ def draw_lines(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 1000 * bottom else (1,)))
     for axis, (label, show) in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_label_text(label)
-        axis.set_major_formatter(lambda value, _, show=show: show(value))
+        axis.set_major_formatter(FuncFormatter(partial(_show, show)))
         axis.set_minor_formatter(NullFormatter())
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _show(show: Callable[[float], str], value: float, position: int) -> str:
+    return show(value)
 
 
 @styled
@@ -176,7 +182,8 @@ def draw_bars(
     axes.xaxis.set_visible(False)
     axes.spines[:].set_visible(False)
     axes.margins(x=0.12)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
+    if len(names) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
 
 
 @styled
@@ -191,7 +198,8 @@ def draw_scatter(axes: Axes, points: Mapping[str, Points], *, unit: str, log: bo
     for factor, style in ((1.0, "-"), (1.1, "--"), (0.9, "--")):
         axes.plot([low, high], [factor * low, factor * high], style, color=FAINT, linewidth=0.9)
     for (name, group), colour in zip(points.items(), cycle(COLOURS), strict=False):
-        axes.scatter(*zip(*group, strict=True), s=10, color=colour, alpha=0.6, linewidths=0, label=name)
+        xs, ys = zip(*group, strict=True)
+        axes.scatter(xs, ys, s=10, color=colour, alpha=0.6, linewidths=0, label=name)
     if log:
         axes.set_xscale("log")
         axes.set_yscale("log")

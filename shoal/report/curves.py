@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
+from matplotlib.ticker import MaxNLocator
+
 from shoal.report.charts import COLOURS, Points, new_figure, to_svg
 from shoal.report.page import Fragment
 from shoal.training.records.metrics import StepMetrics
@@ -37,5 +39,5 @@ def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = Fals
         axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[1])
     if from_zero:
         axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return f"<figure><figcaption>{escape(title)}</figcaption>{to_svg(figure, inline=True)}</figure>"

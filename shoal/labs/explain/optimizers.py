@@ -165,9 +165,8 @@ def draw(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], optio
     for axes in others:
         axes.set_visible(False)
     sizes = sorted(memory.items(), key=lambda item: (item[1], item[0]))
-    draw_bars(bars, ["bytes"], [(name, [size], f"{size:.3g}") for name, size in sizes])
+    draw_bars(bars, [""], [(name, [size], f"{size:.3g}") for name, size in sizes])
     bars.set_title(f"Bytes of optimizer state per parameter:\n{options.model}, {options.precision}")
-    bars.get_legend().remove()
     return to_svg(figure)
 
 

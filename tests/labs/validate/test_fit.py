@@ -112,7 +112,7 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
     assert main(["validate", str(tmp_path), "--fit", str(constants), "--out", str(page)]) == 0
     said = capsys.readouterr().out
     assert "Models that a fit had not seen" in said and "did not fit" in said
-    assert page.read_text().count("<circle") >= len(points_of(rows()))
+    assert page.read_text().count("<use ") >= len(points_of(rows()))
     again = read_calibration(constants)
     assert again["product"][HOPPER] == pytest.approx(0.5 * calibration()["product"][HOPPER], rel=0.2)
     assert main(["validate", str(tmp_path), "--constants", str(constants)]) == 0
