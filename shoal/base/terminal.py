@@ -1,31 +1,54 @@
-"""What is printed must end no run: letters that a terminal has not, and a reader that goes away."""
+"""The terminal: a progress bar, and printing that never aborts a run."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-def print_what_can_be() -> None:
-    """From now on stdout takes any text: what its encoding has no letters for, as a model writes it, becomes "?"."""
+DELAY = 1.0  # seconds before a progress bar is shown
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on stderr, if that is a terminal. Yields what to call with the part that is done and what comes next.
+    """
+    from rich.console import Console  # which commands without a bar do not wait for
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    begin = time.monotonic()
+    with Progress(
+        TextColumn(what), BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=1.0, visible=False)
+        yield lambda done, text: bar.update(
+            task, completed=done, description=text, visible=time.monotonic() - begin > DELAY
+        )
+
+
+def replace_unencodable() -> None:
+    """Print "?" from now on for letters that stdout's encoding does not have, as a model may write them."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def outlive_readers() -> None:
-    """From now on the reader of stdout and stderr may go away, as that of `shoal train | head` does: nothing fails for
-    it, and nothing more is printed. Of stdout's stderr is told, if it is another."""
+    """Survive from now on that the reader of stdout or stderr goes away, as in `shoal train | head`: nothing more is
+    printed there. If it is stdout's, stderr says so."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, _told), _lasting(sys.stderr, lambda: None)
 
 
 def _told() -> None:
-    print("nobody reads any more what this process prints; it goes on", file=sys.stderr, flush=True)
+    print("the reader of stdout has gone; this process continues without printing", file=sys.stderr, flush=True)
 
 
 def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:

@@ -35,27 +35,21 @@ def parse(text: str, units: dict[str, float], *, where: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def parse_counts(text: str, *, where: str, form: str, too_small: str) -> list[int]:
-    """Read whole numbers from 1 on, with commas between them.
+def parse_counts(text: str, *, where: str) -> list[int]:
+    """Comma-separated whole numbers, each at least 1.
 
     Args:
         where: what the error message names, such as an option.
-        form: what the message says where something else is given.
-        too_small: what it says of a number below 1.
 
     Raises:
         UsageError: something is no number, or below 1.
 
-    >>> parse_counts("1,8,64", where="--nodes", form="give numbers", too_small="there is at least one")
+    >>> parse_counts("1,8,64", where="--nodes")
     [1, 8, 64]
     """
-    try:
-        counts = [int(number) for number in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{where} {text}: {form}") from None
-    if min(counts) < 1:
-        raise UsageError(f"{where} {text}: {too_small}")
-    return counts
+    if not re.fullmatch("[1-9][0-9]{0,15}(,[1-9][0-9]{0,15})*", text):
+        raise UsageError(f"{where} {text}: give numbers of at least 1, with commas, as 1,8,64")
+    return [int(number) for number in text.split(",")]
 
 
 def show_bytes(size: float) -> str:

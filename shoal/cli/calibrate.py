@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import Field, PositiveInt
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
+from shoal.base.terminal import progress_bar
 from shoal.labs.calibration.calibrate import CHECK_ROUNDS, NAME, ROUNDS, check_profile
 from shoal.labs.calibration.check import is_right, lines, lost, write_scatter
 
@@ -72,7 +68,7 @@ def run(options: CalibrateOptions) -> int:
 def _measure(options: CalibrateOptions) -> int:
     check_writable(options.out, "--out", ".toml", new=True)
     begin = time.monotonic()
-    with _progress() as say:
+    with progress_bar("measuring") as say:
         found = shoal.calibrate(ranks=options.ranks, rounds=options.rounds or ROUNDS, say=say)
     found.write(options.out)
     print(found.describe())
@@ -83,7 +79,7 @@ def _measure(options: CalibrateOptions) -> int:
 
 def _check(options: CalibrateOptions, profile: Path) -> int:
     check_writable(options.scatter, "--scatter", ".svg", new=True)
-    with _progress() as say:
+    with progress_bar("measuring") as say:
         found = check_profile(
             profile, layouts=options.layouts, pick_of=options.pick, rounds=options.rounds or CHECK_ROUNDS, say=say
         )
@@ -92,14 +88,3 @@ def _check(options: CalibrateOptions, profile: Path) -> int:
         write_scatter(options.scatter, found)
         print(f"written: {options.scatter}")
     return int(lost(found) > MOST_LOST if options.pick else not is_right(found))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on the standard error; yields what to call with the share that is done and what comes next."""
-    with Progress(
-        BarColumn(), TextColumn("{task.description}"), console=Console(file=sys.stderr), transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        task = bar.add_task("starting", total=1.0)
-        yield lambda done, what: bar.update(task, completed=done, description=what)

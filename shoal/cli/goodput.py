@@ -66,9 +66,6 @@ def run(options: GoodputOptions) -> int:
     check_writable(options.out, "--out", ".svg")
     if options.spares is not None:
         reject_unused(options, ("availability",), "--spares says how many there are")
-    counts = parse_counts(
-        options.devices, where="--devices", form="give numbers, as 1024,16384", too_small="a job needs at least one"
-    )
     forecasts = [
         shoal.goodput(
             devices, mtbf=options.mtbf * HOUR if options.mtbf else None, checkpoint=options.checkpoint,
@@ -76,7 +73,7 @@ def run(options: GoodputOptions) -> int:
             spares=options.spares, repair=options.repair, availability=options.availability,
             failures=options.failures, seed=options.seed,
         )
-        for devices in counts
+        for devices in parse_counts(options.devices, where="--devices")
     ]  # fmt: skip
     print("\n".join(goodput_lines(forecasts)))
     if options.out:

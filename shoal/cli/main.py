@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, of_system, redact
-from shoal.base.terminal import print_what_can_be
+from shoal.base.terminal import replace_unencodable
 from shoal.cli.commands import COMMANDS
 
 READER_GONE = 141
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 refuted or failed, 2 bad input, 130 interrupted, 141 nobody reads what it prints.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    print_what_can_be()
+    replace_unencodable()
     try:
         code = _run(args)
         sys.stdout.flush()

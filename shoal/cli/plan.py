@@ -132,8 +132,7 @@ def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 
 
 def _map(options: PlanOptions, planners: list[shoal.LayoutPlanner]) -> int:
-    form, too_small = "give numbers of nodes, as 1,8,64", "there is at least one node"
-    nodes = parse_counts(options.map, where="--map", form=form, too_small=too_small)
+    nodes = parse_counts(options.map, where="--map")
     with search_progress("mapping") as progress:
         found = [planner.on_nodes(nodes, progress) for planner in planners]
     print("\n".join(map_lines(planners, nodes, found)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import PositiveInt
-from rich.console import Console
-from rich.text import Text
 
 import shoal
 from shoal.base.options import reject_unused
@@ -80,7 +78,6 @@ def run(options: AutoOptions) -> int:
     else:
         shape = subject.catalog_shape(options.model, options.layers, options.seq)
         module, inputs = subject.catalog_model(shape, options.micro_batch, options.seq, check=options.check)
-    console = Console(highlight=False)
     try:
         found = shoal.plan_operators(
             module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
@@ -89,7 +86,7 @@ def run(options: AutoOptions) -> int:
     except NothingFits as nothing:
         what = "sharding" if options.stages == 1 else "pipeline"
         capacity = show_bytes(operators.capacity_on(machine, options.memory))
-        console.print(Text(listing.nothing_fits(what, capacity, nothing.proven)), soft_wrap=True)
+        print(listing.nothing_fits(what, capacity, nothing.proven))
         return 1
     name = options.module or options.model
     if isinstance(found, StagedPlan):
@@ -103,10 +100,9 @@ def run(options: AutoOptions) -> int:
             said += ["", *listing.for_train(
                 options.model, shape, options.seq, batch, options.precision, found, options.micro_batch,
             )]  # fmt: skip
-    for line in said:
-        console.print(Text(line), soft_wrap=True)
+    print("\n".join(said))
     if not options.check:
         return 0
     difference = execute.run_plan(found, module, inputs)
-    console.print(Text(f"\n{difference.verdict}"), soft_wrap=True)
+    print(f"\n{difference.verdict}")
     return 0 if difference.exact else 1

@@ -10,18 +10,19 @@ from rich.console import Console
 
 import shoal
 from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.cli.simulate_options import SimulateOptions
 from shoal.report.timeline.schedules import schedule_chart, schedule_lines
 from shoal.report.timeline.terminal import show
-from shoal.report.timeline.write import check_name, write
+from shoal.report.timeline.write import KINDS, write
 
-ESTIMATED = {
+ESTIMATED = (
     "forward", "backward_input", "backward_weight", "pair", "comm", "latency", "reduce", "step", "kept_for_weight",
     "csv", "memory", "slices",
-}
+)
 """Options that are not read where times are estimated."""
-FOR_ESTIMATES = {"model", "catalog", "micro_batch", "sequence_length", "precision"}
+FOR_ESTIMATES = ("model", "catalog", "micro_batch", "sequence_length", "precision")
 """Options that are only read there."""
 
 
@@ -33,8 +34,7 @@ def run(options: SimulateOptions) -> int:
     """
     if options.check:
         return _check(options)
-    if options.out:
-        check_name(options.out)
+    check_writable(options.out, "--out", *KINDS)
     _reject_unread(options)
     names = [options.schedule or ("" if options.csv else "1f1b"), *options.compare.split(",")]
     names = [name for name in names if name]
@@ -59,16 +59,15 @@ def run(options: SimulateOptions) -> int:
             comm=options.comm, latency=options.latency, reduce=options.reduce, step=options.step,
             memory=options.memory, kept_for_weight=options.kept_for_weight, **sizes, **disturbance,
         )  # fmt: skip
-    console = Console()
     charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]
-    show(console, charts)
+    show(Console(), charts)
     for line in schedule_lines(played):
-        console.print(line, highlight=False)
+        print(line)
     if options.out:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."
         write(options.out, charts, title="Pipeline schedules", lead=lead)
-        console.print(f"written: {options.out}", highlight=False)
+        print(f"written: {options.out}")
     return 0
 
 
@@ -80,9 +79,7 @@ def _check(options: SimulateOptions) -> int:
 
     assert options.check is not None
     lines, error = published_bubbles.compare(published_bubbles.read(options.check))
-    console = Console()
-    console.print("\n".join(lines), highlight=False)
-    console.print(f"mean absolute error: {error:.3f} points (hundredths of the step)")
+    print("\n".join([*lines, f"mean absolute error: {error:.3f} points (hundredths of the step)"]))
     return 0
 
 
@@ -102,14 +99,10 @@ def _factors(option: str, given: Sequence[str], form: str) -> list[tuple[tuple[i
 
 def _reject_unread(options: SimulateOptions) -> None:
     """Refuse options that would be ignored."""
-    fields = SimulateOptions.model_fields
-    given = {name for name, field in fields.items() if getattr(options, name) != field.default}
-    for name in sorted(given & (ESTIMATED if options.cluster else FOR_ESTIMATES)):
-        option = f"--{name.replace('_', '-')} {getattr(options, name)}"
-        raise UsageError(
-            f"{option}: with --cluster, times are those of the estimate.\n  Leave one of them out."
-            if options.cluster else f"{option}: only with --cluster, whose times are those of the estimate"
-        )
+    if options.cluster:
+        reject_unused(options, ESTIMATED, "with --cluster, times are those of the estimate")
+    else:
+        reject_unused(options, FOR_ESTIMATES, "only with --cluster, whose times are those of the estimate")
     if not (options.comm + options.latency or options.cluster):
         reject_unused(options, ("blocking",), "messages take no time; give --comm or --latency too")
     if not options.jitter:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.base.terminal import outlive_readers, print_what_can_be
+from shoal.base.terminal import outlive_readers, replace_unencodable
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
@@ -52,7 +52,7 @@ def run(
         member: its place, where that is not what the environment says.
         stop: where requests to stop are counted already.
     """
-    print_what_can_be()
+    replace_unencodable()
     outlive_readers()
     member = member or started_as()
     before = former(member) if member.how != "local" and member.local_rank == 0 else []

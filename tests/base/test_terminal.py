@@ -34,7 +34,7 @@ def test_a_reader_that_goes_away_ends_nothing(unbuffered):
     speaker.stdout.close()
     _, said = speaker.communicate("\n\n")
     assert (speaker.returncode, said.splitlines()) == (
-        0, ["nobody reads any more what this process prints; it goes on", "it came to its end"],
+        0, ["the reader of stdout has gone; this process continues without printing", "it came to its end"],
     )
 
 

@@ -98,7 +98,7 @@ def test_more_of_anything_never_makes_it_slower() -> None:
         ("--fix stage_layers=2/2", "no layout of 8 devices with --fix stage_layers=2/2 can split"),
         ("--precision bf61", "did you mean 'bf16'"),
         ("--out plan.svg", "ending in .html"),
-        ("--map 1,x --out map.svg", "give numbers of nodes"),
+        ("--map 1,x --out map.svg", "give numbers of at least 1"),
         ("--map 1,2 --cluster 8xH100", "Name two, as 2x8xH100"),
         ("--fewest --what-if", "Ask one at a time"),
         ("--fewest --toml run.toml", "--toml run.toml: --fewest lists no layouts of one search"),

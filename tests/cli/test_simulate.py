@@ -100,7 +100,7 @@ def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.C
         ("--memory 3", "--memory 3.0: only for zb-auto, not 1f1b"),
         ("--pair 3 --compare zb-h1", "--pair 3.0: only for dualpipe, dualpipev, not 1f1b, zb-h1"),
         ("--forward 0 --backward-input 0 --backward-weight 0", "there is nothing to play"),
-        ("--out step.pdf", "step.pdf: it cannot be told what to write"),
+        ("--out step.pdf", "--out step.pdf: give a file ending in .html or .svg"),
         ("--out nowhere/step.svg", "nowhere/step.svg: there is no folder nowhere"),
         ("--cluster 4xH100 --model tiny --comm 1", "--comm 1.0: with --cluster, times are those of the estimate"),
         ("--cluster 2xH100 --model tiny", "but 2 were given"),

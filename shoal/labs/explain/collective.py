@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import BANDWIDTH, BYTES, TIME, parse, show_bytes, show_seconds
@@ -123,8 +124,7 @@ def _check(collective: Collective, options: CollectiveOptions) -> None:
     if options.algorithm and options.algorithm not in TEXTBOOK[collective]:
         near = did_you_mean(options.algorithm, TEXTBOOK[collective])
         raise UsageError(f"--algorithm {options.algorithm}: {collective} has none of that name; {near}")
-    if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
-        raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
+    check_writable(options.out, "--out", ".svg")
     if options.root and collective not in ROOTED:
         raise UsageError(f"--root {options.root}: {collective} has no root")
     for topology, names in OF_TOPOLOGY.items():

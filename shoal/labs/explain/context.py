@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import pieces
@@ -56,8 +56,7 @@ def explain(options: ContextOptions, console: Console) -> int:
     Raises:
         UsageError: ranks, heads and tokens do not fit each other, or the file cannot be written.
     """
-    if options.out and options.out.suffix != ".svg":
-        raise UsageError(f"--out {options.out}: a drawing ends in .svg")
+    check_writable(options.out, "--out", ".svg")
     shape = model_shape(options.model)
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
     check_layout(layout, shape, global_batch=1, sequence_length=options.sequence_length)

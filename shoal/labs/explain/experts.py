@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue
@@ -108,8 +109,7 @@ def _checked(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
     zero = next((stage for stage in ZERO_STAGES if stage == options.zero), None)
     if zero is None:
         raise UsageError(f"explain experts --zero {options.zero}: 0 to 3.")
-    if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
-        raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
+    check_writable(options.out, "--out", ".svg")
     shape = model_shape(options.model)
     if shape.experts is None:
         raise UsageError(f"explain experts --model {options.model}: it has no experts; try mixtral-8x7b.")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
 from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, walk
@@ -77,8 +78,7 @@ def _check(options: OptimizersOptions) -> None:
         raise UsageError(f"--momentum {options.momentum}: a decay rate, from 0 to below 1.")
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
-    if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
-        raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
+    check_writable(options.out, "--out", ".svg")
 
 
 def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:

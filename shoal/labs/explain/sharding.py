@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import show_bytes, show_seconds
@@ -116,8 +117,7 @@ def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) ->
     topology = _topology(options, mesh)
     if topology not in TOPOLOGIES:
         raise UsageError(f"--topology {options.topology}: {did_you_mean(options.topology, TOPOLOGIES)}")
-    if options.out and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
-        raise UsageError(f"--out {options.out}: give a file in a folder that exists, ending in .svg")
+    check_writable(options.out, "--out", ".svg")
     if options.run and mesh.ranks > MOST_RANKS_RUN:
         raise UsageError(f"--run: {mesh.ranks} processes, one for each device; at most {MOST_RANKS_RUN} are started")
     if len(expression.arrays) == 1:

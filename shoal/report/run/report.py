@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
 from shoal.base.units import show_bytes
 from shoal.report.curves import draw_curves
 from shoal.report.events import effective_facts, event_table
@@ -17,7 +18,7 @@ from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.run.comparison import Comparison, op_table, rank_table
 from shoal.report.timeline.measured import MeasuredStep
-from shoal.report.timeline.write import check_name, write
+from shoal.report.timeline.write import KINDS, write
 from shoal.spec.config import RUN_FILE, RunConfig, load_config
 from shoal.training.records.histograms import read_histograms
 from shoal.training.records.metrics import StepMetrics, read_metrics
@@ -87,7 +88,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"{folder} is no run folder: it has no {RUN_FILE}.")
     file = Path(out) if out else folder / PAGE
-    check_name(file)
+    check_writable(file, "--out", *KINDS)
     config, metrics, profile = load_config(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
     if not metrics:
         raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")

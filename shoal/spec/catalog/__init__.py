@@ -4,19 +4,17 @@ from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerato
 from shoal.spec.catalog.experts import Experts
 from shoal.spec.catalog.links import link
 from shoal.spec.catalog.mixture_of_depths import Depths
-from shoal.spec.catalog.models import ModelShape, Published, model_names, model_shape, published
+from shoal.spec.catalog.models import ModelShape, model_names, model_shape
 
 __all__ = [
     "Accelerator",
     "Depths",
     "Experts",
     "ModelShape",
-    "Published",
     "accelerator",
     "accelerators",
     "link",
     "match",
     "model_names",
     "model_shape",
-    "published",
 ]

@@ -161,7 +161,8 @@ def cluster(name: str) -> Cluster:
     given = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", name, re.IGNORECASE)
     wanted, per_node, rest = given.groups() if given else (None, None, name)
     if wanted is None and per_node is None:
-        if (pod := re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)) and (kind := _known(pod[1])) in _pods():
+        pod = re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)
+        if pod and (kind := _known(pod[1])) and nodes()[kind].dimensions:
             return _slice(name, nodes()[kind], int(pod[2]))
         if rest in accelerators():
             return Cluster(name, accelerator(rest), 1, 1)
@@ -202,10 +203,6 @@ def cluster(name: str) -> Cluster:
 def _known(name: str) -> str | None:
     """The node type that a name means, in any capitals."""
     return {known.lower(): known for known in nodes()}.get(name.lower())
-
-
-def _pods() -> list[str]:
-    return [name for name, node in nodes().items() if node.dimensions]
 
 
 def _network(name: str) -> bool:

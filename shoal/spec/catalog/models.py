@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -77,16 +77,23 @@ class ModelShape(Section):
 
     def parameters(self) -> int:
         """Exact number of trainable parameters, a tied head counted once."""
-        experts = self.experts
-        held = self._block(experts) * experts.count if experts else 0
-        return self._dense_parameters() + self._sparse_layers() * held
-
-    def active_parameters(self) -> int:
-        """Those that one token meets: the experts that it is not given to are left out. The embedding counts whole, and
-        so do layers that only some tokens pass through."""
-        experts = self.experts
-        met = self._block(experts) * experts.per_token if experts else 0
-        return self._dense_parameters() + self._sparse_layers() * met
+        h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
+        gpt = self.family == "gpt"
+        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # with the norms
+        if self.latent is not None:
+            layer += self.latent.query_rank + self.latent.key_value_rank  # theirs
+        block = h * f * self._matrices_of_block()
+        if gpt:
+            layer, block = layer + q + 2 * kv + h, block + f + h  # with the biases
+        total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
+        if (experts := self.experts) is not None:
+            routers = (2 if experts.gate == "noisy-top-k" else 1) * h * experts.count
+            of_experts = (experts.count + experts.shared) * self._block(experts)
+            if gpt and experts.shared:
+                of_experts += experts.shared * experts.ffn + h
+            total += len(experts.layers(self.layers)) * (routers + of_experts - block)
+        total += sum(self.router(i) for i in range(self.layers))
+        return total + self.vocab * h * (1 if self.tied else 2)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Model FLOPs of forward and backward per token: 6 per matrix parameter and 12 L a d s for attention.
@@ -152,9 +159,6 @@ class ModelShape(Section):
         """Parameters of one expert."""
         return self.hidden * experts.ffn * self._matrices_of_block()
 
-    def _sparse_layers(self) -> int:
-        return len(self.experts.layers(self.layers)) if self.experts else 0
-
     def _attention_matrices(self) -> int:
         h, q, kv, latent = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.latent
         if latent is None:
@@ -163,47 +167,10 @@ class ModelShape(Section):
         queries = h * latent.query_rank + latent.query_rank * (q + rotary)
         return queries + h * (latent.key_value_rank + latent.rotary_dim) + latent.key_value_rank * 2 * q + q * h
 
-    def _dense_parameters(self) -> int:
-        """All but the experts that tokens are routed to."""
-        h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
-        gpt = self.family == "gpt"
-        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # with the norms
-        if self.latent is not None:
-            layer += self.latent.query_rank + self.latent.key_value_rank  # theirs
-        block = h * f * self._matrices_of_block()
-        if gpt:
-            layer, block = layer + q + 2 * kv + h, block + f + h  # with the biases
-        total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
-        if self.experts is not None:
-            routers = 2 if self.experts.gate == "noisy-top-k" else 1
-            shared = self.experts.shared * self._block(self.experts)
-            if gpt and shared:
-                shared += self.experts.shared * self.experts.ffn + h
-            total += self._sparse_layers() * (routers * h * self.experts.count + shared - block)
-        total += sum(self.router(i) for i in range(self.layers))
-        return total + self.vocab * h * (1 if self.tied else 2)
-
-
-class Published(NamedTuple):
-    """What the authors say about the size of their model."""
-
-    parameters: int | None
-    """The count that they print; None for shapes of our own."""
-
-    to: int
-    """The unit in which they print it: 1 exactly, 100_000_000 for "6.7B"."""
-
-    active: int | None
-    """The count that they print of those that one token meets, where that is another."""
-
-    off_because: str
-    """Why the shape's exact count is not the printed one, where rounding is not the reason; else empty."""
-
-    source: str
-    """Paper or released weights."""
-
 
 _ABOUT = {"published_parameters", "published_to", "published_active", "off_because", "source"}
+"""What an entry says of a model besides its shape: the count that its authors print and its unit (1: exactly), that of
+the parameters that one token meets, why the shape has another count than its rounding, and the source."""
 
 
 def _entry(name: str) -> dict[str, Any]:
@@ -239,19 +206,3 @@ def model_shape(name: str) -> ModelShape:
     if found.heads % found.kv_heads:
         raise wrong("models", name, f"kv_heads: {found.kv_heads} does not divide heads {found.heads}")
     return found
-
-
-def published(name: str) -> Published:
-    """The parameter count that a model's authors print.
-
-    Raises:
-        UsageError: the name is not in the catalog.
-    """
-    found = _entry(name)
-    return Published(
-        parameters=found.get("published_parameters"),
-        to=found.get("published_to", 1),
-        active=found.get("published_active"),
-        off_because=found.get("off_because", ""),
-        source=found.get("source", ""),
-    )

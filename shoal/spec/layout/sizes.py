@@ -57,18 +57,19 @@ def check_layout(
 
 def _check_data_parallel(layout: Layout, global_batch: int) -> None:
     if layout.zero_shard is not None and layout.dp % layout.zero_shard:
-        near = " or ".join(map(str, nearest_divisors(layout.zero_shard, of=layout.dp)))
         raise UsageError(
             f"parallel.zero_shard = {layout.zero_shard} does not divide dp {layout.dp}: "
-            f"dp = dp_replicate x zero_shard.\n  Nearest that do: {near}."
+            f"dp = dp_replicate x zero_shard.\n  Nearest that do: {_nearest(layout.zero_shard, layout.dp)}."
         )
     per_pass = layout.dp * layout.micro_batch
     if global_batch % per_pass:
+        each, left = divmod(global_batch, layout.dp)
+        micro_batches = sorted(nearest_divisors(layout.micro_batch, of=each)) if each and not left else []
         raise UsageError(
             f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
             f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
             f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
-            + (f" Or micro_batch: {fitting}." if (fitting := _micro_batches(layout, global_batch)) else "")
+            + (f" Or micro_batch: {' or '.join(map(str, micro_batches))}." if micro_batches else "")
         )
     if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
         raise UsageError(
@@ -78,28 +79,18 @@ def _check_data_parallel(layout: Layout, global_batch: int) -> None:
         )
 
 
-def _micro_batches(layout: Layout, global_batch: int) -> str:
-    """The sizes of a micro-batch that are nearest to the layout's."""
-    each, left = divmod(global_batch, layout.dp)
-    return "" if left or not each else " or ".join(map(str, sorted(nearest_divisors(layout.micro_batch, of=each))))
-
-
 def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
     if layout.tp == 1:
         return
-    for what, size in _split_sizes(shape).items():
-        if size % layout.tp:
-            raise UsageError(
-                f"parallel.tp = {layout.tp} does not divide model.{what} = {size}: each rank takes {what} / tp of "
-                f"them.\n  Nearest tp that fits the model: {_nearest_tp(layout, shape)}."
-            )
-    if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
-        raise UsageError(
-            f"parallel.tp = {layout.tp} fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads "
-            f"(each rank takes some) or be a multiple of it (each head is replicated)."
-            f"\n  Nearest tp that fits the model: {_nearest_tp(layout, shape)}."
+    if why := _tp_misfit(layout.tp, shape):
+        fits = sorted(
+            (tp for tp in divisors(shape.heads) if not _tp_misfit(tp, shape)), key=lambda tp: abs(tp - layout.tp)
         )
-    _check_grid(layout, shape)
+        raise UsageError(
+            f"parallel.tp = {layout.tp} {why}.\n  Nearest tp that fits the model: {' or '.join(map(str, fits[:2]))}."
+        )
+    if layout.tp_x > 1:
+        _check_grid(layout, shape)
     parts = layout.token_multiple
     if sequence_length % parts:
         near = max(sequence_length, 2 * layout.cp * parts if layout.cp > 1 else 0)
@@ -111,15 +102,35 @@ def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: i
         )
 
 
+def _tp_misfit(tp: int, shape: ModelShape) -> str:
+    """Why a tensor-parallel degree does not fit a model; empty if it does."""
+    sizes = {"heads": shape.heads}
+    if not all(shape.sparse(layer) for layer in range(shape.layers)):
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None and shape.experts.shared:
+        sizes["experts.shared x ffn"] = shape.experts.shared * shape.experts.ffn
+    for what, size in sizes.items():
+        if size % tp:
+            return f"does not divide model.{what} = {size}: each rank takes {what} / tp of them"
+    if not _shares_heads(tp, shape.kv_heads):
+        return (
+            f"fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads (each rank takes some) or be "
+            "a multiple of it (each head is replicated)"
+        )
+    return ""
+
+
+def _shares_heads(ranks: int, kv_heads: int) -> bool:
+    """Whether ranks can share key/value heads: each takes some, or some ranks replicate each."""
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
 def _check_grid(layout: Layout, shape: ModelShape) -> None:
-    """Of tensor parallelism in two dimensions."""
+    """Check tensor parallelism in two dimensions."""
     x, y = layout.tp_x, layout.tp_y
-    if x == 1:
-        return
-    field = f"parallel.tp_x = {x}"
     fits = [
         n for n in divisors(layout.tp)[:-1]
-        if shape.hidden % n == 0 and (shape.kv_heads % (layout.tp // n) == 0 or (layout.tp // n) % shape.kv_heads == 0)
+        if shape.hidden % n == 0 and _shares_heads(layout.tp // n, shape.kv_heads)
     ]
     if x not in fits:
         if layout.tp % x or x == layout.tp:
@@ -131,12 +142,12 @@ def _check_grid(layout: Layout, shape: ModelShape) -> None:
                 f"leaves tp / tp_x = {y}, which fits model.kv_heads = {shape.kv_heads} neither way: it must divide "
                 "them or be a multiple of them"
             )
-        raise UsageError(f"{field} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
+        raise UsageError(f"parallel.tp_x = {x} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
 
 
 def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
     heads, kv = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
-    fits = [n for n in divisors(layout.cp) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    fits = [n for n in divisors(layout.cp) if heads % n == 0 and _shares_heads(n, kv)]
     if layout.ulysses not in fits:
         if layout.cp % layout.ulysses:
             why = f"does not divide cp {layout.cp}: cp = ring x ulysses."
@@ -165,7 +176,7 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
         return
     ranks, inside = math.prod(layout.shape[1:]), layout.ep * layout.expert_tensor
     if ranks % inside:
-        near = " or ".join(map(str, nearest_divisors(layout.ep, of=max(1, ranks // layout.expert_tensor))))
+        near = _nearest(layout.ep, max(1, ranks // layout.expert_tensor))
         raise UsageError(
             f"parallel: ep {layout.ep} x etp {layout.expert_tensor} = {inside} does not divide dp {layout.dp} x cp "
             f"{layout.cp} x tp {layout.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
@@ -175,10 +186,9 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
         ("ep", layout.ep, "count", experts.count), ("etp", layout.expert_tensor, "ffn", experts.ffn)
     ):
         if size % degree:
-            near = " or ".join(map(str, nearest_divisors(degree, of=size)))
             raise UsageError(
                 f"parallel.{name} = {degree} does not divide model.experts.{what} = {size}: each rank takes as "
-                f"much.\n  Nearest {name} that fits: {near}."
+                f"much.\n  Nearest {name} that fits: {_nearest(degree, size)}."
             )
 
 
@@ -198,16 +208,6 @@ def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> No
             f"{field} takes {taken} of {sequence_length} tokens, too few for cp {layout.cp}: it needs {least}, two "
             "chunks for each rank.\n  Use a larger capacity, or a smaller parallel.cp."
         )
-
-
-def _nearest_tp(layout: Layout, shape: ModelShape) -> str:
-    fits = [
-        tp
-        for tp in divisors(shape.heads)
-        if not any(size % tp for size in _split_sizes(shape).values())
-        and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-    ]
-    return " or ".join(map(str, sorted(fits, key=lambda tp: abs(tp - layout.tp))[:2]))
 
 
 def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
@@ -230,14 +230,9 @@ def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> lis
     return single or [text for _, _, text in sorted(found)[:2]]
 
 
-def _split_sizes(shape: ModelShape) -> dict[str, int]:
-    """What tensor parallelism splits evenly, by its name in the config."""
-    sizes = {"heads": shape.heads}
-    if not all(shape.sparse(layer) for layer in range(shape.layers)):
-        sizes["ffn"] = shape.ffn
-    if shape.experts is not None and shape.experts.shared:
-        sizes["experts.shared x ffn"] = shape.experts.shared * shape.experts.ffn
-    return sizes
+def _nearest(value: int, of: int) -> str:
+    """The divisors of ``of`` that are nearest to a value, in words."""
+    return " or ".join(map(str, nearest_divisors(value, of=of)))
 
 
 def _nearest_multiples(value: int, of: int) -> str:

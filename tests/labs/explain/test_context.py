@@ -54,7 +54,7 @@ def test_the_drawing_has_every_score_once(capsys: pytest.CaptureFixture, tmp_pat
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--out", "context.png"], "--out context.png: a drawing ends in .svg"),
+        (["--out", "context.png"], "--out context.png: give a file ending in .svg"),
         (["--ranks", "4", "--ulysses", "3"], "parallel.ulysses = 3 does not divide cp 4"),
         (["--ranks", "8", "--sequence-length", "8"], "too short for cp 8"),
     ],
