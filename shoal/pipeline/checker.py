@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from shoal.pipeline.program import (
+    BACKWARDS,
+    FORWARDS,
     RECEIVES,
     SENDS,
     Action,
@@ -60,7 +63,7 @@ def check_program(program: Program, times: StageDurations | None = None, *, tied
         tied: as `shoal.pipeline.simulator.player.Player` has it.
 
     Raises:
-        ProgramError: an action is missing, repeated, on the wrong rank or before what it needs (`RULES`); a message has
+        ProgramError: an action is missing, repeated, on the wrong rank or before what it needs; a message has
             no counterpart or arrives in another order than it is expected in; or every rank waits for another.
 
     >>> from shoal.pipeline.program import build_program
@@ -100,11 +103,9 @@ def _check_rank(program: Program, rank: int) -> None:
                 raise ProgramError(f"pipeline rank {rank}: {_named(fact, program, rank)} is there {times} times")
     seen: set[Action] = set()
     for action in program.actions[rank]:
-        rule = RULES.get(action.op)
-        if rule:
-            for needed in rule(action, program, rank):
-                if needed not in seen:
-                    raise ProgramError(f"pipeline rank {rank}: {action} comes before {_named(needed, program, rank)}")
+        for needed in _needs(action, program, rank):
+            if needed not in seen:
+                raise ProgramError(f"pipeline rank {rank}: {action} comes before {_named(needed, program, rank)}")
         seen.update(_facts(action))
 
 
@@ -123,16 +124,14 @@ def _named(fact: Action, program: Program, rank: int) -> Action:
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:
     """All that a rank must do."""
-    parts = range(program.sequence_slices) if program.sequence_slices > 1 else (-1,)
+    passes = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     for stage in program.stages_of(rank):
-        for m in program.microbatches_of(stage):
-            for part in parts:
-                for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
-                    action = Action(op, stage, m, part)
-                    yield action
-                    if receive := receive_of(action, program):
-                        yield receive
-                    yield from sends_of(action, program)
+        for m, part, op in product(program.microbatches_of(stage), _parts(program), passes):
+            action = Action(op, stage, m, part)
+            yield action
+            if receive := receive_of(action, program):
+                yield receive
+            yield from sends_of(action, program)
         yield from _updates(Op.REDUCE, program, stage)
         if program.gathers:
             yield from _updates(Op.GATHER, program, stage)
@@ -149,59 +148,35 @@ def _updates(op: Op, program: Program, stage: int) -> list[Action]:
     return [Action(op, stage, version=version) for version in range(1, program.updates + 1)]
 
 
-def _computation(action: Action, program: Program, rank: int) -> Iterable[Action]:
-    """A forward or a backward needs its message; a backward, its forward too.
-
-    With slices, a forward needs the keys and values of the slice before, a backward the gradients of the slice after.
-    """
-    op, stage, microbatch, part, _ = action
-    if op is not Op.FORWARD:
-        yield Action(Op.FORWARD, stage, microbatch, part)
-    if op is Op.BACKWARD_WEIGHT:
+def _needs(action: Action, program: Program, rank: int) -> Iterator[Action]:
+    """What the same rank must have done before an action."""
+    op, stage, microbatch, part, version = action
+    if op in SENDS:
+        yield Action(Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD_INPUT, stage, microbatch, part)
+    elif op is Op.BACKWARD_WEIGHT:
         yield Action(Op.BACKWARD_INPUT, stage, microbatch, part)
-        return
-    if op is Op.FORWARD and part > 0:
-        yield Action(op, stage, microbatch, part - 1)
-    elif op is not Op.FORWARD and 0 <= part < program.sequence_slices - 1:
-        yield Action(Op.BACKWARD_INPUT, stage, microbatch, part + 1)
-    if receive := receive_of(action, program):
-        yield receive
+    elif op in FORWARDS | BACKWARDS:
+        if receive := receive_of(action, program):
+            yield receive
+        if op is Op.FORWARD and part > 0:  # the keys and values of the slice before
+            yield Action(op, stage, microbatch, part - 1)
+        if op is not Op.FORWARD:
+            yield Action(Op.FORWARD, stage, microbatch, part)
+            if 0 <= part < program.sequence_slices - 1:  # the gradients of the slice after
+                yield Action(Op.BACKWARD_INPUT, stage, microbatch, part + 1)
+    elif op is Op.REDUCE:  # all gradients of the stage, or of its update if there are several
+        for m, i in product(program.microbatches_of(stage), _parts(program)):
+            if version < 0 or program.update_of[m] == version - 1:
+                yield Action(Op.BACKWARD_WEIGHT, stage, m, i)
+    elif op is Op.STEP:  # every stage's gradients; a later update of a stage, its own
+        for held in [stage] if version > 0 else program.stages_of(rank):
+            yield Action(Op.REDUCE, held, version=version)
+    elif op is Op.GATHER:
+        yield action._replace(op=Op.STEP) if version > 0 else Action(Op.STEP)
 
 
-def _send(action: Action, program: Program, rank: int) -> Iterable[Action]:
-    """A message needs the computation that makes it."""
-    source = Op.FORWARD if action.op is Op.SEND_FORWARD else Op.BACKWARD_INPUT
-    yield Action(source, action.stage, action.microbatch, action.part)
-
-
-def _reduce(action: Action, program: Program, rank: int) -> Iterable[Action]:
-    """The reduction of a stage's gradients needs all of them: all of its update's, if there are several."""
-    parts = range(program.sequence_slices) if program.sequence_slices > 1 else (-1,)
-    for m in program.microbatches_of(action.stage):
-        if action.version < 0 or program.update_of[m] == action.version - 1:
-            for part in parts:
-                yield Action(Op.BACKWARD_WEIGHT, action.stage, m, part)
-
-
-def _step(action: Action, program: Program, rank: int) -> Iterable[Action]:
-    """The optimizer needs every stage's gradients; a later update of a stage, its own."""
-    for stage in [action.stage] if action.version > 0 else program.stages_of(rank):
-        yield Action(Op.REDUCE, stage, version=action.version)
-
-
-def _gather(action: Action, program: Program, rank: int) -> Iterable[Action]:
-    """What is gathered are the updated parameters."""
-    yield action._replace(op=Op.STEP) if action.version > 0 else Action(Op.STEP)
-
-
-# What the same rank must have done before an action.
-RULES: dict[Op, Callable[[Action, Program, int], Iterable[Action]]] = {
-    **dict.fromkeys(HALVES, _computation),
-    **dict.fromkeys(SENDS, _send),
-    Op.REDUCE: _reduce,
-    Op.STEP: _step,
-    Op.GATHER: _gather,
-}
+def _parts(program: Program) -> Sequence[int]:
+    return range(program.sequence_slices) if program.sequence_slices > 1 else (-1,)
 
 
 def _check_versions(program: Program, rank: int) -> None:

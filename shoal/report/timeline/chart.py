@@ -112,6 +112,11 @@ class Chart:
         stages = self.timeline.columns.program.stages
         return np.broadcast_to(np.asarray(whole, float), stages), np.broadcast_to(np.asarray(half, float), stages)
 
+    def caption(self) -> str:
+        """What stands beside its name."""
+        row = self.summary()
+        return f"{row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
+
     def summary(self) -> dict[str, str]:
         """The table's row: step time, bubble, memory, communication, weight versions, then `facts`."""
         timeline = self.timeline

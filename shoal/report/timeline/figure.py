@@ -74,11 +74,9 @@ def figure(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
     marks: list[Rectangle | Label] = []
     y = 0.0
     for chart in charts:
-        row = chart.summary()
         y += 11 if y else MARGIN + 7
         marks.append(Label(MARGIN, y, chart.name, 8, bold=True))
-        said = f"{row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
-        marks.append(Label(width - MARGIN, y, said, fill=SOFT, anchor="end"))
+        marks.append(Label(width - MARGIN, y, chart.caption(), fill=SOFT, anchor="end"))
         y += 3.5
         marks += _lanes(chart, left, y, plot / end, lane, end)
         y += chart.timeline.ranks * lane

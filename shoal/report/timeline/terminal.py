@@ -31,11 +31,9 @@ def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) ->
     width = console.width
     end = max(chart.timeline.step_time for chart in charts)
     for chart in charts:
-        row = chart.summary()
-        said = f"{chart.name}: {row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
-        if row["weight versions"] != "1":
-            said += f", {row['weight versions']} versions of the weights"
-        _print(console, said, style="bold")
+        versions = chart.timeline.weight_versions.max()
+        more = f", {versions} versions of the weights" if versions > 1 else ""
+        _print(console, f"{chart.name}: {chart.caption()}{more}", style="bold")
         for line in timeline(chart, width, end, rows=rows, coloured=_coloured(console)):
             console.print(line, no_wrap=True, overflow="crop", crop=True)
         _print(console, "")

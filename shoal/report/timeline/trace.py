@@ -18,17 +18,6 @@ from shoal.report.timeline.chart import Chart
 
 COMPUTE, TO_NEXT, TO_PREVIOUS = 1, 2, 3
 TRACKS = {COMPUTE: "compute", TO_NEXT: "send activations", TO_PREVIOUS: "send gradients"}
-# Names that Chrome's viewer knows for colours; Perfetto chooses its own by the slice's name.
-COLOURS = {
-    Op.FORWARD: "thread_state_running",
-    Op.BACKWARD: "thread_state_iowait",
-    Op.BACKWARD_INPUT: "terrible",
-    Op.BACKWARD_WEIGHT: "bad",
-    Op.REDUCE: "rail_response",
-    Op.STEP: "grey",
-    Op.GATHER: "rail_idle",
-}
-
 
 def write_trace(path: Path, charts: Sequence[Chart]) -> None:
     """Write a trace; gzipped where the name ends in .gz, as Perfetto also takes it."""
@@ -72,7 +61,6 @@ def _actions(chart: Chart, first: int) -> Iterator[dict[str, Any]]:
             "dur": _time(chart, chart.end[row] - chart.start[row]),
             "name": chart.paints[chart.paint[row]].name,
             "cat": "compute",
-            "cname": COLOURS[action.op],
             "args": {"action": str(action)} | {name: number for name, number in numbers if number >= 0},
         }
 
