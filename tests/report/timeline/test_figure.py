@@ -16,7 +16,7 @@ from shoal.pipeline.simulator import ActionTimes, simulate
 from shoal.report.timeline.chart import Chart
 from shoal.report.timeline.figure import DPI, Rectangle, figure, svg, write_figure
 from shoal.report.timeline.palette import colour
-from shoal.report.timeline.write import check_name
+from shoal.report.timeline.write import write
 from tests.report.charts import SHOWN, chart, charts, program
 
 
@@ -86,5 +86,5 @@ def test_the_picture_shows_what_the_drawing_says(tmp_path):
 
 
 def test_another_kind_of_file_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"\.svg \(a figure\), \.png"):
-        check_name(tmp_path / "figure.pdf")
+    with pytest.raises(UsageError, match=r"\.svg"):
+        write(tmp_path / "figure.pdf", [chart()], title="", lead="")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from shoal.base.errors import UsageError
 from shoal.report.timeline.trace import COMPUTE, events, write_trace
-from shoal.report.timeline.write import check_name
+from shoal.report.timeline.write import write
 from tests.report.charts import SHOWN, chart, charts
 
 
@@ -61,4 +61,4 @@ def test_plain_and_gzipped_hold_the_same(tmp_path):
         write_trace(path, [chart()])
     assert json.loads(plain.read_text()) == json.loads(gzip.decompress(zipped.read_bytes()))
     with pytest.raises(UsageError, match=r"\.json"):
-        check_name(tmp_path / "trace.txt")
+        write(tmp_path / "trace.txt", [chart()], title="", lead="")
