@@ -9,10 +9,10 @@ import torch
 from hypothesis import settings
 
 from shoal.engine.models.products import tune_products
-from shoal.launch.forkserver import worker_context
+from shoal.launch import worker_pool
 from shoal.launch.worker_pool import Pool
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
-from tests.trainings.supervised import nursery, supervised, undisturbed  # noqa: F401 -- fixtures
+from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures
 
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
 # them at once says how many.
@@ -29,11 +29,11 @@ tune_products()
 # which imports torch. What is made for one element at a time shows the same here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# What the tests of ranks import besides is imported once too, before the last of these freezes what is there.
-worker_context().set_forkserver_preload([
+# What the tests of ranks import besides is imported once too.
+worker_pool.PRELOADED += [
     "pytest", "hypothesis.strategies", "shoal.cli.main", "shoal.training.dry_run.dry_run", "shoal.testing.verify.rank",
-    "shoal.training.async_dp.trainers", "shoal.launch.preload",
-])
+    "shoal.training.async_dp.trainers",
+]
 
 
 @pytest.hookimpl(wrapper=True)

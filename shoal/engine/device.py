@@ -231,6 +231,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def share_of_cores(local_ranks: int) -> int:
+    """CPU threads of each of the ranks of this machine."""
+    return max(1, usable_cores() // local_ranks)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, however that ends (Linux; elsewhere nothing).
 

@@ -1,4 +1,4 @@
-"""The nearest layout for the devices that are left: the same global batch in the same order, hence the same loss curve.
+"""Find the nearest layout for the devices that are left: the same global batch in the same order, so the same losses.
 
 What a step computes does not depend on the layout, so any that fits will do. Replicas are given up first, as that moves
 no weight; then the axes that split a model, as few of them and as little as possible.
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, divisors
 from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -71,12 +71,12 @@ def _distance(was: Layout, now: Layout) -> tuple:
 def _candidates(config: RunConfig, devices: int) -> Iterator[Layout]:
     """Layouts on at most so many devices that make the same global batch of whole micro-batches no larger than now."""
     was, batch = config.parallel, config.train.global_batch
-    for tp, cp, pp in itertools.product(*(_divisors(getattr(was, name)) for name in DEGREES[1:])):
+    for tp, cp, pp in itertools.product(*(divisors(getattr(was, name)) for name in DEGREES[1:])):
         for dp in range(1, min(was.dp, devices // (tp * cp * pp)) + 1):
             micro = next((m for m in range(was.micro_batch, 0, -1) if batch % (dp * m) == 0), None)
             if micro is None:
                 continue
-            for ep in _divisors(was.ep):
+            for ep in divisors(was.ep):
                 yield _adapted(was, {"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "micro_batch": micro})
 
 
@@ -98,7 +98,3 @@ def _adapted(was: Layout, degrees: dict[str, int]) -> Layout:
     if degrees["pp"] != was.pp:
         changed |= {"stage_layers": None, "virtual_stages": None, "schedule": "1f1b", "update_every": None}
     return was.model_copy(update=changed)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,7 +1,7 @@
-"""Starting the ranks of a run on this machine, watching them, and finding which one was the cause of an end.
+"""Start the ranks of a run on this machine, watch them, and find which one was the cause of a failure.
 
-The parent does no training: it has one process per rank started (`shoal.launch.prefork`), watches them and forwards a
-request to stop. The ranks meet in a file, so nothing listens but gloo or NCCL themselves, on the loopback interface.
+The parent does no training: it starts one process per rank (`shoal.launch.prefork`), watches them and forwards requests
+to stop. The ranks meet in a file, so nothing listens but gloo or NCCL themselves, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -9,22 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shoal.base.errors import redact
-from shoal.engine.cpu_tuning import allocator_environment
-from shoal.engine.device import loopback
-from shoal.launch.join import share_of_cores
-from shoal.launch.prefork import Child, Nursery, NurseryEnded
-from shoal.launch.rank_env import record_path, stack_path
+from shoal.launch.prefork import PreforkServer, PreforkServerEnded, Process, end_processes, local_environment
+from shoal.launch.rank_env import record_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
@@ -32,82 +25,30 @@ from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 from shoal.training.stop import PREEMPTED, StopRequests
 
+PRELOADED = (
+    "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
+    "torch.utils.tensorboard",
+)
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died, where the cause may yet show
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.1  # between looks at the signs of life
 TAIL_LINES = 30
 
 
-def launch(
-    module: str,
-    payload: dict[str, Any],
-    ranks: int,
-    log_folder: Path,
-    environment: dict[str, str] | None = None,
-    device: str = "cpu",
-    survivable: bool = False,
-) -> int:
-    """Run ``python -m module`` as ``ranks`` processes on this machine, once, and wait for them.
-
-    Rank 0 writes its output to this terminal; what it writes to stderr, and all that the others write, goes to
-    ``log_folder/rank-N.log``. When a rank dies the others are stopped, and the cause, one only, is shown on stderr.
-    SIGINT or SIGTERM is passed on once, as SIGTERM, to ask for a clean stop; the second one kills.
-
-    Args:
-        module: it calls `become_rank`, and finds ``payload`` by `read_payload`.
-        payload: plain values, fit for JSON.
-        ranks: processes to start.
-        log_folder: made if missing; logs of earlier launches are continued.
-        environment: variables that override those of this process and those set here.
-        device: the type that every rank computes on: ``cpu`` or ``cuda``.
-        survivable: the ranks go on without one that a signal ended, but not without rank 0.
-
-    Returns:
-        0 if every rank returned 0; else the exit code of the rank that failed first (2 for a `UsageError`), or
-        128 + the signal that ended it.
-    """
-    log_folder.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="shoal-launch-") as scratch,
-        StopRequests() as stop,
-        start_nursery(ranks, log_folder, device) as nursery,
-    ):
-        Path(scratch, "payload.json").write_text(json.dumps(payload))
-        crew = RankProcesses(log_folder, Path(scratch), device, stop, nursery, FailoverConfig(), survivable=survivable)
-        ending = crew.run(module, ranks, environment or {})
-        crew.tell(ending)
-        return ending.code
+def start_rank_server(ranks: int, log_folder: Path, device: str) -> PreforkServer:
+    """The process that will fork so many ranks."""
+    return PreforkServer(local_environment(ranks, device), log_folder / "prefork.log", PRELOADED)
 
 
-def start_nursery(ranks: int, log_folder: Path, device: str) -> AbstractContextManager[Nursery | None]:
-    """The process that will fork so many ranks; none where the system's libraries do not stand a fork (macOS)."""
-    if not sys.platform.startswith("linux"):
-        return nullcontext()
-    return Nursery(common_environment(ranks, device), log_folder / "nursery.log")
-
-
-def common_environment(ranks: int, device: str) -> dict[str, str]:
-    """The variables of every local rank: the network, threads and, on the CPU, the allocator."""
+def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
+    """The variables of one local rank: those of all, its place, where the ranks meet and who restarts it."""
     return {
-        "OMP_NUM_THREADS": str(share_of_cores(ranks)),
-        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
-        "GLOO_SOCKET_IFNAME": loopback(),
-        "NCCL_SOCKET_IFNAME": loopback(),
-        **(allocator_environment() if device == "cpu" else {}),
-        **os.environ,
-    }
-
-
-def rank_environment(rank: int, ranks: int, scratch: Path, device: str, parent: int) -> dict[str, str]:
-    """The variables of one local rank: those of all, its place, where the ranks meet and who started it."""
-    return {
-        **common_environment(ranks, device),
+        **local_environment(ranks, device),
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
         "SHOAL_SCRATCH": str(scratch),
-        "SHOAL_PARENT": str(parent),
         "SHOAL_OWNER": str(os.getpid()),
     }
 
@@ -118,11 +59,11 @@ class RankProcesses:
     Args:
         scratch: new; where the ranks meet, and keep their records and ``payload.json``.
         stop: passed on to the ranks.
-        nursery: starts them; None where processes cannot be forked, so that each is an interpreter of its own.
+        server: what forks them.
         limits: how long a rank may be silent.
-        survivable: as of `launch`.
+        survivable: the ranks go on without one that a signal ended, but not without rank 0.
         notice: called with the records of all ranks, every now and then.
-        started: called once all are started.
+        started: called with the process ids of the server and the ranks, and ``scratch``, once all are started.
     """
 
     def __init__(
@@ -131,18 +72,18 @@ class RankProcesses:
         scratch: Path,
         device: str,
         stop: StopRequests,
-        nursery: Nursery | None,
+        server: PreforkServer,
         limits: FailoverConfig,
         *,
         survivable: bool = False,
         notice: Callable[[list[HeartbeatRecord | None]], None] = lambda records: None,
-        started: Callable[[], None] = lambda: None,
+        started: Callable[[int, Path, list[int]], None] = lambda server, scratch, ranks: None,
     ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
-        self.stop, self.nursery, self.limits, self.notice, self.started = stop, nursery, limits, notice, started
+        self.stop, self.server, self.limits, self.notice, self.started = stop, server, limits, notice, started
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
-        self.processes: list[subprocess.Popen | Child] = []
-        self.lost: dict[int, Failure] = {}  # those that were ended, by rank
+        self.processes: list[Process] = []
+        self.lost: Failure | None = None  # a rank that was ended
         self._passed = 0  # requests to stop that the ranks know of
         self._looked = 0.0
 
@@ -154,37 +95,21 @@ class RankProcesses:
                 if self.stop.count:
                     break
                 self._start(module, rank, ranks, environment)
-            self.started()
+            self.started(self.server.pid, self.scratch, [process.pid for process in self.processes])
             return self._watch()
-        except (NurseryEnded, OSError) as error:
+        except (PreforkServerEnded, OSError) as error:
             cause = Failure(len(self.processes), 1, time.monotonic(), str(error), "could not be started")
             return Ending(1, cause, -1)
         finally:
-            self._send(signal.SIGKILL)
-            for process in self.processes:
-                process.wait()
+            end_processes(self.processes)
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # rank 0's progress bar hid the cursor, if it was killed
 
     def _start(self, module: str, rank: int, ranks: int, environment: Mapping[str, str]) -> None:
-        parent = self.nursery.pid if self.nursery else os.getpid()
-        variables = {**rank_environment(rank, ranks, self.scratch, self.device, parent), **environment}
+        variables = {**rank_environment(rank, ranks, self.scratch, self.device), **environment}
         with open(self._log(rank), "a") as log:  # what an earlier launch said before it died stays
             log.write(self.header)
-            log.flush()
-            process: subprocess.Popen | Child
-            if self.nursery:
-                process = self.nursery.fork(module, variables, self._log(rank), heard=rank == 0)
-            else:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
-                )
-        self.processes.append(process)
+        self.processes.append(self.server.start(module, variables, self._log(rank), heard=rank == 0))
 
     def _watch(self) -> Ending:
         ended = self._ended()
@@ -210,9 +135,7 @@ class RankProcesses:
                 break
             time.sleep(POLL_SECONDS)
         ended |= self._fallen()
-        self._send(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
+        end_processes(self.processes)
         # Those that ended after our signals count only if they had recorded an exception of their own.
         failures = [self._failure(rank) for rank in range(len(self.processes))]
         bad = self._bad()
@@ -244,36 +167,30 @@ class RankProcesses:
     def _failed(self) -> bool:
         """Whether a rank has ended in a way that ends the run."""
         survived = self.survivable and not self.stop.count
-        return any(not (survived and rank and self._exit_code(rank) < 0) for rank in self._bad())
+        return any(not (survived and rank and self.processes[rank].wait() < 0) for rank in self._bad())
 
     def _ended(self) -> set[int]:
         return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
 
     def _fallen(self) -> set[int]:
         """Those that ended of themselves, whatever was asked of them: by another signal than ours, or as if done."""
-        codes = {rank: self._exit_code(rank) for rank in self._ended()}
+        codes = {rank: self.processes[rank].wait() for rank in self._ended()}
         return {
             rank for rank, code in codes.items()
             if (code < 0 and code != -signal.SIGTERM) or (code == 0 and self._early(rank))
         }
 
-    def _exit_code(self, rank: int) -> int:
-        """Of a rank that has ended."""
-        code = self.processes[rank].returncode
-        assert code is not None, rank
-        return code
-
     def _failure(self, rank: int) -> Failure:
-        code, record = self._exit_code(rank), heartbeat.read(heartbeat.record_path(self.scratch, rank))
-        if rank in self.lost:
-            return replace(self.lost[rank], code=code)
+        code, record = self.processes[rank].wait(), heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        if self.lost and rank == self.lost.rank:
+            return replace(self.lost, code=code)
         path = record_path(self.scratch, rank)
         if not path.exists():
             return Failure(rank, code, float("inf"), "", record=record)
         recorded = json.loads(path.read_text())
         return Failure(rank, code, recorded["when"], recorded["report"], record=record)
 
-    def tell(self, ending: Ending) -> None:
+    def print_cause(self, ending: Ending) -> None:
         """Show the cause of a failure on stderr, unless it was asked for."""
         cause = ending.cause
         if cause is None or (self.stop.count and cause.code in (-signal.SIGTERM, -signal.SIGKILL)):
@@ -302,24 +219,16 @@ class RankProcesses:
         self._looked = now
         records = self._records()
         self.notice(records)
-        living = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
         signs = [
-            watchdog.Sign(record if rank in living else None, *watchdog.process_state(self.processes[rank].pid))
-            for rank, record in enumerate(records)
+            watchdog.Sign(record if process.poll() is None else None, *watchdog.process_state(process.pid))
+            for process, record in zip(self.processes, records, strict=True)
         ]
         # One that was ended may be there for a while yet: asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
-            self._end_lost(trouble, {rank: record for rank in living if (record := records[rank]) is not None})
-
-    def _end_lost(self, trouble: watchdog.Trouble, records: dict[int, HeartbeatRecord]) -> None:
-        """Get a lost rank's stack and end it; the rest follows as if it had died."""
-        asked = [trouble.rank] if trouble.rank >= 0 else list(records)
-        pids = {rank: self.processes[rank].pid for rank in asked}
-        found = watchdog.stacks(pids, {rank: stack_path(self.scratch, rank) for rank in asked}, wake=trouble.rank >= 0)
-        rank = trouble.rank if trouble.rank >= 0 else watchdog.who_is_stuck(found, records)
-        why = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
-        self.lost[rank] = Failure(rank, 0, trouble.since, found[rank], why, trouble.since, records[rank])
-        self.processes[rank].send_signal(signal.SIGKILL)
+            living = {rank: sign.record for rank, sign in enumerate(signs) if sign.record}
+            self.lost = watchdog.locate(trouble, living, self.scratch)
+            assert self.lost is not None  # all ranks are here
+            self.processes[self.lost.rank].send_signal(signal.SIGKILL)
 
     # ---- signals -----------------------------------------------------------------------------------------------
 

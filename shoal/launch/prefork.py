@@ -1,65 +1,63 @@
-"""A process that has imported everything and forks the ranks of a run: a restart then costs no imports.
+"""A process that has imported everything and forks others, so that starting one of them costs no imports.
 
-Importing torch and the trainer takes seconds of a core for each rank. The nursery does it once and then only waits; a
-rank is a fork of it, with an environment, a session and a log of its own. That is sound since the nursery has a single
-thread, computes nothing and never touches a device: what a fork cannot take along is not there yet.
+Importing torch and the trainer takes seconds of a core for each process. The server does it once and then only waits;
+what it forks has an environment, a session and a log of its own. That is sound since the server has a single thread,
+computes nothing and never touches a device.
 
-The supervisor orders ranks and learns how they ended over a socket, a line of JSON each. Ranks die with the nursery,
-and the nursery with its supervisor, however that ends.
+Its parent orders processes and learns how they ended over a socket. They die with the server, and the server with its
+parent, however that ends.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import random
 import runpy
-import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from types import TracebackType
 from typing import Any
 
-from shoal.engine.device import die_with_parent
+from shoal.engine.cpu_tuning import allocator_environment
+from shoal.engine.device import die_with_parent, loopback, share_of_cores
 
-PRELOADED = (
-    "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
-    "torch.utils.tensorboard",
-)
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which may be sent to every process of a job
-BYTES = 1 << 16
+PIPE = "SHOAL_PIPE"
+"""In the environment of a process that was given a pipe: the number of its file descriptor."""
 
 
-class NurseryEnded(RuntimeError):
+class PreforkServerEnded(RuntimeError):
     """It can fork no more."""
 
 
-# ---- the supervisor's side -------------------------------------------------------------------------------------------
+# ---- the parent's side -----------------------------------------------------------------------------------------------
 
 
 class Child:
-    """A rank that a nursery forked: the part of `subprocess.Popen` that a supervisor needs."""
+    """A process that a server forked: the part of `subprocess.Popen` that its parent needs."""
 
-    def __init__(self, nursery: Nursery, pid: int):
-        self.pid, self._nursery = pid, nursery
+    def __init__(self, server: PreforkServer, pid: int):
+        self.pid, self._server = pid, server
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
-            self._nursery.listen(0.0)
+            self._server.listen(0.0)
         return self.returncode
 
     def wait(self) -> int:
         """The exit code, when it has ended."""
         while self.returncode is None:
-            self._nursery.listen(None)
+            self._server.listen(None)
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
@@ -70,163 +68,209 @@ class Child:
             except ProcessLookupError:  # it ended just now
                 return
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
+
+Process = Child | Popen
 
 
-class Nursery:
-    """Starts a nursery, which imports while the caller goes on. Leaving the context ends it and its ranks.
+class PreforkServer:
+    """Starts a server, which imports while the caller goes on. Leaving the context ends it and what it forked.
+
+    Where the system's libraries do not stand a fork (macOS) there is none, and `start` starts interpreters.
 
     Args:
-        environment: of the process: what is read when one starts (threads, the allocator) is the same for all ranks.
-        log: the file where the nursery itself writes what goes wrong.
+        environment: of the server: what a process reads when it starts (threads, the allocator) is the same for all.
+        log: where the server writes what goes wrong; None is this process's stderr.
+        preload: modules to import.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: Path):
-        self.log = log
-        self._socket, theirs = socket.socketpair()
-        with theirs, open(log, "a") as file:
+    def __init__(self, environment: Mapping[str, str], log: Path | None = None, preload: Iterable[str] = ()):
+        self.log, self.pid = log, 0
+        if not sys.platform.startswith("linux"):
+            return
+        self._orders, theirs = Pipe()
+        in_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if in_main else 0  # the kernel would end the server with the thread that started it
+        with theirs, open(log or os.devnull, "a") as file:
             self._process = Popen(
-                [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(os.getpid())],
-                env=dict(environment), stdin=DEVNULL, stderr=file, pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+                [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(parent), *preload],
+                env=dict(environment), stdin=DEVNULL, stderr=file if log else None,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
             )
         self.pid = self._process.pid
-        self._unread = b""
+        self._lock = threading.RLock()  # of what is sent and read
         self._answers: list[Child | OSError] = []
         self._children: dict[int, Child] = {}
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> PreforkServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
+    def __exit__(self, *_: object) -> None:
+        if self.pid:
+            self._process.kill()
+            self._process.wait()
+            self._orders.close()
 
     @property
     def ended(self) -> bool:
         """Whether its process is gone."""
-        return self._process.poll() is not None
+        return self.pid != 0 and self._process.poll() is not None
 
-    def fork(self, module: str, environment: Mapping[str, str], log: Path, *, heard: bool) -> Child:
-        """Start ``python -m module`` as a fork.
+    def start(
+        self, module: str, environment: Mapping[str, str], log: Path | None = None, *, heard: bool = True,
+        pipe: int | None = None,
+    ) -> Process:
+        """Start ``python -m module`` in a session of its own: Ctrl-C in the terminal reaches the parent alone.
 
         Args:
             environment: the whole of it.
-            log: where its stderr goes, at the end of the file.
-            heard: its stdout is the supervisor's, not the log.
+            log: where its stderr goes, at the end of the file; None is the server's own.
+            heard: its stdout is the server's, not the log.
+            pipe: a file descriptor that it gets a copy of, whose number is in its environment as `PIPE`.
 
         Raises:
-            NurseryEnded: before it could.
+            PreforkServerEnded: before it could.
             OSError: the system has no room for another process.
         """
-        order = {"module": module, "environment": dict(environment), "log": str(log), "heard": heard}
-        try:
-            self._socket.sendall(json.dumps(order).encode() + b"\n")
-        except OSError:
-            raise NurseryEnded(f"process {self.pid}, which starts the ranks, has ended. Its log: {self.log}") from None
-        while not self._answers:
-            if not self.listen(None):
-                raise NurseryEnded(f"process {self.pid}, which starts the ranks, has ended. Its log: {self.log}")
-        answer = self._answers.pop(0)
+        if not self.pid:
+            with open(log or os.devnull, "a") as file:
+                return Popen(
+                    [sys.executable, "-m", module], env={**environment, **_pipe_variable(pipe)}, stdin=DEVNULL,
+                    stdout=None if heard else file, stderr=file if log else None,
+                    pass_fds=() if pipe is None else (pipe,), start_new_session=True,
+                )
+        with self._lock:
+            try:
+                self._orders.send((module, dict(environment), log and str(log), heard, pipe is not None))
+                if pipe is not None:
+                    send_handle(self._orders, pipe, self.pid)
+            except OSError:
+                raise self._is_gone() from None
+            while not self._answers:
+                if not self.listen(None):
+                    raise self._is_gone()
+            answer = self._answers.pop(0)
         if isinstance(answer, OSError):
             raise answer
         return answer
 
+    def _is_gone(self) -> PreforkServerEnded:
+        where = f" Its log: {self.log}" if self.log else ""
+        return PreforkServerEnded(f"process {self.pid}, which starts the ranks, has ended.{where}")
+
     def listen(self, seconds: float | None) -> bool:
-        """Hear what the nursery has to tell, for at most so long (None: until there is something).
+        """Read what the server has to say, for at most so long (None: until there is something).
 
         Returns:
-            False once it is gone, and all its ranks with it.
+            False once it is gone, and with it all that it forked.
         """
-        if not select.select([self._socket], [], [], seconds)[0]:
+        with self._lock:
+            try:
+                while self._orders.poll(seconds):
+                    self._read(*self._orders.recv())
+                    seconds = 0.0
+            except (EOFError, ConnectionResetError):
+                for child in self._children.values():
+                    child.returncode = -signal.SIGKILL if child.returncode is None else child.returncode
+                return False
             return True
-        try:
-            told = self._socket.recv(BYTES)
-        except ConnectionResetError:
-            told = b""
-        if not told:
-            for child in self._children.values():
-                child.returncode = -signal.SIGKILL if child.returncode is None else child.returncode
-            return False
-        *lines, self._unread = (self._unread + told).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "ended" in message:
-                self._children.pop(message["ended"]).returncode = message["code"]
-            elif "started" in message:
-                child = self._children[message["started"]] = Child(self, message["started"])
-                self._answers.append(child)
-            else:
-                self._answers.append(OSError(f"no process for a rank: {message['failed']}"))
-        return True
+
+    def _read(self, what: str, value: Any, code: int = 0) -> None:
+        if what == "ended":
+            self._children.pop(value).returncode = code
+        elif what == "started":
+            child = self._children[value] = Child(self, value)
+            self._answers.append(child)
+        else:
+            self._answers.append(OSError(f"no process for a rank: {value}"))
 
 
-# ---- the nursery -----------------------------------------------------------------------------------------------------
+def _pipe_variable(pipe: int | None) -> dict[str, str]:
+    return {} if pipe is None else {PIPE: str(pipe)}
 
 
-def serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork until the supervisor is gone; returns in each rank its order, and None in the nursery."""
+def end_processes(processes: Sequence[Process]) -> None:
+    """Kill those that still run, and wait for all."""
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def local_environment(ranks: int, device: str = "") -> dict[str, str]:
+    """The variables of each of so many ranks of this machine: the network, threads and, on the CPU, the allocator.
+
+    What this process has in its own environment comes first.
+    """
+    return {
+        "OMP_NUM_THREADS": str(share_of_cores(ranks)),
+        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": loopback(),
+        **(allocator_environment() if device == "cpu" else {}),
+        **os.environ,
+    }
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
+    """Fork for ever; returns in each fork its order, the arguments of `become`.
+
+    Raises:
+        EOFError, OSError: the parent is gone.
+    """
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for signum in LEFT_TO_RANKS:
-        signal.signal(signum, signal.SIG_IGN)
     gc.collect()
-    gc.freeze()  # a collection in one rank would otherwise copy the pages that all share
-    unread, here = b"", os.getpid()
+    gc.freeze()  # a collection in one fork would otherwise copy the pages that all share
+    server = os.getpid()
     while True:
-        ready = select.select([orders, wake], [], [])[0]
+        ready = wait([orders, wake])
         if wake in ready:
-            wake.recv(BYTES)
-            _tell_ended(orders)
+            wake.recv(1 << 16)
+            _report_ended(orders)
         if orders not in ready:
             continue
-        if not (told := orders.recv(BYTES)):
-            return None
-        *lines, unread = (unread + told).split(b"\n")
-        for line in lines:
-            # What a fork is sent before it has its own handlers waits: the kernel throws away what is ignored.
-            signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
-            try:
-                pid = os.fork()
-            except OSError as error:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
-                _tell(orders, failed=str(error))
-                continue
+        module, environment, log, heard, has_pipe = orders.recv()
+        pipe = recv_handle(orders) if has_pipe else None
+        try:
+            pid = os.fork()
+        except OSError as error:
+            orders.send(("failed", str(error)))
+        else:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
-                    signal.signal(signum, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
                 for end in (orders, wake, woken):
                     end.close()
-                die_with_parent(here)
-                return json.loads(line)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
-            _tell(orders, started=pid)
+                die_with_parent(server)
+                return module, environment | _pipe_variable(pipe), log, heard
+            orders.send(("started", pid))
+        if pipe is not None:
+            os.close(pipe)
 
 
-def become(order: dict[str, Any]) -> None:
+def become(module: str, environment: dict[str, str], log: str | None, heard: bool) -> None:
     """Make this fork what a process of its own would be."""
     os.setsid()
-    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 2)
-    if not order["heard"]:
-        os.dup2(log, 1)
-    os.close(log)
+    if log is not None:
+        end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(end, 2)
+        if not heard:
+            os.dup2(end, 1)
+        os.close(end)
     os.environ.clear()
-    os.environ.update(order["environment"])
+    os.environ.update(environment)
     random.seed()
-    sys.argv = [order["module"]]
+    sys.argv = [module]
 
 
-def _tell_ended(orders: socket.socket) -> None:
+def _report_ended(orders: Connection) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -234,27 +278,25 @@ def _tell_ended(orders: socket.socket) -> None:
             return
         if pid == 0:
             return
-        _tell(orders, ended=pid, code=os.waitstatus_to_exitcode(status))
-
-
-def _tell(orders: socket.socket, **message: Any) -> None:
-    orders.sendall(json.dumps(message).encode() + b"\n")
-
-
-def preload() -> None:
-    """Import what ranks will need."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+        orders.send(("ended", pid, os.waitstatus_to_exitcode(status)))
 
 
 def main() -> None:
-    """The nursery, and in its forks the rank."""
-    orders = socket.socket(fileno=int(sys.argv[1]))
-    die_with_parent(int(sys.argv[2]))
-    preload()
-    if (order := serve(orders)) is not None:
-        become(order)
-        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    """The server, and in its forks what was ordered."""
+    # Signals that a job's processes all get are for the forks. Blocked and not ignored: what a fork is sent before it
+    # has its own handlers waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
+    orders = Connection(int(sys.argv[1]))
+    if parent := int(sys.argv[2]):
+        die_with_parent(parent)
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    try:
+        order = serve(orders)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    become(*order)
+    runpy.run_module(order[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

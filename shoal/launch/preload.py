@@ -1,13 +1,10 @@
-"""Imports, on its own import, what every rank needs: for processes that fork ranks.
+"""Imports, on its own import, what every rank needs: for servers that fork ranks.
 
 Importing torch costs a rank seconds of a core, and so do the 800 modules that torch imports itself when a model is
-first built. Nothing is computed here, no thread is started and no device touched: what a fork cannot take along is not
-there yet.
+first built.
 """
 
 from __future__ import annotations
-
-import gc
 
 import torch
 
@@ -17,5 +14,3 @@ from shoal.spec.catalog import model_shape
 
 with torch.device("meta"):  # shapes alone
     Transformer(model_shape("tiny"))
-gc.collect()
-gc.freeze()  # a collection in one rank would otherwise copy the pages that all share

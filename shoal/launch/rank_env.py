@@ -1,4 +1,4 @@
-"""Which rank this process is, read from the environment that shoal, torchrun or SLURM made for it."""
+"""Find out which rank this process is, from the environment that shoal, torchrun or SLURM made for it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from shoal.engine.device import pick_device
 
 
 @dataclass(frozen=True)
-class Membership:
-    """This process's place among the ranks of a run."""
+class RankEnv:
+    """This process's place among the ranks of a run.
+
+    Attributes:
+        how: who started it: `RankProcesses`, torchrun (or whatever sets the same variables), or SLURM's srun.
+        master: address and port where the ranks meet; None where they meet in a file.
+    """
 
     rank: int
     world_size: int
     local_rank: int  # among the ranks of this machine
     local_world_size: int
     how: Literal["local", "torchrun", "slurm"]
-    """Who started it: `launch`, torchrun (or whatever sets the same variables), or SLURM's srun."""
-
     master: tuple[str, int] | None = None
-    """Address and port where the ranks meet; None where they meet in a file."""
 
     @property
     def meeting_point(self) -> tuple[str, int]:
@@ -47,17 +49,15 @@ class Membership:
         first = self.rank - self.local_rank
         return range(first, min(first + self.local_world_size, self.world_size))
 
-    def among(self, ranks: int) -> Membership:
+    def among(self, ranks: int) -> RankEnv:
         """The same place among the first so many ranks alone; also in the environment, for what reads it there."""
         if self.how == "torchrun" and ranks < self.world_size:
             os.environ["WORLD_SIZE"] = str(ranks)
         return replace(self, world_size=min(ranks, self.world_size))
 
 
-def joined() -> Membership | None:
-    """Whether this process was started as one rank of a run, and as which; None where it is to start ranks itself.
-
-    Reads the environment alone. One lone SLURM task counts as started plainly.
+def detect_rank_env() -> RankEnv | None:
+    """The rank that this process was started as; None where it is to start ranks itself, as also a lone SLURM task is.
 
     Raises:
         UsageError: the variables of torchrun are there in part, or are not numbers.
@@ -71,19 +71,18 @@ def joined() -> Membership | None:
     return None
 
 
-def started_as() -> Membership:
-    """Which rank of a run this process was started as, where it can be nothing else.
+def require_rank_env() -> RankEnv:
+    """`detect_rank_env`, where this process must be a rank.
 
     Raises:
-        UsageError: as of `joined`, and where this process was not started as a rank.
+        UsageError: also where it is none.
     """
-    membership = joined()
-    if membership is None:
+    if (member := detect_rank_env()) is None:
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    return membership
+    return member
 
 
-def _from_torchrun() -> Membership:
+def _from_torchrun() -> RankEnv:
     local = "SHOAL_SCRATCH" in os.environ
     needed = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])
     if missing := [name for name in needed if name not in os.environ]:
@@ -91,21 +90,18 @@ def _from_torchrun() -> Membership:
             f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} are not."
             "\n  Set them too, or unset RANK and WORLD_SIZE to start the ranks on this machine."
         )
-    world_size = _number("WORLD_SIZE")
-    rank = _number("RANK", below=world_size)
-    local_world_size = _number("LOCAL_WORLD_SIZE")
-    local_rank = _number("LOCAL_RANK", below=local_world_size)
+    ranks, local_ranks = _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")
+    place = _number("RANK", below=ranks), ranks, _number("LOCAL_RANK", below=local_ranks), local_ranks
     if local:
-        return Membership(rank, world_size, local_rank, local_world_size, "local")
-    master = os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)
-    return Membership(rank, world_size, local_rank, local_world_size, "torchrun", master)
+        return RankEnv(*place, "local")
+    return RankEnv(*place, "torchrun", (os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)))
 
 
-def _from_slurm() -> Membership:
+def _from_slurm() -> RankEnv:
     tasks_per_node = _expand_counts(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     # Two steps of one job may run at once; the range is below that of the kernel's own choices.
     port = 20000 + (_number("SLURM_JOB_ID") * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))) % 10000
-    return Membership(
+    return RankEnv(
         rank=_number("SLURM_PROCID"),
         world_size=_number("SLURM_NTASKS"),
         local_rank=_number("SLURM_LOCALID"),
@@ -144,7 +140,7 @@ def scratch_folder() -> Path:
 
 
 def read_payload() -> dict[str, Any]:
-    """What the parent gave to `launch`."""
+    """What the parent has for all ranks."""
     return json.loads((scratch_folder() / "payload.json").read_text())
 
 

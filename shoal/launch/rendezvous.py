@@ -1,7 +1,7 @@
-"""Where ranks of several machines meet: the store of a SLURM step, on one interface, and what any store leaves open.
+"""Where the ranks meet: a file, or the store of a SLURM step on one interface; and what any store leaves open.
 
-c10d's TCPStore asks nobody for a secret, and by itself listens on all interfaces. Ranks that were started locally meet
-in a file instead. torchrun makes its store itself; the one of a SLURM step is made here, and bound to one address.
+c10d's TCPStore asks nobody for a secret, and by itself listens on all interfaces. So ranks that were started locally
+meet in a file, and the store of a SLURM step is bound to one address. torchrun makes its store itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import psutil
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.launch.rank_env import Membership
+from shoal.launch.rank_env import RankEnv, scratch_folder
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of these variables the first that is set is obeyed
 
 
-def meeting_address(host: str, alone: bool, environment: Mapping[str, str] = os.environ) -> str:
+def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.environ) -> str:
     """The address on which the first rank listens; "" for all.
 
     Args:
@@ -45,16 +45,20 @@ def meeting_address(host: str, alone: bool, environment: Mapping[str, str] = os.
     return "" if loops and not alone else address  # machines know themselves by names that others resolve otherwise
 
 
-def meeting_store(member: Membership, timeout: float) -> dist.TCPStore:
-    """The store of a SLURM step; its first rank makes it.
+def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
+    """Where the ranks meet; None under torchrun, which has made it. The store of a SLURM step is its first rank's.
 
     Raises:
         UsageError: the port is taken, or there is no such interface.
     """
+    if member.how == "local":
+        return dist.FileStore(str(scratch_folder() / "store"), member.world_size)
+    if member.how == "torchrun":
+        return None
     host, port = member.meeting_point
     listening: int | None = None  # the socket of the first rank, which the store takes over
     if member.rank == 0:
-        address = meeting_address(host, member.world_size == member.local_world_size)
+        address = listen_address(host, member.world_size == member.local_world_size)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             end = socket.create_server((address, port), family=family)
@@ -67,21 +71,17 @@ def meeting_store(member: Membership, timeout: float) -> dist.TCPStore:
             ) from None
         listening, host = end.detach(), address or host
     return dist.TCPStore(
-        host,
-        port,
-        member.world_size,
-        is_master=member.rank == 0,
-        timeout=timedelta(seconds=timeout),
+        host, port, member.world_size, is_master=member.rank == 0, timeout=timedelta(seconds=timeout),
         master_listen_fd=listening,
     )
 
 
-def left_open(member: Membership) -> str:
+def open_port_notice(member: RankEnv) -> str:
     """What the run says of who could reach its ranks; "" where nobody can."""
     if member.how == "local" or member.rank != 0:
         return ""
     host, port = member.meeting_point
     where = "all interfaces"
     if member.how == "slurm":
-        where = meeting_address(host, member.world_size == member.local_world_size) or where
+        where = listen_address(host, member.world_size == member.local_world_size) or where
     return f"the ranks meet on port {port} of {host} ({where}), which asks nobody for a secret: see docs/launch.md"

@@ -1,7 +1,7 @@
-"""Keeps a run alive on this machine: starts its ranks, and starts them again from the newest state when one is lost.
+"""Keep a run alive on this machine: start its ranks, and restart them from the newest state when one is lost.
 
-What cannot be helped by a restart is not restarted: bad input, a stop that was asked for, and a first attempt that
-raises before its first step. Restarts that bring the run no further than it was are bounded.
+Not restarted are bad input, a stop that was asked for, and a first attempt that raises before its first step. Restarts
+without progress are bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,18 @@ from shoal.base.section import plain
 from shoal.launch.checks.devices import devices_there, visible
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.elastic_layout import replan
-from shoal.launch.local_launcher import RankProcesses, start_nursery
-from shoal.launch.prefork import Nursery
-from shoal.launch.watch import watchdog
+from shoal.launch.local_launcher import RankProcesses, start_rank_server
+from shoal.launch.prefork import PreforkServer
 from shoal.launch.watch.rank_failure import Ending
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
-from shoal.training.resilience.effective_time import Account
+from shoal.training.resilience.effective_time import EffectiveTime
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
 """In the folder of a run that is alive: the process ids, and where the ranks keep their records."""
-
-
-@dataclass
-class _Recovery:
-    """From a failure to the next step."""
-
-    since: float  # when the lost rank was last well
-    furthest: int  # steps done then; -1 where none had begun
 
 
 class Supervisor:
@@ -57,7 +47,7 @@ class Supervisor:
         device: the type that every rank computes on.
         survivable: the run goes on by itself without a rank that was killed.
         module: what each rank is.
-        nursery: one that is there already and stays.
+        server: one that is there already and stays.
     """
 
     def __init__(
@@ -69,20 +59,20 @@ class Supervisor:
         *,
         survivable: bool,
         module: str = "shoal.launch.worker",
-        nursery: Nursery | None = None,
+        server: PreforkServer | None = None,
     ):
         self.config, self.payload, self.folder, self.device = config, payload, folder, device
         self.survivable, self.module = survivable, module
         self.logs = folder / "logs"
-        self.account = Account()
+        self.time = EffectiveTime()
         self.attempt, self.fruitless, self.furthest = 0, 0, -1
         self.failures, self.lost = 0, 0
         self.recoveries: list[float] = []  # seconds of each
-        self._recovery: _Recovery | None = None
+        self._recovery: tuple[float, int] | None = None  # since when, and the steps that were done then
         self._begun = False
         self.began = 0  # steps that were done when the newest attempt began
         self._layout = config.parallel  # of the attempt before
-        self._nursery = nursery
+        self._server = server
 
     def run(self) -> int:
         """Train to the end, or as far as it goes; returns the exit code."""
@@ -102,9 +92,9 @@ class Supervisor:
     # ---- attempts ----------------------------------------------------------------------------------------------
 
     def _attempt(self, stack: ExitStack) -> Ending:
-        if self._nursery is None or self._nursery.ended:
+        if self._server is None or self._server.ended:
             asked = self.config.parallel.world_size
-            self._nursery = stack.enter_context(start_nursery(asked, self.logs, self.device))
+            self._server = stack.enter_context(start_rank_server(asked, self.logs, self.device))
         config, variables = self._plan()
         ranks = config.parallel.world_size
         scratch = self.scratch / f"attempt-{self.attempt}"
@@ -114,12 +104,12 @@ class Supervisor:
             payload |= {"resume": True, "restarted": True}
         (scratch / "payload.json").write_text(json.dumps(payload))
         self._begun = False
-        self.crew = RankProcesses(
-            self.logs, scratch, self.device, self.stop, self._nursery, self.config.failover,
+        processes = RankProcesses(
+            self.logs, scratch, self.device, self.stop, self._server, self.config.failover,
             survivable=self.survivable, notice=self._notice, started=self._write_processes,
         )
-        ending = self.crew.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
-        self.crew.tell(ending)
+        ending = processes.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
+        processes.print_cause(ending)
         return ending
 
     def _plan(self) -> tuple[RunConfig, dict[str, str]]:
@@ -130,7 +120,7 @@ class Supervisor:
         """
         asked = self.config.parallel.world_size
         there = devices_there(
-            self.folder, self.device, asked, self._nursery if self.attempt else None, self.logs / "devices.log"
+            self.folder, self.device, asked, self._server if self.attempt else None
         )
         if len(there) < asked and not self.config.failover.replan:
             raise UsageError(
@@ -162,11 +152,7 @@ class Supervisor:
         if self.stop.count and cause.code < 0:  # by our own signals
             return False
         self.failures += 1
-        step = None if cause.record is None or cause.record.begun < 0 else cause.record.steps
-        write_event(
-            self.folder, "failure", attempt=self.attempt, rank=cause.rank, host=watchdog.host(), how=cause.how,
-            where=cause.where.strip() or None, step=step, report=cause.report or None,
-        )
+        write_event(self.folder, "failure", attempt=self.attempt, **cause.event())
         if self.stop.count or ending.usage:
             return False
         limit = self.config.failover.restarts
@@ -181,7 +167,7 @@ class Supervisor:
                 self._say(f"not restarted: {limit} restarts brought it no further than step {max(0, self.furthest)}")
             return False
         since = cause.since if cause.trouble else cause.record.alive if cause.record else time.monotonic()
-        self._recovery = _Recovery(since, ending.furthest)
+        self._recovery = since, ending.furthest
         self._say(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
         write_event(self.folder, "restart", attempt=self.attempt + 1)
         return True
@@ -189,32 +175,32 @@ class Supervisor:
     # ---- what is noticed ---------------------------------------------------------------------------------------
 
     def _notice(self, records: list[HeartbeatRecord | None]) -> None:
-        """Keep the account, and notice when the run has recovered."""
+        """Count the effective time, and notice when the run has recovered."""
         begun = [record for record in records if record is not None and record.begun >= 0]
         if not begun:
             return
         first = max(begun, key=lambda record: record.steps)
         if not self._begun:
-            self.account.begun(first.begun)
+            self.time.begun(first.begun)
             self._begun, self.began = True, first.begun
-        self.account.stepped(first.steps, first.seconds)
+        self.time.stepped(first.steps, first.seconds)
         if self._recovery and first.steps > first.begun:
-            recovery, self._recovery = self._recovery, None
-            seconds, lost = time.monotonic() - recovery.since, max(0, recovery.furthest - first.begun)
+            (since, furthest), self._recovery = self._recovery, None
+            seconds, lost = time.monotonic() - since, max(0, furthest - first.begun)
             self.recoveries.append(seconds)
             self.lost += lost
             write_event(
                 self.folder, "recovered", attempt=self.attempt, step=first.begun, lost=lost, seconds=round(seconds, 2)
             )
 
-    def _write_processes(self) -> None:
+    def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:
         write_whole(self.folder / PROCESSES_FILE, json.dumps({
-            "supervisor": os.getpid(), "nursery": self._nursery.pid if self._nursery else None, "attempt": self.attempt,
-            "scratch": str(self.crew.scratch), "ranks": [process.pid for process in self.crew.processes],
+            "supervisor": os.getpid(), "prefork": server, "ranks": ranks, "attempt": self.attempt,
+            "scratch": str(scratch),
         }))
 
     def _tell_end(self, code: int) -> None:
-        counted, seconds = self.account.counted, self.account.seconds
+        counted, seconds = self.time.counted, self.time.seconds
         average = sum(self.recoveries) / len(self.recoveries) if self.recoveries else None
         write_event(
             self.folder, "end", code=code, seconds=round(seconds, 2), counted=round(counted, 2),

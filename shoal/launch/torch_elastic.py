@@ -1,8 +1,8 @@
-"""Going on under torch elastic and SLURM, which start ranks again themselves: with which run, and on how many ranks.
+"""Resuming under torch elastic and SLURM, which start ranks again themselves: which run, and on how many ranks.
 
-torchrun starts all workers anew when one fails (``--max-restarts``), and when nodes come or go (``--nnodes 2:4``);
-SLURM starts the whole job anew (``scontrol requeue``). Each time the same command runs, so a rank finds out for itself
-that its run has begun already: the folder that it is told to use holds it.
+torchrun restarts all workers when one fails (``--max-restarts``), and when nodes come or go (``--nnodes 2:4``); SLURM
+restarts the whole job (``scontrol requeue``). Each time the same command runs, so a rank finds out for itself that its
+run has begun: the folder that it is told to use holds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.elastic_layout import replan
-from shoal.launch.rank_env import Membership
+from shoal.launch.rank_env import RankEnv
 from shoal.launch.watch.postmortem import former
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RunConfig
@@ -57,7 +57,7 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
         )
 
 
-def refuse_again(member: Membership, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse at once what ended the attempt before as bad input: torch elastic restarts whatever the exit code.
 
     Raises:
@@ -70,32 +70,21 @@ def refuse_again(member: Membership, environment: Mapping[str, str] = os.environ
 
 
 def starts_again(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether whoever started this process starts it again, or has done so.
-
-    Args:
-        keep_going: the command says so.
-    """
+    """Whether whoever started this process starts it again, or has done so; ``keep_going`` says so."""
     return keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
 def goes_on(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this start is to go on with the run in its folder, though it was not told to resume it.
-
-    Args:
-        keep_going: it was told to begin or go on, whatever there is.
-    """
+    """Whether to resume the run in its folder though the command does not say so."""
     return starts_again(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
-def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership, keep_going: bool = False) -> RunConfig:
-    """The run on as many ranks as torch elastic or SLURM has brought together: of a layout for more, the nearest.
+def on_ranks_there(config: RunConfig, shape: ModelShape, member: RankEnv, keep_going: bool = False) -> RunConfig:
+    """The run on as many ranks as torch elastic or SLURM has brought together: if fewer, on the nearest layout.
 
     Ranks that the nearest layout leaves over are to `idle`. Where nobody starts the run again, the layout must fit.
     Every rank decides for itself, and all must decide alike: so machines are taken to have as much memory and as many
     ranks as this one.
-
-    Args:
-        keep_going: of `starts_again`.
 
     Raises:
         UsageError: no layout fits.
@@ -118,7 +107,7 @@ def on_ranks_there(config: RunConfig, shape: ModelShape, member: Membership, kee
     return now
 
 
-def idle(member: Membership) -> int:
+def idle(member: RankEnv) -> int:
     """A rank for which there is no work in this round: wait for its end, so that the agent has its worker.
 
     Returns:

@@ -15,7 +15,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import pick_device
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.checks.path_check import check_folders
-from shoal.launch.rank_env import Membership, joined, record_end
+from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
 from shoal.launch.watch.peer_watch import shared_folder
@@ -23,7 +23,7 @@ from shoal.spec.config import RunConfig
 from shoal.training.async_dp.choose import goes_on_without
 from shoal.training.check import check
 from shoal.training.records.metrics import check_trackers
-from shoal.training.resilience.host_memory_dir import free, home
+from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import check_resume, new_run
 from shoal.training.stop import StopRequests
 
@@ -68,19 +68,16 @@ def train(
     mask = os.umask(0o077)
     outlive_readers()
     try:
-        return _train(config, ranks, _path(run_folder), _path(resume), keep_going)
+        named, resumed = (None if folder is None else Path(folder) for folder in (run_folder, resume))
+        return _train(config, ranks, named, resumed, keep_going)
     finally:
         os.umask(mask)
-
-
-def _path(folder: str | Path | None) -> Path | None:
-    return None if folder is None else Path(folder)
 
 
 def _train(
     config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool
 ) -> int:
-    member, stop = joined(), StopRequests()
+    member, stop = detect_rank_env(), StopRequests()
     if member is not None:
         stop.listen(signal.SIGUSR1)  # the warning before the end, which comes once
     if resume is not None and run_folder is not None and resume != run_folder:
@@ -96,38 +93,30 @@ def _train(
         if member.rank >= config.parallel.world_size:
             return idle(member)
         member = member.among(config.parallel.world_size)
-    started_again = resume is None and goes_on(run_folder, keep_going)
-    if started_again:
-        resume = run_folder
-    device = _check_run(config, member, ranks, run_folder, resume, started_again)
-    folder = resume or run_folder
+    folder, restarted = resume or run_folder, resume is None and goes_on(run_folder, keep_going)
+    resumed = folder if resume or restarted else None
+    device = _check_run(config, member, ranks, run_folder, resumed, restarted)
     payload = {
-        "config": plain(config),
-        "folder": str(folder) if folder else None,
-        "resume": resume is not None,
-        "restarted": started_again,
+        "config": plain(config), "folder": folder and str(folder), "resume": resumed is not None,
+        "restarted": restarted,
     }
     if member is not None:
         return _join(payload, member, stop)
     prepare(config.data)
-    if resume is None:
+    if resumed is None:
         folder = new_run(config, run_folder)
-        free(home(folder, config.failover))  # what a deleted run of the same name left in memory
+        release(run_dir(folder, config.failover))  # what a deleted run of the same name left in memory
     assert folder is not None
     payload |= {"folder": str(folder), "made": True}
     return Supervisor(config, payload, folder, device, survivable=goes_on_without(config)).run()
 
 
 def _check_run(
-    config: RunConfig,
-    member: Membership | None,
-    ranks: int | None,
-    run_folder: Path | None,
-    resume: Path | None,
-    started_again: bool,
+    config: RunConfig, member: RankEnv | None, ranks: int | None, run_folder: Path | None, resumed: Path | None,
+    restarted: bool,
 ) -> str:
-    """Refuse what cannot be before anything is made; returns the type of the device that this process computes on."""
-    if resume is None:
+    """Reject an impossible run before anything is made; returns the type of device that this process computes on."""
+    if resumed is None:
         check_read(config.data)
     shape = check(config, ranks=member.world_size if member else ranks)
     check_trackers(config.metrics)
@@ -135,14 +124,14 @@ def _check_run(
     device = member.device(choice) if member else pick_device(choice, last)
     here = member.neighbours() if member else range(config.parallel.world_size)
     check_memory(config, shape, device, here)
-    if resume is not None:
-        check_resume(config, shape, resume, again=started_again)
+    if resumed is not None:
+        check_resume(config, shape, resumed, again=restarted)
     if member is None or member.local_rank == 0:
-        check_folders(config, shape, resume or run_folder, resume=resume is not None, ranks=here)
+        check_folders(config, shape, resumed or run_folder, resume=resumed is not None, ranks=here)
     return device.type
 
 
-def _join(payload: dict[str, Any], member: Membership, stop: StopRequests) -> int:
+def _join(payload: dict[str, Any], member: RankEnv, stop: StopRequests) -> int:
     """Train as one of the ranks that another program has started."""
     from shoal.launch.worker import run
 

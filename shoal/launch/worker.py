@@ -18,16 +18,16 @@ from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
 from shoal.launch.join import become_rank
-from shoal.launch.rank_env import Membership, read_payload, scratch_folder, started_as
-from shoal.launch.rendezvous import left_open
-from shoal.launch.watch.peer_watch import Neighbours, shared_folder
+from shoal.launch.rank_env import RankEnv, read_payload, require_rank_env, scratch_folder
+from shoal.launch.rendezvous import open_port_notice
+from shoal.launch.watch.peer_watch import PeerWatch, shared_folder
 from shoal.launch.watch.postmortem import Last, cause, former
 from shoal.spec.config import build_config
 from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
 from shoal.training.resilience.events import write_event
-from shoal.training.resilience.heartbeat import Beat, Phase, record_path
-from shoal.training.resilience.host_memory_dir import free, home
+from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
+from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import new_run
 from shoal.training.stop import PREEMPTED, StopRequests
 from shoal.training.trainer import Trainer
@@ -39,7 +39,7 @@ def run(
     payload: dict[str, Any],
     built: Callable[[Trainer], None] | None = None,
     *,
-    member: Membership | None = None,
+    member: RankEnv | None = None,
     stop: StopRequests | None = None,
 ) -> int:
     """Train as one rank; returns the exit code.
@@ -47,21 +47,21 @@ def run(
     Args:
         payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
             it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
-            begins anew where nothing was saved yet.
-        built: gets the trainer before its first step.
+            starts from step 0 where nothing was saved yet.
+        built: called with the trainer before its first step.
         member: its place, where that is not what the environment says.
         stop: where requests to stop are counted already.
     """
     replace_unencodable()
     outlive_readers()
-    member = member or started_as()
+    member = member or require_rank_env()
     before = former(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else shared_folder(member)
-    beat = Beat(records and record_path(records, member.rank))
+    beat = Heartbeat(records and record_path(records, member.rank))
     config = build_config(payload["config"])
     if config.failover.reexecute_every:
         allow_reproducible_products()
-    member = become_rank(config.train.device, config.train.threads, records=records, membership=member)
+    member = become_rank(config.train.device, config.train.threads, records=records, member=member)
     device, link = member.device(config.train.device), ThrottledLink.of(config.testing.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
@@ -69,7 +69,7 @@ def run(
         made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
         folder = broadcast(made, world())
         if member.local_rank == 0:
-            free(home(Path(folder), config.failover))  # as `shoal.launch.train` does
+            release(run_dir(Path(folder), config.failover))  # as `shoal.launch.train` does
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)
@@ -92,11 +92,11 @@ def run(
                 write_event(Path(folder), "failure", **lost)
                 trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
             write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
-    if open_port := left_open(member):
+    if open_port := open_port_notice(member):
         trainer.display.note(open_port)
     neighbours = None
     if records is not None and member.how != "local":
-        neighbours = Neighbours(member, records, config.failover, Path(folder))
+        neighbours = PeerWatch(member, records, config.failover, Path(folder))
     if built is not None:
         built(trainer)
     trainer.run()

@@ -14,31 +14,38 @@ has imported it, started once and kept, and each call gets a fresh process group
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from shoal.launch.prefork import PreforkServer, Process, end_processes, local_environment
+from shoal.launch.watch.rank_failure import Failure
+from shoal.launch.watch.watchdog import stacks
 
-from shoal.engine.device import destroy_world, init_world, loopback
-from shoal.launch.forkserver import LOOK, become_worker, worker_context
+PRELOADED = ["shoal.launch.preload"]
+"""Modules that the server of all pools imports."""
 
 START_SECONDS = 180.0  # to import torch, on a machine that is busy
 GRACE_SECONDS = 5.0  # for the peers of a failed rank to fail in turn
+LONGEST_WAIT = 3600.0  # at a time: `multiprocessing.connection.wait` knows no weeks
+
+_server: PreforkServer | None = None
+
+
+def shared_server() -> PreforkServer:
+    """The process that forks the workers of all pools; it ends with this process."""
+    global _server
+    if _server is None or _server.ended:
+        _server = PreforkServer(os.environ, preload=PRELOADED)
+    return _server
 
 
 class RankError(Exception):
@@ -54,13 +61,41 @@ class RankError(Exception):
         later = ["", "Then, perhaps only because a peer had left:", *others] if others else []
         super().__init__("\n".join([f"{name} failed on {len(failures)} of {ranks} ranks", first, *later]))
 
+    @property
+    def reason(self) -> str:
+        """The first cause in one line: the exception without its traceback, or how the rank died."""
+        lines = self.failures[0][1].splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        return lines[frames[-1] + 1] if frames and frames[-1] + 1 < len(lines) else lines[0]
+
 
 @dataclass
 class _Worker:
-    process: BaseProcess
+    process: Process
     pipe: Connection
-    stack: Path  # where faulthandler writes when the worker is asked for its stack
+    stack: Path  # where it writes its stack when it is asked for it
     ready: bool = False
+
+    def send(self, message: Any) -> None:
+        # Plain pickle and bytes: torch registers shared-memory reductions with multiprocessing's own pickler, and those
+        # would tie a result's life to its worker's file descriptors.
+        try:
+            self.pipe.send_bytes(pickle.dumps(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the end of the worker is seen when its answer is read
+
+    def receive(self) -> Any:
+        """The next message, or None if the worker is gone."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def end(self) -> int:
+        """Kill it if it still runs; returns its exit code."""
+        end_processes([self.process])
+        self.pipe.close()
+        return self.process.wait()
 
 
 class Pool:
@@ -71,12 +106,16 @@ class Pool:
     Args:
         size: the most ranks that a call can ask for.
         setup: called once in each new worker (such as `shoal.engine.cpu_tuning.tune_process`).
+        keep_group: all calls are on the same ranks, which keep the process group of the first one until one fails.
+        server: what forks the workers, instead of `shared_server`.
     """
 
-    def __init__(self, size: int, setup: Callable[[], object] | None = None):
+    def __init__(
+        self, size: int, setup: Callable[[], object] | None = None, *, keep_group: bool = False,
+        server: PreforkServer | None = None,
+    ):
         self.size = size
-        self._setup = setup
-        self._context = worker_context()
+        self._setup, self._keep_group, self._server = setup, keep_group, server
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-")
         self._serial = count()
@@ -85,12 +124,8 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers."""
         for worker in self._workers:
-            _end(worker)
+            worker.end()
         self._workers.clear()
         self._folder.cleanup()
 
@@ -116,186 +151,134 @@ class Pool:
         """
         if not 1 <= ranks <= self.size:
             raise ValueError(f"ranks = {ranks}: this pool runs 1 to {self.size}")
+        store = Path(self._folder.name, f"store-{next(self._serial)}")
+        call = _pickled(fn, args)
+        calls = [(call, (rank, ranks, str(store), 0.75 * timeout, self._keep_group)) for rank in range(ranks)]
         try:
-            call = pickle.dumps((fn, args))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(f"{fn!r} or its arguments do not pickle (lambda? nested function?): {error}") from error
-        self._start(ranks)
-        store = str(Path(self._folder.name, f"store-{next(self._serial)}"))
-        waiting = dict(enumerate(self._workers[:ranks]))
-        try:
-            for rank, worker in waiting.items():
-                _send(worker, (sys.path, rank, ranks, store, timeout, call))
-            return _Collect(getattr(fn, "__qualname__", repr(fn)), waiting, timeout).results()
+            return self._do(fn, calls, timeout)
         finally:
-            for worker in waiting.values():  # whoever has not finished, also on Ctrl-C here
-                _end(worker)
-            Path(store).unlink(missing_ok=True)
+            store.unlink(missing_ok=True)
 
-    def _start(self, ranks: int) -> None:
-        """Have ``ranks`` live workers, all ready."""
-        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
-        while len(self._workers) < ranks:
-            here, there = self._context.Pipe()
-            stack = Path(self._folder.name, f"stack-{next(self._serial)}")
-            process = self._context.Process(
-                target=_serve, args=(there, dict(os.environ), stack, self._setup), name="shoal-pool-worker", daemon=True
-            )
-            process.start()
-            there.close()  # so that the pipe ends when the worker does
-            self._workers.append(_Worker(process, here, stack))
+    def map(
+        self, fn: Callable[[Any], Any], items: Sequence[Any], *, timeout: float = 60.0,
+        done: Callable[[int, Any], None] = lambda number, value: None,
+    ) -> list[Any]:
+        """Call ``fn`` on each item, each in one worker and in no process group, as many at a time as there are workers.
+
+        Args:
+            fn, items: as of `run`.
+            timeout: seconds for all.
+            done: called with the number of each item and its value, as they come.
+
+        Raises:
+            RankError: as of `run`; its "ranks" are the numbers of the items.
+        """
+        return self._do(fn, [(_pickled(fn, (item,)), None) for item in items], timeout, done)
+
+    def _do(
+        self, fn: Callable[..., Any], calls: Sequence[tuple[bytes, tuple | None]], timeout: float,
+        done: Callable[[int, Any], None] = lambda number, value: None,
+    ) -> list[Any]:
+        workers = self._ready(min(self.size, len(calls)))
+        call = _Call(calls, timeout, done)
+        try:
+            return call.results(workers, getattr(fn, "__qualname__", repr(fn)))
+        finally:
+            for worker in call.busy.values():  # whoever has not finished, also on Ctrl-C here
+                worker.end()
+
+    def _ready(self, number: int) -> list[_Worker]:
+        """So many live workers that wait for a call."""
+        self._workers = [worker for worker in self._workers if worker.process.poll() is None]
+        while len(self._workers) < number:
+            here, there = Pipe()
+            environment = local_environment(self.size)
+            with there:
+                server = self._server or shared_server()
+                process = server.start("shoal.launch.pool_worker", environment, pipe=there.fileno())
+            worker = _Worker(process, here, Path(self._folder.name, f"stack-{next(self._serial)}"))
+            worker.send((sys.path, worker.stack, pickle.dumps(self._setup)))
+            self._workers.append(worker)
         deadline = time.monotonic() + START_SECONDS
-        for worker in self._workers[:ranks]:
+        for worker in self._workers[:number]:
             if not worker.ready:
-                if not worker.pipe.poll(deadline - time.monotonic()) or not _receive(worker):
-                    _end(worker)
-                    raise RuntimeError(f"a worker process did not start: {_cause_of_death(worker.process)}")
+                if not worker.pipe.poll(deadline - time.monotonic()) or not worker.receive():
+                    raise RuntimeError(f"a worker process did not start: it {Failure(0, worker.end()).how}")
                 worker.ready = True
+        return self._workers[:number]
 
 
-class _Collect:
-    """The answers to one call. Takes out of ``waiting`` every rank that finished, in whatever way."""
+class _Call:
+    """One call on some workers.
 
-    def __init__(self, name: str, waiting: dict[int, _Worker], timeout: float):
-        self.name, self.waiting, self.ranks = name, waiting, len(waiting)
-        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+    Args:
+        calls: for each number (a rank, or an item), the pickled function with its arguments, and the process group.
+
+    Attributes:
+        busy: workers that have not finished, by number.
+    """
+
+    def __init__(
+        self, calls: Sequence[tuple[bytes, tuple | None]], timeout: float, done: Callable[[int, Any], None]
+    ):
+        self.calls, self.done = calls, done
+        self.deadline = time.monotonic() + timeout
+        self.busy: dict[int, _Worker] = {}
         self.values: dict[int, Any] = {}
-        self.died: list[tuple[int, str]] = []
-        self.raised: list[tuple[float, int, str]] = []
+        self.failures: dict[int, Failure] = {}
+        self._todo: Iterator[int] = iter(range(len(calls)))
 
-    def results(self) -> list[Any]:
-        while self.waiting and (left := self.deadline - time.monotonic()) > 0:
-            for pipe in wait([worker.pipe for worker in self.waiting.values()], min(left, LOOK)):
-                self._take(next(rank for rank, worker in self.waiting.items() if worker.pipe is pipe))
-        hung = [(rank, _stack_of(worker)) for rank, worker in self.waiting.items() if not self._has_raised(rank)]
-        # A rank that died or hung explains the others' errors; among errors the earliest does.
-        failures = self.died + hung + [(rank, cause) for _, rank, cause in sorted(self.raised)]
-        if failures:
-            raise RankError(self.name, self.ranks, failures)
-        return [self.values[rank] for rank in range(self.ranks)]
+    def _begin_next(self, worker: _Worker) -> None:
+        number = next(self._todo, None)
+        if number is not None:
+            self.busy[number] = worker
+            worker.send((sys.path, *self.calls[number]))
 
-    def _take(self, rank: int) -> None:
-        worker = self.waiting[rank]
-        message = _receive(worker)
+    def results(self, workers: list[_Worker], name: str) -> list[Any]:
+        """Each value, in order.
+
+        Raises:
+            RankError: where there is none.
+        """
+        for worker in workers:
+            self._begin_next(worker)
+        while self.busy and (left := self.deadline - time.monotonic()) > 0:
+            for pipe in wait([worker.pipe for worker in self.busy.values()], min(left, LONGEST_WAIT)):
+                self._take(next(number for number, worker in self.busy.items() if worker.pipe is pipe))
+        hung = {number: worker for number, worker in self.busy.items() if number not in self.failures}
+        if hung:
+            pids, files = {n: w.process.pid for n, w in hung.items()}, {n: w.stack for n, w in hung.items()}
+            trouble = "hung and was killed; its stack then, last call first:"
+            for number, stack in stacks(pids, files).items():
+                self.failures[number] = Failure(number, 0, report=stack, trouble=trouble)
+        if self.failures:
+            ordered = sorted(self.failures.values(), key=lambda failure: failure.order)
+            raise RankError(name, len(self.calls), [(failure.rank, failure.describe()) for failure in ordered])
+        return [self.values[number] for number in range(len(self.calls))]
+
+    def _take(self, number: int) -> None:
+        worker = self.busy[number]
+        message = worker.receive()
         if message is None:
-            if not self._has_raised(rank):
-                self.died.append((rank, _cause_of_death(worker.process)))
-            self._hurry()
-            _end(self.waiting.pop(rank))
-            return
-        kind, payload = message
-        if kind == "raised":  # the worker still has to leave the group
-            self.raised.append((payload[0], rank, payload[1]))
-            self._hurry()
+            del self.busy[number]
+            self._fail(Failure(number, worker.end()))
+        elif message[0] == "raised":
+            self._fail(Failure(number, 1, *message[1:]))  # the worker still has to leave the group
         else:
-            self.values[rank] = payload
-            del self.waiting[rank]
+            del self.busy[number]
+            if number not in self.failures:
+                self.values[number] = message[1]
+                self.done(number, message[1])
+            self._begin_next(worker)
 
-    def _has_raised(self, rank: int) -> bool:
-        return any(rank == raised for _, raised, _ in self.raised)
-
-    def _hurry(self) -> None:
-        self.deadline = min(self.deadline, time.monotonic() + GRACE_SECONDS)
-
-
-# Plain pickle and bytes on the pipe: torch registers shared-memory reductions with multiprocessing's own pickler, and
-# those would tie a result's life to its worker's file descriptors.
+    def _fail(self, failure: Failure) -> None:
+        self.failures.setdefault(failure.rank, failure)
+        if self.calls[failure.rank][1] is not None:  # its peers wait for it
+            self.deadline = min(self.deadline, time.monotonic() + GRACE_SECONDS)
 
 
-def _send(worker: _Worker, message: Any) -> None:
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        worker.pipe.send_bytes(pickle.dumps(message))
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the end of the worker is seen when its answer is read
-
-
-def _receive(worker: _Worker) -> Any:
-    """The next message, or None if the worker is gone."""
-    try:
-        return pickle.loads(worker.pipe.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        return None
-
-
-def _end(worker: _Worker) -> None:
-    worker.process.kill()
-    worker.process.join()
-    worker.pipe.close()
-
-
-def _cause_of_death(process: BaseProcess) -> str:
-    process.join(GRACE_SECONDS)
-    code = process.exitcode
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code} before it answered"
-
-
-def _stack_of(worker: _Worker) -> str:
-    """Where a hung worker hangs: it writes its stacks when it gets SIGUSR1."""
-    assert worker.process.pid is not None  # it was started
-    os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while not worker.stack.read_text().rstrip() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)  # for the rest of the lines
-    return f"hung and was killed; its stack then, last call first:\n{worker.stack.read_text()}"
-
-
-# ---- in the worker ---------------------------------------------------------------------------------------------
-
-
-def _serve(
-    pipe: Connection, environment: dict[str, str], stack: Path, setup: Callable[[], object] | None
-) -> None:
-    become_worker(environment)
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-    if setup is not None:
-        setup()
-    with open(stack, "w") as file:
-        _take_signals(file)
-        gc.freeze()  # what is imported by now stays, and need not be looked through after each run
-        pipe.send_bytes(pickle.dumps("ready"))
-        while True:
-            try:
-                message = pipe.recv_bytes()
-            except EOFError:
-                return
-            _take_signals(file)  # anew: the last call may have taken them for itself
-            imported = len(sys.modules)
-            if not _answer(pipe, *pickle.loads(message)):
-                return
-            if len(sys.modules) > imported:  # which stay too
-                gc.collect()
-                gc.freeze()
-
-
-def _take_signals(stack: IO[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1, file=stack)
-
-
-def _answer(pipe: Connection, path: list[str], rank: int, ranks: int, store: str, timeout: float, call: bytes) -> bool:
-    """Do one call as one of its ranks. Whether this process can take another: torch counts the groups that it began to
-    make in the names under which it looks for its peers, so one that could not join finds nobody any more."""
-    sys.path[:] = path  # modules that the parent can import by now (a test's folder) can be imported here
-    value = pickle.dumps(("finished", None))
-    fit = True
-    try:
-        fn, args = pickle.loads(call)
-        fit = False
-        init_world(rank, ranks, dist.FileStore(store, ranks), "cpu", 0.75 * timeout)
-        fit = True
-        value = pickle.dumps(("finished", fn(*args)))
-        if dist.is_initialized():
-            dist.barrier()  # nobody closes a connection that a peer still reads from
-    except BaseException:
-        # Before this rank leaves the group and its peers fail: the cause must be first.
-        pipe.send_bytes(pickle.dumps(("raised", (time.monotonic(), traceback.format_exc()))))
-    gc.collect()  # groups that are left in reference cycles would keep their threads and connections
-    destroy_world()
-    if fit:
-        pipe.send_bytes(value)
-    return fit
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"{fn!r} or its arguments do not pickle (lambda? nested function?): {error}") from error

@@ -22,7 +22,7 @@ from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.checkpoint.storage import Place, place
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
-from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_slot import newest_step
 
 MAY_CHANGE = (
@@ -158,7 +158,7 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
     """Whether there is a state to go on from, and something to do. A damaged one is left to the ranks."""
-    found, kept = newest(checkpoints_of(config, folder)), newest_step(home(folder, config.failover))
+    found, kept = newest(checkpoints_of(config, folder)), newest_step(run_dir(folder, config.failover))
     if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."

@@ -13,7 +13,7 @@ from shoal.engine.checkpoint import Checkpointer, CheckpointError
 from shoal.engine.optim.sophia import Sophia
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
-from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
@@ -128,7 +128,7 @@ class StateManager:
         """
         found, refused = restore(
             checkpoints_of(self.config, self.folder),
-            home(self.folder, self.config.failover),
+            run_dir(self.folder, self.config.failover),
             self.engine.state(),
             group=self.group,
             model=self.shape.model_dump(mode="json"),
@@ -180,7 +180,7 @@ class StateManager:
         if not self.config.failover.memory_every:
             return
         self.memory = InMemoryCheckpointer(
-            home(self.folder, self.config.failover),
+            run_dir(self.folder, self.config.failover),
             self.folder,
             group=self._new_group(),
             node_ranks=self.config.failover.node_ranks,

@@ -33,10 +33,10 @@ from shoal.training.records.metrics import MetricsWriter, StepMetrics
 from shoal.training.records.profile import Profiler, profiled_steps
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
-from shoal.training.resilience.heartbeat import Beat, Phase
+from shoal.training.resilience.heartbeat import Heartbeat, Phase
 from shoal.training.resilience.reexecute import SilentCorruption
 from shoal.training.resilience.replicas import ReplicasDiffer
-from shoal.training.resilience.silent_failure_checks import Guard
+from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
 from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
 from shoal.training.step.optimizer_step import NonFinite, StepResult
@@ -74,11 +74,11 @@ class Trainer:
         resume: bool,
         local_ranks: int,
         restarted: bool = False,
-        beat: Beat | None = None,
+        beat: Heartbeat | None = None,
         stop: StopRequests | None = None,
     ):
         self.shape, self.samples, self.folder, self.local_ranks = shape, samples, folder, local_ranks
-        self.beat, self.stop = beat or Beat(), stop or StopRequests()
+        self.beat, self.stop = beat or Heartbeat(), stop or StopRequests()
         self.first = mesh.rank == 0
         self.display = Display(None if self.first else Console(quiet=True))
         self.begin = time.monotonic()
@@ -96,7 +96,7 @@ class Trainer:
         self.source = restored.source if restored else ""
         self.knobs = FaultKnobs.read(config.testing, mesh.layout.world_size, begin=self.step, restarted=restarted)
         self.timed = TimedSteps(self.engine, self.knobs) if self.knobs.any or relaxed else None
-        self.guard = Guard(self.engine, config.failover, self.step, restored.extra if restored else {})
+        self.guard = SilentFailureChecks(self.engine, config.failover, self.step, restored.extra if restored else {})
         self.states.beside = self.guard.state
         self.beat.begun(self.step)
         profiled = profiled_steps(config.metrics, self.step, config.train.steps)

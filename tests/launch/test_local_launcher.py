@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,9 +20,9 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.cpu_tuning import allocator_environment
-from shoal.launch.local_launcher import RankProcesses, launch, rank_environment, start_nursery
-from shoal.launch.prefork import Nursery
-from shoal.launch.rank_env import Membership, _expand_counts, _first_host, joined
+from shoal.launch.local_launcher import RankProcesses, rank_environment, start_rank_server
+from shoal.launch.prefork import PreforkServer
+from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_rank_env
 from shoal.launch.watch.watchdog import Watchdog
 from shoal.spec.config import FailoverConfig
 from shoal.training.stop import StopRequests
@@ -84,11 +83,14 @@ PARENT = """
 import json, os, sys
 from pathlib import Path
 from shoal.launch import prefork
-from shoal.launch.local_launcher import launch
-from tests.trainings.forked import fork_nursery
-prefork.Popen = fork_nursery
+from shoal.launch.local_launcher import start_rank_server
+from tests.launch.test_local_launcher import launch
+from tests.trainings.forked import fork_server
+prefork.Popen = fork_server
 payload = json.loads(os.environ["PAYLOAD"])
-sys.exit(launch("program", payload, 2, Path(payload["folder"], "logs"), device="cpu"))
+folder = Path(payload["folder"])
+with start_rank_server(2, folder, "cpu") as server:
+    sys.exit(launch(server, payload, folder / "logs"))
 """
 
 
@@ -108,25 +110,30 @@ def folder(path, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nursery(path, tmp_path_factory) -> Iterator[Nursery]:
+def server(path, tmp_path_factory) -> Iterator[PreforkServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        with start_nursery(2, tmp_path_factory.mktemp("nursery"), "cpu") as nursery:
-            yield nursery
+        with start_rank_server(2, tmp_path_factory.mktemp("server"), "cpu") as server:
+            yield server
 
 
-@pytest.fixture
-def one_nursery(nursery, monkeypatch) -> None:
-    """Each launch has the same one, so that it pays for no imports."""
-    monkeypatch.setattr("shoal.launch.local_launcher.start_nursery", lambda *_: nullcontext(nursery))
+def launch(server: PreforkServer, payload: dict[str, str], logs: Path) -> int:
+    """Run the program on two ranks; the exit code."""
+    logs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, StopRequests() as stop:
+        Path(scratch, "payload.json").write_text(json.dumps(payload))
+        ranks = RankProcesses(logs, Path(scratch), "cpu", stop, server, FailoverConfig())
+        ending = ranks.run("program", 2, {})
+        ranks.print_cause(ending)
+        return ending.code
 
 
-def forked(nursery: Nursery, module: str, folder: Path, act: str, **environment: object) -> Command:
-    """``python -m MODULE`` as a process of its own, and for the parent of ranks also its nursery, without imports."""
+def forked(server: PreforkServer, module: str, folder: Path, act: str, **environment: object) -> Command:
+    """``python -m MODULE`` as a process of its own, and for the parent of ranks also its server, without imports."""
     payload = json.dumps({"folder": str(folder), "act": act})
     given = {name: str(value) for name, value in environment.items()}
     log = Path(tempfile.mkstemp(dir=folder, suffix=".log")[1])
-    return Command(nursery.fork(module, {**os.environ, "PAYLOAD": payload, **given}, log, heard=False), log)
+    return Command(server.start(module, {**os.environ, "PAYLOAD": payload, **given}, log, heard=False), log)
 
 
 def reports(folder: Path, ranks: int = 2, seconds: float = 60) -> list[dict]:
@@ -146,7 +153,8 @@ def all_gone(pids: list[int], seconds: float = 5) -> bool:
 
 
 def test_ranks_meet_and_finish(folder, capfd):
-    assert launch("program", {"folder": str(folder), "act": "finish"}, 2, folder / "logs", device="cpu") == 0
+    with start_rank_server(2, folder, "cpu") as server:  # here, since its stdout is that of now
+        assert launch(server, {"folder": str(folder), "act": "finish"}, folder / "logs") == 0
     for rank, report in enumerate(reports(folder)):
         assert (report["rank"], report["world_size"], report["how"], report["total"]) == (rank, 2, "local", 2.0)
         assert report["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
@@ -158,9 +166,9 @@ def test_ranks_meet_and_finish(folder, capfd):
     ("die", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
     ("die slowly", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL; the other ranks were stopped"),
 ])
-def test_a_death_takes_all_down_and_shows_one_cause(folder, one_nursery, capfd, act, code, said):
+def test_a_death_takes_all_down_and_shows_one_cause(folder, server, capfd, act, code, said):
     start = time.monotonic()
-    assert launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu") == code
+    assert launch(server, {"folder": str(folder), "act": act}, folder / "logs") == code
     assert time.monotonic() - start < 30  # far below the 60 s that the peer's collective would wait
     assert all_gone([report["pid"] for report in reports(folder)], seconds=0)
     shown = capfd.readouterr().err
@@ -174,20 +182,21 @@ def test_a_death_takes_all_down_and_shows_one_cause(folder, one_nursery, capfd, 
 def test_the_cause_is_found_among_its_consequences(codes, random):
     """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
     with tempfile.TemporaryDirectory() as folder:
-        crew = RankProcesses(Path(folder), Path(folder), "cpu", StopRequests(), None, FailoverConfig())
-        crew.watchdog = Watchdog(FailoverConfig(), 4)
+        ranks = RankProcesses(Path(folder), Path(folder), "cpu", StopRequests(), Mock(), FailoverConfig())
+        ranks.watchdog = Watchdog(FailoverConfig(), 4)
         for rank, code in enumerate(codes):
-            crew.processes.append(Mock(returncode=code, poll=lambda code=code: code, pid=0))
+            ended = Mock(return_value=code)
+            ranks.processes.append(Mock(returncode=code, poll=ended, wait=ended, pid=0))
             Path(folder, f"rank-{rank}.log").touch()
             if code == 1:
                 Path(folder, f"failure-{rank}.json").write_text(json.dumps({"when": random.random(), "report": "lost"}))
-        ending = crew._watch()
+        ending = ranks._watch()
         assert ending.code == 128 + signal.SIGKILL and codes[ending.cause.rank] == -signal.SIGKILL
 
 
-def test_a_log_goes_on_where_the_last_launch_died(folder, one_nursery, capfd):
+def test_a_log_goes_on_where_the_last_launch_died(folder, server, capfd):
     for act in ("raise", "die"):
-        launch("program", {"folder": str(folder), "act": act}, 2, folder / "logs", device="cpu")
+        launch(server, {"folder": str(folder), "act": act}, folder / "logs")
     log = (folder / "logs" / "rank-1.log").read_text()
     assert len(re.findall(r"^---- started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d by process \d+ ----$", log, re.M)) == 2
     assert "the real cause" in log
@@ -195,21 +204,21 @@ def test_a_log_goes_on_where_the_last_launch_died(folder, one_nursery, capfd):
     assert "the real cause" not in shown[shown.index("was killed by SIGKILL"):]  # that is what the first launch said
 
 
-def test_a_usage_error_passes_through_without_traceback(folder, one_nursery, capfd):
-    assert launch("program", {"folder": str(folder), "act": "usage"}, 2, folder / "logs", device="cpu") == 2
+def test_a_usage_error_passes_through_without_traceback(folder, server, capfd):
+    assert launch(server, {"folder": str(folder), "act": "usage"}, folder / "logs") == 2
     assert capfd.readouterr().err == "shoal: error: steps = -1; allowed: 1 or more\n"
 
 
-def test_a_killed_parent_leaves_no_orphan(folder, nursery):
-    parent = forked(nursery, "parent", folder, "sleep")
+def test_a_killed_parent_leaves_no_orphan(folder, server):
+    parent = forked(server, "parent", folder, "sleep")
     pids = [report["pid"] for report in reports(folder)]
     parent.kill()
     parent.wait(10)
     assert all_gone(pids)
 
 
-def test_a_request_to_stop_reaches_each_rank_once(folder, nursery):
-    parent = forked(nursery, "parent", folder, "stop")
+def test_a_request_to_stop_reaches_each_rank_once(folder, server):
+    parent = forked(server, "parent", folder, "stop")
     reports(folder)
     os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
     assert parent.wait(30) == 0
@@ -218,8 +227,8 @@ def test_a_request_to_stop_reaches_each_rank_once(folder, nursery):
         assert json.loads((folder / f"signals-{rank}.json").read_text()) == ["SIGTERM"]
 
 
-def test_the_second_request_kills(folder, nursery):
-    parent = forked(nursery, "parent", folder, "stop")
+def test_the_second_request_kills(folder, server):
+    parent = forked(server, "parent", folder, "stop")
     pids = [report["pid"] for report in reports(folder)]
     parent.send_signal(signal.SIGINT)
     time.sleep(0.1)
@@ -228,21 +237,21 @@ def test_the_second_request_kills(folder, nursery):
     assert all_gone(pids, seconds=0)
 
 
-def test_torchrun_joins(folder, nursery):
+def test_torchrun_joins(folder, server):
     """Its agent and workers are forks; in `tests.cli.run.test_train` they are interpreters of their own."""
     agent = ("--standalone", "--nproc-per-node", "2")
     order = json.dumps({"words": ["-m", "program"], "cwd": str(folder), "agent": agent})
-    run = forked(nursery, "tests.trainings.forked", folder, "finish", **{ORDER: order})
+    run = forked(server, "tests.trainings.forked", folder, "finish", **{ORDER: order})
     assert run.wait(60) == 0, run.communicate()[0]
     assert [(r["rank"], r["local_world_size"], r["how"], r["total"]) for r in reports(folder)] == [
         (0, 2, "torchrun", 2.0), (1, 2, "torchrun", 2.0)]
 
 
-def test_slurm_joins(folder, nursery):
+def test_slurm_joins(folder, server):
     def task(rank: int) -> Command:
         variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
                      "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567}
-        return forked(nursery, "program", folder, "finish", **variables)
+        return forked(server, "program", folder, "finish", **variables)
 
     for process in [task(0), task(1)]:
         assert process.wait(60) == 0, process.communicate()[0]
@@ -258,10 +267,10 @@ def clear(monkeypatch) -> None:
 
 def test_started_plainly_nothing_is_joined(monkeypatch):
     clear(monkeypatch)
-    assert joined() is None
+    assert detect_rank_env() is None
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "9"}.items():
         monkeypatch.setenv(name, value)  # inside an sbatch script, but not by srun
-    assert joined() is None
+    assert detect_rank_env() is None
 
 
 def test_slurm_on_several_nodes(monkeypatch):
@@ -270,15 +279,15 @@ def test_slurm_on_several_nodes(monkeypatch):
                         "SLURM_STEP_NODELIST": "gpu[007-009,12]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
                         "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert joined() == Membership(6, 7, 0, 1, "slurm", ("gpu007", 20036))
+    assert detect_rank_env() == RankEnv(6, 7, 0, 1, "slurm", ("gpu007", 20036))
 
 
 def test_a_slurm_task_bound_to_one_gpu_takes_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     place = {"rank": 3, "world_size": 4, "local_rank": 3, "local_world_size": 4}
-    assert Membership(**place, how="slurm").device("cuda") == torch.device("cuda", 0)
+    assert RankEnv(**place, how="slurm").device("cuda") == torch.device("cuda", 0)
     with pytest.raises(UsageError, match="local rank 3 has no CUDA device"):
-        Membership(**place, how="torchrun").device("cuda")
+        RankEnv(**place, how="torchrun").device("cuda")
 
 
 @pytest.mark.parametrize("nodes, first", [
@@ -298,12 +307,12 @@ def test_half_a_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"):
-        joined()
+        detect_rank_env()
     monkeypatch.setenv("WORLD_SIZE", "two")
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(UsageError, match="WORLD_SIZE = 'two' is not a number"):
-        joined()
+        detect_rank_env()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", 2), ("RANK", -1), ("LOCAL_RANK", 1), ("MASTER_PORT", 65536)])
@@ -312,10 +321,10 @@ def test_a_place_that_there_is_not_is_refused(monkeypatch, name, value):
     there = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "a", "MASTER_PORT": 1}
     for variable, right in there.items():
         monkeypatch.setenv(variable, str(right))
-    assert joined().rank == 1
+    assert detect_rank_env().rank == 1
     monkeypatch.setenv(name, str(value))
     with pytest.raises(UsageError, match=f"{name} = {value} is not one of 0 to"):
-        joined()
+        detect_rank_env()
 
 
 FAULTS = """
@@ -355,5 +364,5 @@ def test_the_allocator_reuses_pages():
 def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
     for name in allocator_environment():
         monkeypatch.delenv(name, raising=False)
-    found = rank_environment(0, 1, Path("scratch"), device, parent=1).keys() & allocator_environment().keys()
+    found = rank_environment(0, 1, Path("scratch"), device).keys() & allocator_environment().keys()
     assert found == (allocator_environment().keys() if device == "cpu" else set())

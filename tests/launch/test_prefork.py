@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch.prefork import Child, Nursery, NurseryEnded
+from shoal.launch.local_launcher import PRELOADED
+from shoal.launch.prefork import Child, PreforkServer, PreforkServerEnded
 from tests.trainings.runs import ROOT, alive, wait_for
 
 RANK = """
@@ -47,19 +48,19 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def started(here: Path) -> Nursery:
-    return Nursery({**os.environ, "OMP_NUM_THREADS": "1"}, here / "nursery.log")
+def started(here: Path) -> PreforkServer:
+    return PreforkServer({**os.environ, "OMP_NUM_THREADS": "1"}, here / "prefork.log", PRELOADED)
 
 
 @pytest.fixture
 def own(here):
-    with started(here) as nursery:
-        yield nursery
+    with started(here) as server:
+        yield server
 
 
-def fork(nursery: Nursery, here: Path, act: str, name: str = "rank", heard: bool = False) -> Child:
+def fork(server: PreforkServer, here: Path, act: str, name: str = "rank", heard: bool = False) -> Child:
     environment = {"ACT": act, "REPORT": str(here / f"{name}.json"), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    return nursery.fork("forked", environment, here / f"{name}.log", heard=heard)
+    return server.start("forked", environment, here / f"{name}.log", heard=heard)
 
 
 def report(here: Path, name: str = "rank") -> dict:
@@ -69,7 +70,7 @@ def report(here: Path, name: str = "rank") -> dict:
 
 
 def test_a_request_that_comes_before_a_fork_has_its_own_handlers_is_not_lost(own, here):
-    """The nursery leaves such requests to the ranks, and the kernel throws away what a process ignores."""
+    """The server leaves such requests to the ranks, and the kernel throws away what a process ignores."""
     for number in range(20):
         child = fork(own, here, "sleep", f"stopped-{number}")
         os.kill(child.pid, signal.SIGTERM)
@@ -90,33 +91,33 @@ def test_a_fork_is_a_process_of_its_own(here, capfd):
     assert all(said["loaded"])  # what takes seconds to import when a model is first built, or a metric first written
     assert not said["home"]  # its environment is what was given, no more
     assert said["handlers"] == [True] * 3
-    assert not any("socket" in file for file in said["fds"])  # it cannot speak as the nursery
+    assert not any("socket" in file for file in said["fds"])  # it cannot speak as the server
     assert capfd.readouterr().out == "said aloud 0\n"
     assert (here / "first.log").read_text() == "said aside 0\n"
     assert sorted((here / "second.log").read_text().splitlines()) == ["said aloud 7", "said aside 7"]
     assert "ArithmeticError: a rank's own" in (here / "rank.log").read_text()
-    assert (here / "nursery.log").read_text() == ""
+    assert (here / "prefork.log").read_text() == ""
 
 
-def test_signals_to_all_processes_of_a_job_leave_the_nursery(own, here):
+def test_signals_to_all_processes_of_a_job_leave_the_server(own, here):
     rank = fork(own, here, "sleep")
     report(here)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(own.pid, signum)
     time.sleep(0.2)
     assert rank.poll() is None and not own.ended
-    rank.terminate()
+    rank.send_signal(signal.SIGTERM)
     assert rank.wait() == -signal.SIGTERM
-    rank.terminate()  # nothing is sent to one that has ended
+    rank.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
 
 
-def test_a_killed_nursery_takes_its_ranks_along_and_says_so(own, here):
+def test_a_killed_server_takes_its_ranks_along_and_says_so(own, here):
     rank = fork(own, here, "sleep")
     process = psutil.Process(report(here)["pid"])
     os.kill(own.pid, signal.SIGKILL)
     assert rank.wait() == -signal.SIGKILL
     wait_for(lambda: not alive(process), 5)
-    with pytest.raises(NurseryEnded, match="has ended"):
+    with pytest.raises(PreforkServerEnded, match="has ended"):
         fork(own, here, "0")
 
 
@@ -124,14 +125,14 @@ def test_what_it_cannot_import_is_in_its_log(here, monkeypatch):
     (here / "shoal").mkdir()  # hides the real one
     (here / "shoal" / "__init__.py").write_text("raise ImportError('no shoal here')")
     monkeypatch.chdir(here)
-    with Nursery({**os.environ}, here / "nursery.log") as nursery, pytest.raises(NurseryEnded):
-        fork(nursery, here, "0")
-    assert "no shoal here" in (here / "nursery.log").read_text()
+    with PreforkServer({**os.environ}, here / "prefork.log") as server, pytest.raises(PreforkServerEnded):
+        fork(server, here, "0")
+    assert "no shoal here" in (here / "prefork.log").read_text()
 
 
 def test_leaving_ends_everything(here):
-    with Nursery({**os.environ}, here / "nursery.log") as nursery:
-        fork(nursery, here, "sleep")
+    with PreforkServer({**os.environ}, here / "prefork.log") as server:
+        fork(server, here, "sleep")
         process = psutil.Process(report(here)["pid"])
-    assert sys.platform != "linux" or not psutil.pid_exists(nursery.pid)
+    assert sys.platform != "linux" or not psutil.pid_exists(server.pid)
     wait_for(lambda: not alive(process), 5)

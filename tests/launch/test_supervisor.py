@@ -126,14 +126,14 @@ def test_a_stop_is_saved_and_has_its_code(signum, code, supervised, corpus, tmp_
     assert not events(folder, "failure")
 
 
-def test_a_dead_nursery_is_replaced(corpus, tmp_path, undisturbed):
+def test_a_dead_server_is_replaced(corpus, tmp_path, undisturbed):
     """Killing it kills all ranks at once."""
     file, folder = tmp_path / "run.toml", tmp_path / "run"
     save_config(config_of(corpus, testing={"pace": 0.2}), file)
     process = start("train", file, "--run-folder", folder)
     wait_for(lambda: process.poll() is not None or logged(folder) >= 5)
     who = json.loads((folder / PROCESSES_FILE).read_text())
-    os.kill(who["nursery"], signal.SIGKILL)
+    os.kill(who["prefork"], signal.SIGKILL)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 0, said
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
@@ -148,7 +148,7 @@ def test_a_killed_supervisor_leaves_nobody_and_loses_nothing(corpus, tmp_path, u
     who = json.loads((folder / PROCESSES_FILE).read_text())
     process.kill()
     process.communicate()
-    gone = [psutil.Process(pid) for pid in (who["nursery"], *who["ranks"]) if psutil.pid_exists(pid)]
+    gone = [psutil.Process(pid) for pid in (who["prefork"], *who["ranks"]) if psutil.pid_exists(pid)]
     wait_for(lambda: not any(alive(one) for one in gone), 5)
     code, said = shoal("train", "--resume", folder)
     assert code == 0 and "resumed after step 4" in said, said

@@ -14,7 +14,7 @@ from shoal.base.errors import UsageError
 from shoal.launch import torch_elastic
 from shoal.launch.checks import memory_check
 from shoal.launch.checks.memory_check import held_by
-from shoal.launch.rank_env import Membership
+from shoal.launch.rank_env import RankEnv
 from shoal.launch.torch_elastic import OWN_STORE, check_elastic, goes_on, idle, on_ranks_there
 from shoal.spec.config import build_config, save_config
 from shoal.training.check import check
@@ -176,7 +176,7 @@ def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
 
 def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
-    shape, member = check(config), Membership(2, 3, 2, 3, "torchrun", ("localhost", 1))
+    shape, member = check(config), RankEnv(2, 3, 2, 3, "torchrun", ("localhost", 1))
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert on_ranks_there(config, shape, member) is config
     assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 2
@@ -188,7 +188,7 @@ def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_aga
 
 def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
-    shape, member = check(config), Membership(1, 2, 1, 2, "slurm", ("localhost", 1))
+    shape, member = check(config), RankEnv(1, 2, 1, 2, "slurm", ("localhost", 1))
     nearest = on_ranks_there(config, shape, member, keep_going=True)
     assert nearest.parallel.dp == 2
     needed = 2 * held_by(nearest, shape, torch.device("cpu"))[0].total
@@ -198,7 +198,7 @@ def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
 
 def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
-    shape, member = check(config), Membership(1, 3, 1, 3, "slurm", ("localhost", 1))
+    shape, member = check(config), RankEnv(1, 3, 1, 3, "slurm", ("localhost", 1))
 
     def no_two(changed):
         if changed.parallel.dp == 2:
@@ -229,7 +229,7 @@ def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturb
 def test_a_rank_without_work_waits_for_the_others():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     codes = []
-    member = Membership(1, 2, 1, 2, "torchrun", ("localhost", store.port))
+    member = RankEnv(1, 2, 1, 2, "torchrun", ("localhost", store.port))
     rank = Thread(target=lambda: codes.append(idle(member)))
     rank.start()
     rank.join(1)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shoal.launch.worker_pool
 from shoal.engine.device import init_world
 from shoal.launch.worker_pool import Pool, RankError
 
@@ -113,18 +112,13 @@ def test_a_worker_that_dies_is_named_and_replaced(pool, fn, said):
     assert pool.run(sum_of_ranks, 2, 1.0)[1] == (1, 2, 1.0)
 
 
-def takes_the_signal():
-    """As a trainer does, which is asked by it to stop."""
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-
-
 def meets_nobody_next_time(bad: int) -> None:
     if dist.get_rank() == bad:
-        shoal.launch.worker_pool.init_world = meet_nobody
+        sys.modules["__main__"].init_world = meet_nobody
 
 
 def meet_nobody(rank: int, ranks: int, *_: object) -> None:
-    shoal.launch.worker_pool.init_world = init_world
+    sys.modules["__main__"].init_world = init_world
     init_world(rank, ranks, dist.HashStore(), "cpu", 0.5)
 
 
@@ -137,7 +131,6 @@ def test_a_worker_that_could_not_join_is_replaced(pool):
 
 
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(pool):
-    pool.run(takes_the_signal, 2)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(sleeps_for_ever_on, 2, 1, timeout=4.0)
@@ -159,6 +152,39 @@ def test_what_cannot_be_asked(pool):
     for ranks in (0, 9):
         with pytest.raises(ValueError, match="1 to 8"):
             pool.run(big_tensor, ranks)
+
+
+def refuses_even(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError(f"{number} is even")
+    return -number
+
+
+def test_items_are_worked_on_alone_and_those_that_fail_are_numbered():
+    with Pool(2) as pool:
+        seen = []
+        assert pool.map(abs, [-3, -2, -1, 0], done=lambda *value: seen.append(value)) == [3, 2, 1, 0]
+        assert sorted(seen) == [(0, 3), (1, 2), (2, 1), (3, 0)]
+        with pytest.raises(RankError) as caught:
+            pool.map(refuses_even, [1, 2, 3, 4, 5])
+        assert sorted(number for number, _ in caught.value.failures) == [1, 3]
+        assert caught.value.reason.endswith(" is even")
+
+
+def counts_on(by: int) -> tuple[int, int]:
+    counted.append(by)
+    return dist.get_world_size(), sum(counted)
+
+
+counted: list[int] = []
+
+
+def test_ranks_that_keep_their_group_keep_what_they_have():
+    with Pool(2, keep_group=True) as pool:
+        assert [pool.run(counts_on, 2, by) for by in (1, 5)] == [[(2, 1), (2, 1)], [(2, 6), (2, 6)]]
+        with pytest.raises(RankError, match="the real cause"):
+            pool.run(raises_on, 2, 1)
+        assert pool.run(counts_on, 2, 1) == [(2, 1), (2, 1)]  # others, in a new group
 
 
 def imports(name: str) -> None:

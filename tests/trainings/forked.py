@@ -1,7 +1,7 @@
 """Commands as forks of one process that has imported what they need: a test does not pay for imports.
 
 The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
-out is starting an interpreter, for the command, for the nursery of its ranks and for torchrun's workers. That is in
+out is starting an interpreter, for the command, for the server of its ranks and for torchrun's workers. That is in
 `test_launch` (ranks that meet), in `tests.cli.run.test_train` (torchrun, a terminal) and in the tests of bad input.
 """
 
@@ -28,7 +28,8 @@ from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
 from shoal.launch import prefork
-from shoal.launch.prefork import Child, Nursery
+from shoal.launch.local_launcher import PRELOADED
+from shoal.launch.prefork import Child, PreforkServer
 
 ORDER = "SHOAL_TEST_COMMAND"
 
@@ -74,10 +75,10 @@ def folder() -> Path:
 
 
 @cache
-def commands(path: str) -> Nursery:
+def commands(path: str) -> PreforkServer:
     """The process that forks commands; it ends with this one."""
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    made = Nursery(environment, folder() / "nursery.log")
+    made = PreforkServer(environment, folder() / "prefork.log", PRELOADED)
     atexit.register(made.__exit__, None, None, None)
     return made
 
@@ -87,7 +88,7 @@ def command(words: list[str], environment: Mapping[str, str], cwd: Path, agent: 
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
     order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent})
     forks = commands(environment["PYTHONPATH"])
-    child = forks.fork("tests.trainings.forked", {**environment, ORDER: order}, log, heard=False)
+    child = forks.start("tests.trainings.forked", {**environment, ORDER: order}, log, heard=False)
     return Command(child, log)
 
 
@@ -142,8 +143,8 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_nursery(words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object) -> Fork:
-    """The nursery of a command's ranks."""
+def fork_server(words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object) -> Fork:
+    """What forks a command's ranks."""
 
     def run() -> None:
         os.dup2(stderr.fileno(), 2)
@@ -178,7 +179,7 @@ def main() -> int:
     if order["agent"]:
         subprocess_handler.Popen = fork_worker
         return torchrun([*order["agent"], *order["words"]])
-    prefork.Popen = fork_nursery
+    prefork.Popen = fork_server
     sys.argv = ["shoal", *order["words"]]
     return shoal(order["words"])
 

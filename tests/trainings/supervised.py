@@ -1,4 +1,4 @@
-"""Supervised runs on two ranks, all forked from one nursery: none pays for its imports."""
+"""Supervised runs on two ranks, all forked from one server: none pays for its imports."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.launch.local_launcher import start_nursery
-from shoal.launch.prefork import Nursery
+from shoal.launch.local_launcher import start_rank_server
+from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import Supervisor
 from shoal.spec.config import RunConfig
 from shoal.training.run_folder import new_run
@@ -32,16 +32,16 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory) -> Iterator[Nursery]:
+def rank_server(tmp_path_factory) -> Iterator[PreforkServer]:
     """With shoal and these tests on its path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        with start_nursery(2, tmp_path_factory.mktemp("nursery"), "cpu") as nursery:
-            yield nursery
+        with start_rank_server(2, tmp_path_factory.mktemp("server"), "cpu") as server:
+            yield server
 
 
 @pytest.fixture
-def supervised(nursery, tmp_path, monkeypatch) -> Callable[..., tuple[int, Path]]:
+def supervised(rank_server, tmp_path, monkeypatch) -> Callable[..., tuple[int, Path]]:
     """Train under a supervisor, with a fault or none; returns the exit code and the folder."""
 
     def train(config: RunConfig, fault: str = "", always: bool = False, name: str = "run") -> tuple[int, Path]:
@@ -52,7 +52,7 @@ def supervised(nursery, tmp_path, monkeypatch) -> Callable[..., tuple[int, Path]
         folder = new_run(config, tmp_path / name)
         payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
         supervisor = Supervisor(
-            config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", nursery=nursery
+            config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=rank_server
         )
         return supervisor.run(), folder
 
@@ -60,11 +60,11 @@ def supervised(nursery, tmp_path, monkeypatch) -> Callable[..., tuple[int, Path]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(corpus, nursery, tmp_path_factory) -> Path:
+def undisturbed(corpus, rank_server, tmp_path_factory) -> Path:
     """The folder of the same run without a fault."""
     config, folder = config_of(corpus), tmp_path_factory.mktemp("undisturbed") / "run"
     prepare(config.data)
     new_run(config, folder)
     payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
-    assert Supervisor(config, payload, folder, "cpu", survivable=False, nursery=nursery).run() == 0
+    assert Supervisor(config, payload, folder, "cpu", survivable=False, server=rank_server).run() == 0
     return folder

@@ -24,7 +24,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
 from shoal.labs.bench.benchmark import VERDICTS, Benchmark, Say, check_folder, make_table
-from shoal.labs.bench.crew import TIMEOUT, Contender
+from shoal.labs.bench.contender import TIMEOUT, Contender
 from shoal.labs.bench.race import check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
 from shoal.labs.bench.step.shoal_engine import build
 from shoal.labs.bench.step.workload import Workload

@@ -18,7 +18,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.device import host_memory
 from shoal.engine.models.products import by_mkl, tune_products
 from shoal.labs.bench.benchmark import Benchmark, Say, make_table
-from shoal.labs.bench.crew import Step
+from shoal.labs.bench.contender import Step
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 

@@ -18,7 +18,7 @@ import torch
 
 from shoal.engine.device import synchronize
 from shoal.labs.bench.benchmark import Say
-from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn
+from shoal.labs.bench.contender import Contender, ContenderProcesses, ContenderTurn
 
 K = TypeVar("K")
 CPU = torch.device("cpu")
@@ -169,13 +169,13 @@ def take_turns(contenders: Sequence[Contender], turns: int, steps: int, warmup: 
     laps = [Lap(contender) for contender in contenders]
     with ExitStack() as stack:
         say(f"starting {len(laps)} contenders")
-        crews = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
-        for crew in crews:
-            crew.run(warmup)
+        processes = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
+        for process in processes:
+            process.run(warmup)
         for turn in range(turns):
             say(f"turn {turn + 1} of {turns}")
-            for crew, lap in zip(crews, laps, strict=True):
-                lap.turns.append(crew.run(steps))
+            for process, lap in zip(processes, laps, strict=True):
+                lap.turns.append(process.run(steps))
     return laps
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import time
+import sys
 from pathlib import Path
 
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.launch.prefork import Nursery
+from shoal.launch.prefork import PreforkServer
+from shoal.launch.worker_pool import Pool, RankError
 
 LOST_FILE = "lost-devices"
 PROBE_SECONDS = 30.0  # for a device to answer; a context of CUDA takes some
@@ -40,40 +40,42 @@ def marked_lost(folder: Path) -> set[int]:
     return set(found)
 
 
-def devices_there(folder: Path, device: str, asked: int, nursery: Nursery | None, log: Path) -> list[int]:
+def devices_there(folder: Path, device: str, asked: int, server: PreforkServer | None) -> list[int]:
     """The devices that the next attempt may use, at most as many as it asks for.
 
     Args:
         device: the type, ``cpu`` or ``cuda``.
         asked: how many ranks the run has when nothing is lost.
-        nursery: starts those who ask the devices; None believes that all are well.
+        server: forks those who ask the devices; None believes that all are well.
     """
     count = torch.cuda.device_count() if device == "cuda" else asked
     there = set(range(count)) - marked_lost(folder)
-    if nursery is not None and device == "cuda":  # a core that does not compute asks nobody
-        there &= answering(nursery, device, count, log)
+    if server is not None and device == "cuda":  # a core that does not compute asks nobody
+        there -= failing(server, [f"cuda:{index}" for index in range(count)])
     return sorted(there)[:asked]
 
 
-def answering(nursery: Nursery, device: str, count: int, log: Path) -> set[int]:
-    """The devices that compute, each asked by a process of its own: one that hangs holds up no other.
+def failing(server: PreforkServer, devices: list[str]) -> set[int]:
+    """The devices that do not compute, by their places in the list; each is asked by a process of its own, as one may
+    hang."""
+    with Pool(len(devices), server=server) as pool:
+        try:
+            pool.map(check_device, devices, timeout=PROBE_SECONDS)
+        except RankError as error:
+            for number, cause in error.failures:
+                print(f"{devices[number]} does not compute:\n{cause}", file=sys.stderr)
+            return {number for number, _ in error.failures}
+    return set()
 
-    Args:
-        device: the type, ``cpu`` or ``cuda``.
-        count: how many there should be.
+
+def check_device(name: str) -> None:
+    """Ask a device for a sum.
+
+    Raises:
+        RuntimeError: torch's, or the sum is wrong.
     """
-    asked = {
-        index: nursery.fork(
-            "shoal.launch.checks.device_probe", {**os.environ, "SHOAL_PROBE": f"{device}:{index}"}, log, heard=False
-        )
-        for index in range(count)
-    }
-    deadline = time.monotonic() + PROBE_SECONDS
-    while any(child.poll() is None for child in asked.values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for child in asked.values():
-        child.send_signal(signal.SIGKILL)
-    return {index for index, child in asked.items() if child.wait() == 0}
+    if float((torch.ones(1024, device=name) * 3).sum()) != 3072.0:
+        raise RuntimeError(f"{name} computes wrong sums")
 
 
 def visible(devices: list[int]) -> dict[str, str]:

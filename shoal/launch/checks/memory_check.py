@@ -1,17 +1,16 @@
-"""Whether a run's tensors and checkpoints have room on this machine, before anything is made.
+"""Check that a run's tensors and checkpoints have room on this machine, before anything is made.
 
-What is counted is there at the worst time of every step, or of those that estimate the curvature, so a run that is
-refused would not have run. What is not counted (the interpreter, the allocator's holes, gathered layers, the loss, what
-an update has besides, which is known from above alone) may still be too much.
+What is counted is a lower bound, so a run that is refused would not have run. What is not counted (the interpreter, the
+allocator's holes, gathered layers, the loss, temporaries of the update) may still be too much.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shoal.base.errors import UsageError
@@ -21,7 +20,7 @@ from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
-from shoal.pipeline.program import Action, Op
+from shoal.pipeline.simulator.columns import of_program
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, state_bytes
@@ -33,8 +32,6 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
 from shoal.training.async_dp.memory import count_method_bytes
 from shoal.training.step.engine_state import attention_kernel
-
-BEGINS_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
@@ -75,18 +72,19 @@ def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_h
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         eight=EightBits.of(policy, config.float8),
     )
+    kept = np.zeros(program.stages)  # bytes that a forward leaves until its backward begins
+    for rank in range(layout.pp if layout.schedule != "terapipe" else 0):
+        for stage, part in zip(program.stages_of(rank), parts_of(shape, program, rank), strict=True):
+            saved = activations.stage(forward, part.layers, first=part.first, last=part.last)
+            kept[stage] = activations.total(saved)
+    peaks = of_program(program).peak_bytes(kept, 0.0)
     every = []
     for rank in range(layout.pp):
-        parts = parts_of(shape, program, rank)
-        kept = {
-            stage: activations.total(activations.stage(forward, part.layers, first=part.first, last=part.last))
-            for stage, part in zip(program.stages_of(rank), parts, strict=True)
-        }
-        state = state_bytes(shape, layout, policy, config.optimizer.name, parts)
-        alive = 0 if layout.schedule == "terapipe" else most_alive(program.actions[rank], kept)
+        state = state_bytes(shape, layout, policy, config.optimizer.name, parts_of(shape, program, rank))
         relaxed = count_method_bytes(config, state, policy)
         weights = relaxed.weights - (_held_once(config, state, policy) if shares else 0)
-        every.append(RankMemory(weights, state.gradients, relaxed.optimizer + state.estimating, alive, relaxed.method))
+        optimizer = relaxed.optimizer + state.estimating
+        every.append(RankMemory(weights, state.gradients, optimizer, int(peaks[rank]), relaxed.method))
     return every
 
 
@@ -99,22 +97,6 @@ def _held_once(config: RunConfig, state: StateBytes, policy: Formats) -> int:
     shards, edp = layout.shards, layout.expert_shape[2]
     dense, experts = state.elements - state.experts, state.experts
     return (dense - dense // shards + experts - experts // edp) * policy.compute.itemsize
-
-
-def most_alive(actions: Sequence[Action], kept: dict[int, int]) -> int:
-    """The most bytes that forwards have left for backwards which have not begun.
-
-    Args:
-        kept: bytes of one micro-batch, by stage.
-    """
-    alive = most = 0
-    for action in actions:
-        if action.op is Op.FORWARD:
-            alive += kept[action.stage]
-            most = max(most, alive)
-        elif action.op in BEGINS_BACKWARD:
-            alive -= kept[action.stage]
-    return most
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ranks: range) -> None:

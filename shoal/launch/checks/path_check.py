@@ -17,7 +17,7 @@ from shoal.engine.checkpoint.storage import Place
 from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUNS, RunConfig
-from shoal.training.resilience.host_memory_dir import check_home, home
+from shoal.training.resilience.host_memory_dir import check_run_dir, run_dir
 from shoal.training.run_folder import checkpoints_of, is_free, taken
 
 BESIDE = 64 << 10  # bytes that a run writes beside its checkpoints at the least: config, metrics, events, logs
@@ -41,7 +41,7 @@ def check_folders(
         _check_run_folder(folder, fresh=not resume)
         _check_checkpoints(config, shape, checkpoints_of(config, there), fresh=not resume)
     if config.failover.memory_every:
-        check_home(home(there, config.failover), _remembered(config, shape, ranks))
+        check_run_dir(run_dir(there, config.failover), _remembered(config, shape, ranks))
 
 
 def _check_run_folder(folder: Path | None, *, fresh: bool) -> None:

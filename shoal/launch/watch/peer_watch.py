@@ -1,9 +1,8 @@
-"""Ranks that torch elastic or SLURM started look after each other: those see a process that ended, not one that hangs.
+"""Ranks that torch elastic or SLURM started watch each other: their launcher sees an end, but not one that hangs.
 
-The ranks of one host keep their records (`shoal.training.resilience.heartbeat`) in a folder that they share. A thread
-of each judges the next one by its signs of life, and one of them all by whether any gets on; who is lost is told, with
-its stack, and killed, whereupon whoever started the ranks starts them again. A rank that is alone on its host can be
-found stuck, but not stopped: there is nobody to see it.
+The ranks of one host keep their heartbeats in a folder that they share. A thread of each judges the next rank by its
+signs of life, and one of them judges all by whether any makes progress. A lost rank is reported with its stack and
+killed, and the launcher restarts the ranks. A rank that is alone on its host can be found stuck, but not stopped.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from shoal.base.errors import redact
-from shoal.launch.rank_env import Membership, stack_path
+from shoal.launch.rank_env import RankEnv
 from shoal.launch.watch import watchdog
+from shoal.launch.watch.rank_failure import Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Phase, read, record_path
@@ -32,11 +32,10 @@ LEFT_SECONDS = 60.0
 """For which records that nobody keeps any more are left alone."""
 
 
-def shared_folder(member: Membership, environment: Mapping[str, str] = os.environ) -> Path | None:
+def shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of this host's ranks in this round, made if need be; None where it cannot be trusted.
 
-    Rounds differ by who started them, by the attempt, or by the port where they meet. What earlier rounds of this job
-    left is removed, and what jobs left that ended without a word.
+    What earlier rounds of this job left is removed, and what jobs left that were killed.
     """
     folder = folder_of(member, environment)
     if member.local_rank == 0:
@@ -48,15 +47,15 @@ def shared_folder(member: Membership, environment: Mapping[str, str] = os.enviro
     return folder if is_private(folder) else None
 
 
-def folder_of(member: Membership, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where this host's ranks keep their records in this round."""
+def folder_of(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where this host's ranks keep their records in this round, named by the job, the attempt and the port."""
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
     name = f"{_prefix(environment)}{member.meeting_point[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Those of this host's ranks in all rounds that whoever started this one has started."""
+    """Those of this host's ranks in all rounds of this job."""
     return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix(environment)}*") if is_private(found)]
 
 
@@ -70,8 +69,8 @@ def ended_path(folder: Path, rank: int) -> Path:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether no process keeps its records there any more: each is gone and has long given no sign, by a clock that
-    containers with processes of their own share too. (Of an earlier boot, a sign lies in the future.)"""
+    """Whether each process that kept its record there is gone and long silent, by a clock that containers share too.
+    (After a reboot, its last sign lies in the future.)"""
     try:
         records = [record for path in folder.glob("beat-*") if (record := read(path)) is not None]
         made = time.time() - folder.stat().st_mtime
@@ -82,15 +81,15 @@ def _is_left(folder: Path) -> bool:
     return is_private(folder) and made > LEFT_SECONDS and silent and gone
 
 
-class Neighbours:
+class PeerWatch:
     """Watches from a thread of this rank, until the process ends.
 
     Args:
         folder: `shared_folder`.
-        run_folder: whose events are told of a rank that is lost.
+        run_folder: where lost ranks are recorded as events.
     """
 
-    def __init__(self, member: Membership, folder: Path, limits: FailoverConfig, run_folder: Path):
+    def __init__(self, member: RankEnv, folder: Path, limits: FailoverConfig, run_folder: Path):
         self.member, self.folder, self.run_folder = member, folder, run_folder
         self.ranks = list(member.neighbours())
         self.dog = watchdog.Watchdog(limits, len(self.ranks))
@@ -114,26 +113,23 @@ class Neighbours:
             trouble = self.dog.look(signs, time.monotonic(), silent=self._next(there))
             if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one judges for all
                 continue
-            asked = {trouble.rank: there[trouble.rank]} if trouble.rank >= 0 else there
-            found = watchdog.stacks(
-                {i: record.pid for i, record in asked.items()},
-                {i: stack_path(self.folder, self.ranks[i]) for i in asked}, wake=trouble.rank >= 0,
-            )
-            if trouble.rank < 0 and all(map(watchdog.waits, found.values())):
+            first = self.ranks[0]
+            if trouble.rank >= 0:
+                trouble = replace(trouble, rank=first + trouble.rank)
+            lost = watchdog.locate(trouble, {first + i: one for i, one in there.items()}, self.folder, alone=False)
+            if lost is None:
                 time.sleep(self.dog.limits.stall_seconds)  # for a rank of another host, whose neighbours will see it
-                continue
-            lost = trouble.rank if trouble.rank >= 0 else watchdog.who_is_stuck(found, there)
-            self._end(lost, trouble, there[lost].where, there[lost].steps, found[lost])
-            os.kill(there[lost].pid, signal.SIGKILL)
+            else:
+                self._end(lost)
 
     def _next(self, there: Container[int]) -> list[int]:
         """The one that this rank looks after: the next that is there; some may have had no work, or be gone."""
         own, n = self.member.local_rank, len(self.ranks)
         return [i for i in ((own + k) % n for k in range(1, n)) if i in there][:1]
 
-    def _end(self, lost: int, trouble: watchdog.Trouble, where: str, step: int, stack: str) -> None:
-        how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
-        rank, host, stack = self.ranks[lost], watchdog.host(), redact(stack)
-        print(f"rank {rank} {how} {where} (on {host})\n{stack}", file=sys.stderr, flush=True)
-        ended_path(self.folder, rank).touch()
-        write_event(self.run_folder, "failure", rank=rank, host=host, how=how, where=where, step=step, report=stack)
+    def _end(self, lost: Failure) -> None:
+        print(f"rank {lost.rank} {lost.how}{lost.where}\n{lost.report}", file=sys.stderr, flush=True)
+        ended_path(self.folder, lost.rank).touch()
+        write_event(self.run_folder, "failure", **lost.event())
+        assert lost.record is not None  # it gave none, and was found by it
+        os.kill(lost.record.pid, signal.SIGKILL)

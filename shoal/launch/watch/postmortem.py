@@ -1,8 +1,8 @@
-"""What ended the attempt before, under torch elastic and SLURM: the next one reads what the ranks left behind.
+"""Find what ended the previous attempt under torch elastic and SLURM, where no process of ours outlives the ranks.
 
-No process of ours outlives the ranks there. But each leaves its last sign of life in the folder of its host
-(`shoal.launch.watch.peer_watch`), and beside it the exception that ended it. The ranks of the next attempt put together
-what their hosts have, and name the one that was the cause.
+Each rank leaves its last sign of life in the folder of its host (`shoal.launch.watch.peer_watch`), and beside it the
+exception that ended it. The ranks of the next attempt gather what their hosts have, and name the one that was the
+cause.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,8 @@ from typing import Any
 
 import psutil
 
-from shoal.launch.rank_env import Membership, record_path
+from shoal.launch.rank_env import RankEnv, record_path
 from shoal.launch.watch.peer_watch import ended_path, folder_of, folders
-from shoal.launch.watch.watchdog import host
 from shoal.training.resilience.heartbeat import Phase, read
 
 
@@ -27,29 +27,20 @@ from shoal.training.resilience.heartbeat import Phase, read
 class Last:
     """The last that is known of one rank of an attempt."""
 
-    attempt: str
-    """Where and among how many its ranks met, by which hosts know that they speak of the same one."""
-
+    attempt: str  # where and among how many its ranks met: the same on all hosts
     world_size: int
     rank: int
     host: str
-    ended: float
-    """When it recorded what ended it, or gave its last sign of life [s since the epoch]."""
-
+    ended: float  # when it recorded what ended it, or gave its last sign of life [s since the epoch]
     where: str
     step: int | None
     done: bool
-    report: str
-    """The exception that it raised; "" if it ended without a word."""
-
-    usage: bool
-    """Whether that was bad input."""
-
-    told: bool
-    """Whether a neighbour ended it, and has told so."""
+    report: str  # the exception that it raised; "" if it ended without a traceback
+    usage: bool  # whether that was bad input
+    told: bool  # whether another rank ended it, and has recorded that
 
 
-def former(member: Membership) -> list[Last]:
+def former(member: RankEnv) -> list[Last]:
     """What the ranks of this host left behind in the attempt before; to be asked before this attempt has a folder."""
     made = {}  # of each folder but that of this round, which a faster rank may have made already
     for folder in folders():
@@ -66,7 +57,7 @@ def former(member: Membership) -> list[Last]:
 def examine(folder: Path) -> list[Last]:
     """The ranks that kept their records in a folder."""
     port, _, world_size = folder.name.split("-")[-3:]
-    since_epoch = time.time() - time.monotonic()
+    host, since_epoch = socket.gethostname(), time.time() - time.monotonic()
     every = []
     for path in sorted(folder.glob("beat-*")):
         rank, record = int(path.name.rpartition("-")[2]), read(path)
@@ -77,7 +68,7 @@ def examine(folder: Path) -> list[Last]:
         with contextlib.suppress(FileNotFoundError):
             said = json.loads(note.read_text())
         every.append(Last(
-            f"{port} {world_size}", int(world_size), rank, host(), since_epoch + said.get("when", record.alive),
+            f"{port} {world_size}", int(world_size), rank, host, since_epoch + said.get("when", record.alive),
             record.where, record.steps if record.begun >= 0 else None, record.phase is Phase.DONE,
             said.get("report", ""), said.get("usage", False), ended_path(folder, rank).exists(),
         ))

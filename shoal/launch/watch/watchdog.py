@@ -6,17 +6,22 @@ time that it watched itself: a supervisor that was suspended, or a whole machine
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import itertools
 import os
 import re
 import signal
-import socket
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.base.errors import redact
 from shoal.engine.device import COLLECTIVE_SECONDS
+from shoal.launch.rank_env import stack_path
+from shoal.launch.watch.rank_failure import Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
@@ -145,6 +150,11 @@ def process_state(pid: int) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def write_stack_when_asked(path: Path) -> None:
+    """Have this process add the stacks of its threads to a file whenever it gets `STACK_SIGNAL`."""
+    faulthandler.register(STACK_SIGNAL, open(path, "a"), all_threads=True)  # noqa: SIM115 -- for good
+
+
 def stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
     """Ask ranks for their stacks; "" of one that gives none in time.
 
@@ -153,20 +163,41 @@ def stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> 
         files: where each writes.
         wake: let stopped processes run, so that they can answer: for those that are ended next.
     """
-    before = {rank: _size(files[rank]) for rank in pids}
+    before = {rank: _content(files[rank]) for rank in pids}
     for pid in pids.values():
         _kill(pid, STACK_SIGNAL)
         if wake:
             _kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + STACK_SECONDS
-    sizes = None
-    while time.monotonic() < deadline:
+    last, now = None, before
+    while time.monotonic() < deadline and not (now == last and all(now[rank] != before[rank] for rank in pids)):
         time.sleep(0.05)
-        now = {rank: _size(files[rank]) for rank in pids}
-        if now == sizes and all(now[rank] > before[rank] for rank in pids):
-            break
-        sizes = now
-    return {rank: _from(files[rank], before[rank]) for rank in pids}
+        last, now = now, {rank: _content(files[rank]) for rank in pids}
+    return {rank: text.removeprefix(before[rank]) for rank, text in now.items()}
+
+
+def _content(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def locate(
+    trouble: Trouble, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
+) -> Failure | None:
+    """The rank that is in trouble, with its stack.
+
+    Args:
+        records: of all ranks here that still run.
+        folder: where they write their stacks.
+        alone: there are none on other hosts; else, where all here wait for others, it is none of these.
+    """
+    asked = records if trouble.rank < 0 else {trouble.rank: records[trouble.rank]}
+    pids = {rank: record.pid for rank, record in asked.items()}
+    found = stacks(pids, {rank: stack_path(folder, rank) for rank in asked}, wake=trouble.rank >= 0)
+    if trouble.rank < 0 and not alone and all(map(waits, found.values())):
+        return None
+    rank = trouble.rank if trouble.rank >= 0 else who_is_stuck(found, records)
+    how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
+    return Failure(rank, -signal.SIGKILL, trouble.since, redact(found[rank]), how, trouble.since, records[rank])
 
 
 def who_is_stuck(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
@@ -177,45 +208,11 @@ def who_is_stuck(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> 
 
 
 def waits(stack: str) -> bool:
-    """Whether a rank's main thread waits for others, by what `faulthandler` wrote."""
-    return any(WAITING.search(line) for line in main_thread(stack).splitlines()[:6])
-
-
-def main_thread(stack: str) -> str:
-    """The lines of the thread that took the signal, innermost first."""
-    return "\n".join(_lines_after(stack, "Current thread"))
-
-
-def _lines_after(text: str, start: str) -> Iterator[str]:
-    inside = False
-    for line in text.splitlines():
-        if line.startswith(start):
-            inside = True
-        elif inside and line.startswith("  "):
-            yield line
-        elif inside:
-            return
-
-
-def host() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _from(path: Path, start: int) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace")
+    """Whether a rank's main thread, which took the signal, waits for others, by what `faulthandler` wrote."""
+    frames = stack.partition("Current thread")[2].splitlines()[1:7]
+    return any(WAITING.search(line) for line in itertools.takewhile(lambda line: line.startswith("  "), frames))
 
 
 def _kill(pid: int, signum: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-    except ProcessLookupError:
-        return

@@ -110,6 +110,20 @@ class Columns:
         change[self.part >= 0] /= self.program.sequence_slices
         return change
 
+    def peak_bytes(
+        self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
+    ) -> np.ndarray:
+        """[ranks] the most activation memory at once.
+
+        Args:
+            activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
+            kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
+        """
+        kept_for_weight = activation if kept_for_weight is None else kept_for_weight
+        by_stage = (np.asarray(given, float) for given in (activation, kept_for_weight))
+        change = self.activation_changes(*(np.broadcast_to(given, self.program.stages) for given in by_stage))
+        return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, self.offset[1:-1])])
+
     def action(self, row: int) -> Action:
         """One row, as the program has it."""
         numbers = (self.stage, self.microbatch, self.part, self.version)

@@ -159,19 +159,8 @@ class Timeline:
     def peak_bytes(
         self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
     ) -> np.ndarray:
-        """[ranks] the most activation memory at once.
-
-        Args:
-            activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
-            kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
-        """
-        kept_for_weight = activation if kept_for_weight is None else kept_for_weight
-        by_stage = (np.asarray(given, float) for given in (activation, kept_for_weight))
-        change = self.columns.activation_changes(
-            *(np.broadcast_to(given, self.columns.program.stages) for given in by_stage)
-        )
-        ranks = np.split(change, self.columns.offset[1:-1])
-        return np.array([np.cumsum(rank).max(initial=0.0) for rank in ranks])
+        """As `Columns.peak_bytes`."""
+        return self.columns.peak_bytes(activation, kept_for_weight)
 
     @cached_property
     def weight_versions(self) -> np.ndarray:

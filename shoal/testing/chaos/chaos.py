@@ -28,7 +28,7 @@ from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
 from shoal.engine.data.prepare import prepare
-from shoal.launch.prefork import Nursery
+from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
@@ -36,7 +36,7 @@ from shoal.testing.chaos.comparison import differences, done, last, reached
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, Planted, disturbed, variable
 from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, FaultType
 from shoal.training.resilience.events import read_events
-from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.run_folder import new_run
 
 ROUNDING = {"fp64": 1e-8}
@@ -77,16 +77,16 @@ class Chaos:
     Args:
         config: of the run; where its folders and its cache are is changed.
         folder: for all that the trials make.
-        nursery: that forks all ranks.
-        log: the file into which this process and the nursery write what they say.
+        server: that forks all ranks.
+        log: the file into which this process and the server write what they say.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, nursery: Nursery | None, log: Path):
+    def __init__(self, config: RunConfig, folder: Path, server: PreforkServer, log: Path):
         data = config.data.model_copy(update={"cache": folder / "cache"})
         metrics = config.metrics.model_copy(update={"tensorboard": False})
         kept = config.checkpoint.model_copy(update={"keep": max(2, config.checkpoint.keep), "folder": ""})
         self.config = config.model_copy(update={"data": data, "metrics": metrics, "checkpoint": kept})
-        self.folder, self.nursery, self.log = folder, nursery, log
+        self.folder, self.server, self.log = folder, server, log
         self.steps, self.ranks = config.train.steps, config.parallel.world_size
         program = build_layout_program(config.parallel, config.parallel.microbatches(config.train.global_batch))
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
@@ -177,7 +177,7 @@ class Chaos:
         try:
             module = "shoal.testing.chaos.fault_injection" if planted else "shoal.launch.worker"
             supervisor = Supervisor(
-                self.config, payload, folder, "cpu", survivable=False, module=module, nursery=self.nursery
+                self.config, payload, folder, "cpu", survivable=False, module=module, server=self.server
             )
             code = supervisor.run()
             self.began = supervisor.began
@@ -286,11 +286,11 @@ class Chaos:
         unasked = kind.deed == "slow" and not self.config.failover.stragglers_every
         if not unasked and not re.search(kind.says.replace("RANK", str(rank)), said):
             trial.problems.append(f"no message says {kind.says!r}")
-        if self.nursery is not None and (left := psutil.Process(self.nursery.pid).children(recursive=True)):
+        if self.server.pid and (left := psutil.Process(self.server.pid).children(recursive=True)):
             trial.problems.append(f"{len(left)} ranks are left")
         for pattern in LEFTOVERS:
             trial.problems += [f"left behind: {path.relative_to(folder)}" for path in folder.rglob(pattern)]
-        if (memory := home(folder, self.config.failover)).exists():
+        if (memory := run_dir(folder, self.config.failover)).exists():
             trial.problems.append(f"left behind: {memory}")
         for _, path in list_checkpoints(folder / "checkpoints"):
             try:

@@ -22,8 +22,8 @@ from rich.console import Console
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.launch.local_launcher import start_nursery
-from shoal.launch.prefork import Nursery
+from shoal.launch.local_launcher import start_rank_server
+from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import Supervisor
 from shoal.spec.config import RunConfig
 from shoal.testing.chaos.chaos import Chaos, Trial, failing
@@ -146,11 +146,11 @@ def chaos(
     place = Path(folder or tempfile.mkdtemp(prefix="shoal-chaos-"))
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = place / "said.log"
-    with _captured(log, show) as console, start_nursery(config.parallel.world_size, place, "cpu") as nursery:
+    with _captured(log, show) as console, start_rank_server(config.parallel.world_size, place, "cpu") as server:
         if minutes is not None:
-            return ChaosResult(place, long_run=_endure(config, place, nursery, console, minutes, every, seed))
+            return ChaosResult(place, long_run=_endure(config, place, server, console, minutes, every, seed))
         results: list[Trial] = []
-        for trial in _each(Chaos(config, place, nursery, log), chosen, faults, trials, seed):
+        for trial in _each(Chaos(config, place, server, log), chosen, faults, trials, seed):
             results.append(trial)
             console.print(line(len(results), trial))
         console.print(table(results))
@@ -171,7 +171,8 @@ def _each(chaos: Chaos, chosen: list[str], faults: str, trials: int, seed: int) 
 
 
 def _endure(
-    config: RunConfig, folder: Path, nursery: Nursery | None, console: Console, minutes: float, every: float, seed: int
+    config: RunConfig, folder: Path, server: PreforkServer, console: Console, minutes: float, every: float,
+    seed: int,
 ) -> LongRun | None:
     """Train for some minutes while ranks are killed, stop, and read what the run reports of itself."""
     train = config.train.model_copy(update={"steps": 10**9})
@@ -186,7 +187,7 @@ def _endure(
     stop.start()
     try:
         with failing(place, every, random.Random(seed), kills):
-            Supervisor(config, payload, place, "cpu", survivable=False, nursery=nursery).run()
+            Supervisor(config, payload, place, "cpu", survivable=False, server=server).run()
     finally:
         stop.cancel()
     events = read_events(place)

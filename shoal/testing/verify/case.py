@@ -111,9 +111,7 @@ def _judged(
         reports: list[RankReport] = pool.run(compare, layout.world_size, job, timeout=timeout)
     except RankError as error:
         rank, cause = error.failures[0]
-        lines = cause.strip().splitlines()
-        why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        text = f"rank {rank}, which failed: {why}\n{cause}"
+        text = f"rank {rank}, which failed: {error.reason}\n{cause}"
         finding = Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)
         return Verdict(findings=[finding])
     return judge(layout, case.shape.layers, case.config.train.precision, facts, reports)

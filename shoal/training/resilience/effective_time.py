@@ -1,7 +1,7 @@
 """Effective training time: the share of the wall-clock that went into steps that counted.
 
-A step that was lost with a rank and made again counts once. All else does not count: starting, validating, saving,
-noticing a failure, restarting.
+A step that was lost with a rank and made again counts once. Nothing else counts: starting, validating, saving, noticing
+a failure, restarting.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from bisect import bisect_right
 POINTS = 10_000
 
 
-class Account:
-    """Keeps the course of a run: by which step how many seconds had been spent in steps that count."""
+class EffectiveTime:
+    """Tracks, for each step of a run, the seconds that had been spent in steps that count."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -21,12 +21,12 @@ class Account:
         self._before = 0.0  # seconds that had counted when the present attempt began
 
     def begun(self, steps: int) -> None:
-        """An attempt goes on after so many steps: what was done beyond them does not count."""
+        """An attempt resumes after so many steps: what was done beyond them does not count."""
         self._before = self._at(steps)
         self._course = [*(point for point in self._course if point[0] < steps), (steps, self._before)]
 
     def stepped(self, steps: int, seconds: float) -> None:
-        """The attempt has come to so many steps, with so many seconds in its own ones."""
+        """The attempt has done so many steps, with so many seconds in its own ones."""
         if not self._course or steps <= self._course[-1][0]:
             return
         self._course.append((steps, self._before + seconds))
@@ -40,7 +40,7 @@ class Account:
 
     @property
     def seconds(self) -> float:
-        """Since the account was opened."""
+        """Since this was made."""
         return time.monotonic() - self._began
 
     def _at(self, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""What happened to a run: a line of JSON for each failure, restart and recovery, in ``events.jsonl`` of its folder."""
+"""The events of a run: a line of JSON for each failure, restart and recovery, in ``events.jsonl`` of its folder."""
 
 from __future__ import annotations
 

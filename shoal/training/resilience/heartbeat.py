@@ -1,12 +1,13 @@
-"""A rank's signs of life: a few numbers in a mapped file, which its supervisor reads without disturbing it.
+"""Heartbeats: a few numbers in a mapped file, which the supervisor of a rank reads without disturbing it.
 
-A thread of the rank writes the time, five times a second: so long as it does, the process runs. The main thread writes
-what it is at, and counts: so long as the count grows, the rank gets on. Neither waits for anything, a mark costs one to
+A thread of the rank writes the time, five times a second: while it does, the process runs. The main thread writes what
+it is doing, and counts: while the count grows, the rank makes progress. Neither waits for anything, a mark costs one to
 three microseconds, and a rank that died leaves the last thing that it did.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -27,9 +28,15 @@ WORDS = {
     Op.GATHER: "gathering parameters",
 }
 
-# Places of the record: numbers of 8 bytes, which are written and read whole.
-PID, COUNT, PHASE, STEPS, BEGUN, OP, STAGE, MICROBATCH, PART, VERSION, ALIVE, MARKED, SECONDS = range(13)
-_BYTES = 8 * 13
+
+class _MappedRecord(ctypes.Structure):
+    """The file: numbers of 8 bytes, each of which is written and read at once; ``op`` is an index of `OPS`, or -1."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("pid", "count", "phase", "begun", "steps")),
+        *((name, ctypes.c_int64) for name in ("op", "stage", "microbatch", "part", "version")),
+        *((name, ctypes.c_double) for name in ("alive", "marked", "seconds")),
+    ]
 
 
 class Phase(IntEnum):
@@ -81,7 +88,7 @@ class HeartbeatRecord:
         return f"in step {self.steps + 1}" + (f", {in_words(self.action)}" if self.action else "")
 
 
-class Beat:
+class Heartbeat:
     """The writing side, for the rank itself; also a `Recorder` of its runtime's actions.
 
     Args:
@@ -89,47 +96,47 @@ class Beat:
     """
 
     def __init__(self, path: Path | None = None):
+        size = ctypes.sizeof(_MappedRecord)
         if path is None:
-            self._map = mmap.mmap(-1, _BYTES)
+            self._map = mmap.mmap(-1, size)
         else:
             path.unlink(missing_ok=True)  # an earlier rank's, who may still have it mapped
             with open(path, "xb+") as file:
-                file.truncate(_BYTES)
-                self._map = mmap.mmap(file.fileno(), _BYTES)
-        view = memoryview(self._map)
-        self._whole, self._real = view.cast("q"), view.cast("d")
-        self._whole[BEGUN] = self._whole[OP] = -1
+                file.truncate(size)
+                self._map = mmap.mmap(file.fileno(), size)
+        self._record = _MappedRecord.from_buffer(self._map)
+        self._record.begun = self._record.op = -1
         self._mark()
-        self._sign()
-        self._whole[PID] = os.getpid()  # last: a record without it is not read
+        self._record.alive = time.monotonic()
+        self._record.pid = os.getpid()  # last: a record without it is not read
         if path is not None:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
-    # ---- what the rank is at -----------------------------------------------------------------------------------
+    # ---- what the rank does --------------------------------------------------------------------------------------
 
     def phase(self, phase: Phase) -> None:
         """The rank begins something else."""
-        self._whole[OP] = -1
-        self._whole[PHASE] = phase
+        self._record.op = -1
+        self._record.phase = phase
         self._mark()
 
     def begun(self, steps: int) -> None:
         """So many steps are done, of this process none."""
-        self._whole[STEPS] = self._whole[BEGUN] = steps
+        self._record.steps = self._record.begun = steps
         self._mark()
 
     def stepped(self, steps: int, seconds: float) -> None:
         """So many steps are done; those of this process took so long together [s]."""
-        self._whole[OP] = -1
-        self._real[SECONDS] = seconds
-        self._whole[STEPS] = steps
+        self._record.op = -1
+        self._record.seconds = seconds
+        self._record.steps = steps
         self._mark()
 
     def begin(self, action: Action) -> None:
         """As `Recorder`."""
-        numbers = self._whole
-        numbers[OP] = OPS.index(action[0])
-        numbers[STAGE], numbers[MICROBATCH], numbers[PART], numbers[VERSION] = action[1:]
+        record = self._record
+        record.op = OPS.index(action[0])
+        record.stage, record.microbatch, record.part, record.version = action[1:]
         self._mark()
 
     def arrived(self, action: Action) -> None:
@@ -138,20 +145,17 @@ class Beat:
 
     def end(self, action: Action) -> None:
         """As `Recorder`."""
-        self._whole[OP] = -1
+        self._record.op = -1
         self._mark()
 
     def _mark(self) -> None:
-        self._whole[COUNT] += 1
-        self._real[MARKED] = time.monotonic()
-
-    def _sign(self) -> None:
-        self._real[ALIVE] = time.monotonic()
+        self._record.count += 1
+        self._record.marked = time.monotonic()
 
     def _beat(self) -> None:
         while True:
             time.sleep(PERIOD)
-            self._sign()
+            self._record.alive = time.monotonic()
 
 
 def in_words(action: Action) -> str:
@@ -177,15 +181,13 @@ def read(path: Path) -> HeartbeatRecord | None:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(data) < _BYTES:
+    if len(data) < ctypes.sizeof(_MappedRecord):
         return None
-    whole, real = memoryview(data).cast("q"), memoryview(data).cast("d")
-    if not whole[PID]:
+    raw = _MappedRecord.from_buffer_copy(data)
+    if not raw.pid:
         return None
-    action = None
-    if 0 <= whole[OP] < len(OPS):
-        action = Action(OPS[whole[OP]], whole[STAGE], whole[MICROBATCH], whole[PART], whole[VERSION])
+    doing = 0 <= raw.op < len(OPS)
+    action = Action(OPS[raw.op], raw.stage, raw.microbatch, raw.part, raw.version) if doing else None
     return HeartbeatRecord(
-        whole[PID], real[ALIVE], real[MARKED], whole[COUNT], Phase(whole[PHASE]), whole[BEGUN], whole[STEPS],
-        real[SECONDS], action,
+        raw.pid, raw.alive, raw.marked, raw.count, Phase(raw.phase), raw.begun, raw.steps, raw.seconds, action
     )

@@ -1,4 +1,4 @@
-"""A run's folder in the memory of one host: a tmpfs outlives the ranks that write into it.
+"""The folder of a run in the memory of one host: a tmpfs outlives the ranks that write into it.
 
     /dev/shm/shoal-1000-5f0c2a91b1d7e3c4/      of one user and one run folder, readable by that user alone (0700)
       owner.json                               the process with which the run lives and dies
@@ -7,8 +7,8 @@
           rank-00003.safetensors
           part.json                            written last: without it there is nothing in the slot
 
-What a run leaves behind when it ends in failure serves the next `--resume` on the same host; when it ends well, it is
-removed. A run that starts sweeps up what runs with dead owners have left.
+It is removed when the run ends well; after a failure the next `--resume` on the same host uses it. A run that starts
+removes the folders of runs whose owners are dead.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shoal.spec.config import FailoverConfig
 OWNER, PART = "owner.json", "part.json"
 
 
-def home(run_folder: Path, config: FailoverConfig) -> Path:
-    """Where a run keeps its state in the memory of this host."""
+def run_dir(run_folder: Path, config: FailoverConfig) -> Path:
+    """The folder of a run in the memory of this host."""
     name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
     return config.memory_folder / f"{_prefix()}{name}"
 
 
-def check_home(path: Path, needed: int) -> None:
+def check_run_dir(path: Path, needed: int) -> None:
     """Refuse a host's memory that could not keep a run's state, before anything is made in it.
 
     Args:
-        path: `home` of the run, which need not be there yet.
+        path: `run_dir` of the run, which need not exist.
         needed: bytes that the run keeps at least.
 
     Raises:
@@ -57,11 +57,11 @@ def check_home(path: Path, needed: int) -> None:
     check_room(path, needed)
 
 
-def make_home(path: Path) -> None:
+def make_run_dir(path: Path) -> None:
     """Make a run's folder, or take the one that an earlier attempt left.
 
     Raises:
-        UsageError: as `check_home`, but for the room.
+        UsageError: as `check_run_dir`, but for the room.
     """
     _check_folder(path)
     try:
@@ -97,7 +97,7 @@ def is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def own(path: Path, run_folder: Path) -> None:
+def claim(path: Path, run_folder: Path) -> None:
     """Say with which process the run lives and dies.
 
     Raises:
@@ -113,43 +113,30 @@ def own(path: Path, run_folder: Path) -> None:
 
 def owner_pid() -> int:
     """The process that restarts this rank when it dies: the supervisor, or whatever started the rank."""
-    return int(os.environ.get("SHOAL_OWNER") or os.environ.get("SHOAL_PARENT") or os.getppid())
+    return int(os.environ.get("SHOAL_OWNER") or os.getppid())
 
 
-def free(path: Path) -> None:
+def release(path: Path) -> None:
     """Give the memory back."""
     shutil.rmtree(path, ignore_errors=True)
 
 
-def sweep(path: Path) -> list[str]:
-    """Remove what other runs of this user left whose owners are dead; returns a line for each.
-
-    Args:
-        path: of the run that starts, which is not touched.
-    """
-    swept = []
-    for other, run in _left(path):
-        free(other)
-        swept.append(f"swept up what {run} had left in {other}: its owner is dead")
-    return swept
+def remove_orphans(path: Path) -> list[str]:
+    """Remove what other runs of this user left whose owners are dead, but not ``path``; returns a line for each."""
+    orphans = list(_orphans(path))
+    for other, _ in orphans:
+        release(other)
+    return [f"swept up what {run} had left in {other}: its owner is dead" for other, run in orphans]
 
 
-def _left(path: Path) -> Iterator[tuple[Path, str]]:
-    """The memories of other runs whose owners are dead, and those runs."""
+def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of other runs whose owners are known to be dead, with those runs."""
     for other in path.parent.glob(f"{_prefix()}*"):
-        if other != path and (run := _left_by(other)):
-            yield other, run
-
-
-def _left_by(path: Path) -> str | None:
-    """The run folder of a memory whose owner is known to be dead."""
-    try:
-        owner = json.loads((path / OWNER).read_text())
-        if owner["host"] != socket.gethostname():  # a container that shares the file system, not the processes
-            return None
-        return None if _started(owner["pid"]) == owner["started"] else str(owner["run"])
-    except (OSError, ValueError, KeyError, TypeError):  # just being made, or no such folder of ours
-        return None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # just being made, or no folder of ours
+            owner = json.loads((other / OWNER).read_text())
+            here = owner["host"] == socket.gethostname()  # else a container that shares the file system alone
+            if other != path and here and _started(owner["pid"]) != owner["started"]:
+                yield other, str(owner["run"])
 
 
 def _started(pid: int) -> float | None:
@@ -162,13 +149,12 @@ def _started(pid: int) -> float | None:
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Require that this host has room for so many bytes in all, counting what is there of this run already, and what a
-    `sweep` would give back.
+    """Require that this host has room for so many bytes, with those of this run and of orphans.
 
     Raises:
-        UsageError: telling what is needed and what there is.
+        UsageError: naming what is needed and what there is.
     """
-    here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _left(path))))
+    here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _orphans(path))))
     places = os.statvfs(path.parent)
     room = min(places.f_bavail * places.f_frsize, psutil.virtual_memory().available) + here
     if needed > room:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from shoal.engine.checkpoint.write import SavePlan, Staged, State, header_of, lay_out, part_of
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
 from shoal.training.resilience import memory_slot
-from shoal.training.resilience.host_memory_dir import check_room, free, make_home, own, sweep
+from shoal.training.resilience.host_memory_dir import check_room, claim, make_run_dir, release, remove_orphans
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 CHUNK = 16 << 20
@@ -34,12 +34,7 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class RankTopology:
-    """Where each rank is.
-
-    Attributes:
-        hosts: of each rank, the name of its host.
-        nodes: of each rank, the index of its node.
-    """
+    """Where each rank is: the name of its host, and the index of its node."""
 
     hosts: list[str]
     nodes: list[int]
@@ -78,13 +73,12 @@ class InMemoryCheckpointer:
     """Keeps the newest states of a run in host memory. All methods must be called on all ranks alike.
 
     Args:
-        home: the run's folder in this host's memory (`shoal.training.resilience.host_memory_dir.home`).
-        run_folder: of the run.
+        home: the run's folder in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
         group: a gloo group of all ranks that serves nothing else; None in a single process.
         node_ranks: see `RankTopology.of`.
-        keep: the save (step, attempt) that this run goes on from; what else earlier attempts left is removed now, and
-            this when there is something newer.
-        report: told, on rank 0, what deserves a line.
+        keep: the save (step, attempt) that this run resumes from: removed when there is something newer, and all else
+            that earlier attempts left at once.
+        report: called on rank 0 with messages.
     """
 
     def __init__(
@@ -103,10 +97,10 @@ class InMemoryCheckpointer:
         self.attempt: str = broadcast(secrets.token_hex(4), group)
         self._leads = self.places.first_here(self._rank) == self._rank
         if self._leads:
-            make_home(home)
-            own(home, run_folder)
+            make_run_dir(home)
+            claim(home, run_folder)
             memory_slot.drop(home, self.attempt, keep)
-            for line in sweep(home):
+            for line in remove_orphans(home):
                 report(line)
         gather(None, group)  # the folder is there
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
@@ -138,7 +132,6 @@ class InMemoryCheckpointer:
         """Keep a state; returns the seconds for which the caller was held up.
 
         Args:
-            step: optimizer steps done.
             state: this rank's pieces; tensors may change as soon as this returns.
             extra: what else is needed to resume, as JSON values.
         """
@@ -180,7 +173,7 @@ class InMemoryCheckpointer:
         self._executor.shutdown()
         broadcast(gather(None, self._group), self._group)  # no rank writes any more
         if self._leads and not keep:
-            free(self._home)
+            release(self._home)
 
     # ---- in the background -------------------------------------------------------------------------------------------
 

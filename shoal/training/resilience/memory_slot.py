@@ -7,8 +7,6 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +39,6 @@ class SlotRecord(BaseModel):
     def save(self) -> tuple[int, str]:
         """What the parts of one save have in common; later ones are larger."""
         return self.step, self.attempt
-
-
-@dataclass(frozen=True)
-class CompleteSlot:
-    """A slot that is whole."""
-
-    record: SlotRecord
-    folder: Path
 
 
 class MemorySlot:
@@ -134,16 +124,19 @@ def list_slots(home: Path) -> list[Path]:
     return sorted(path.parent for path in home.glob(f"node-*/*/{PART}")) if is_private(home) else []
 
 
-def look(folders: list[Path]) -> Iterator[CompleteSlot | CheckpointError]:
-    """Read slots and prove every byte of them. One that vanishes meanwhile is not there."""
+def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
+    """Read slots and verify every byte of them: those that are undamaged, and what is wrong with the others. One that
+    vanishes meanwhile is in neither list."""
+    whole, damaged = [], []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             try:
                 record = read(folder)
                 check_part(folder, record.part)
-                yield CompleteSlot(record, folder)
+                whole.append((record, folder))
             except CheckpointError as error:
-                yield error
+                damaged.append(error)
+    return whole, damaged
 
 
 def newest_step(home: Path) -> int | None:

@@ -1,8 +1,8 @@
-"""Silent corruption of data: a step is computed twice, and every value must have the same bits.
+"""Detect silent data corruption: compute a step twice and compare the bits of every value.
 
-A device that now and then computes wrong numbers (Hochschild et al. 2021, "Cores that don't count") says nothing, and
-finite wrong numbers pass every other check. The step is run again without its update: on the same rank, which finds
-what comes and goes; or with each replica's samples on the next replica, which also finds a device that is always wrong.
+A device that now and then computes wrong numbers (Hochschild et al. 2021, "Cores that don't count") raises no error,
+and finite wrong numbers pass every other check. The step is run again without its update: on the same rank, which finds
+intermittent faults; or with each replica's samples on the next replica, which also finds a device that is always wrong.
 """
 
 from __future__ import annotations

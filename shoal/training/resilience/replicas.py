@@ -1,14 +1,13 @@
-"""Whether ranks that should hold the same parameters do: hashes compared, and whoever differs from most named.
+"""Check that ranks which should hold the same parameters do: compare hashes, and name those that differ from most.
 
-A flipped bit in one replica's memory changes nothing that the loss would show at once, and data parallelism keeps it
-for good: each replica adds the same update to what is no longer the same.
+A flipped bit in one replica's memory does not show in the loss at once, and data parallelism keeps it for good: each
+replica adds the same update to what is no longer the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -78,24 +77,14 @@ def compare(engine: Engine, step: int, group: Group) -> None:
     Raises:
         ReplicasDiffer: on every rank alike, naming the ranks that differ and the first parameter.
     """
-    named = [(f"{key(name, box)}{kind}", hash_of(values)) for name, box, kind, values in held(engine)]
-    hashes = torch.stack([value for _, value in named]).tolist() if named else []
-    mine = list(zip([name for name, _ in named], hashes, strict=True))
-    every = gather([mine, engine.mesh.describe()], group)
+    named = {f"{key(name, box)}{kind}": hash_of(values) for name, box, kind, values in held(engine)}
+    hashes = torch.stack(list(named.values())).tolist() if named else []
+    every = gather([list(zip(named, hashes, strict=True)), engine.mesh.describe()], group)
     verdict = broadcast(judge([told for told, _ in every]) if every else None, group)
     if verdict is None:
         return
     places = broadcast([place for _, place in every], group)
-    raise ReplicasDiffer(f"after step {step}: {_tell(verdict, places)}", verdict["ranks"])
-
-
-@dataclass
-class _Doubt:
-    """One parameter of which the ranks have different bits."""
-
-    name: str
-    odd: list[int]  # the ranks that differ from the majority, or all
-    agreed: int  # the size of the majority, 0 where there is none
+    raise ReplicasDiffer(f"after step {step}: {_describe(verdict, places)}", verdict["ranks"])
 
 
 def judge(every: list[list[tuple[str, int]]]) -> dict | None:
@@ -115,21 +104,19 @@ def judge(every: list[list[tuple[str, int]]]) -> dict | None:
     for rank, told in enumerate(every):
         for name, value in told:
             holders.setdefault(name, {})[rank] = value
-    doubts = []
+    ranks: set[int] = set()
+    majorities: dict[str, int] = {}  # of each parameter in which ranks differ; 0 where there is none
     for name, values in holders.items():
-        counted = Counter(values.values())
-        if len(counted) > 1:
-            value, agreed = counted.most_common(1)[0]
-            most = agreed > len(values) / 2
-            odd = [rank for rank, mine in values.items() if mine != value or not most]
-            doubts.append(_Doubt(name, odd, agreed if most else 0))
-    if not doubts:
+        value, agreed = Counter(values.values()).most_common(1)[0]
+        if agreed < len(values):
+            majorities[name] = agreed if agreed > len(values) / 2 else 0
+            ranks |= {rank for rank, mine in values.items() if mine != value or not majorities[name]}
+    if not ranks:
         return None
-    ranks = sorted({rank for doubt in doubts for rank in doubt.odd})
-    return {"ranks": ranks, "names": [doubt.name for doubt in doubts], "agreed": doubts[0].agreed}
+    return {"ranks": sorted(ranks), "names": list(majorities), "agreed": next(iter(majorities.values()))}
 
 
-def _tell(verdict: dict, places: list[str]) -> str:
+def _describe(verdict: dict, places: list[str]) -> str:
     ranks, names = verdict["ranks"], verdict["names"]
     who = " and ".join(places[rank] for rank in ranks[:NAMED])
     who += f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""

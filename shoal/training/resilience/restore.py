@@ -1,9 +1,9 @@
-"""Going on from the newest state there is, in memory or on disk, whoever of the ranks is left.
+"""Resume from the newest state, in memory or on disk, on any layout.
 
-What memory holds of one save is a checkpoint whose files lie on several hosts, some of them twice. The ranks tell each
-other what they found, and the newest save of which every rank's part survives somewhere is put together on each host:
-links to the files that are there, and over the network the others that its ranks' pieces touch. Then it is loaded like
-any checkpoint, in whatever layout the run has now.
+What memory holds of one save is a checkpoint whose files lie on several hosts, some of them twice. The ranks exchange
+what they found, and the newest save of which every rank's part survives is put together on each host: links to the
+files that are there, and over the network the others that its ranks' pieces touch. Then it is loaded like any
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,27 +25,19 @@ from shoal.engine.checkpoint.storage import Place
 from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 from shoal.training.resilience import memory_slot
-from shoal.training.resilience.host_memory_dir import make_home
+from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
-from shoal.training.resilience.memory_slot import CompleteSlot, SlotRecord
+from shoal.training.resilience.memory_slot import SlotRecord
 
-
-class _Loaded(TypedDict):
-    convert: bool
-    optional: tuple[str, ...]
-
-
-_LOADED: _Loaded = {"convert": True, "optional": ("precision.",)}
-"""A run may go on in other number formats, and what one format alone keeps of its numbers begins again."""
+# A run may go on in other number formats, and what one format alone keeps of its numbers begins again.
+_load = partial(load, convert=True, optional=("precision.",))
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state that was loaded.
+    """A state that was loaded: optimizer steps done, what was saved with it, and where it came from.
 
     Attributes:
-        step: optimizer steps done.
-        extra: what was saved with it.
         save: (step, attempt), where it came from memory; None where it came from disk.
         source: in words.
     """
@@ -107,7 +100,7 @@ def restore(
                 return Restored(step, extra, (step, name), "from memory"), notes
             path = checkpoints / name
             verify(path, group=group)
-            return Restored(step, load(path, state, group=group, model=model, **_LOADED), None, f"from {path}"), notes
+            return Restored(step, _load(path, state, group=group, model=model), None, f"from {path}"), notes
         except CheckpointError as error:
             notes.append(f"{'in memory' if in_memory else 'checkpoint'} refused: {error}")
     return None, notes
@@ -122,9 +115,9 @@ def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[di
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
     mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
-    looked = list(memory_slot.look(mine))
-    found = [(f.record.model_dump(mode="json"), str(f.folder)) for f in looked if isinstance(f, CompleteSlot)]
-    damaged = [f"in memory refused: {f}" for f in looked if isinstance(f, CheckpointError)]
+    whole, errors = memory_slot.read_all(mine)
+    found = [(record.model_dump(mode="json"), str(folder)) for record, folder in whole]
+    damaged = [f"in memory refused: {error}" for error in errors]
     saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
     for holder, held in enumerate(gather(found, group)):
         for values, folder in held:
@@ -159,7 +152,7 @@ def _load_from_memory(
         gather(None, group)
         holders = {file_name(int(owner)): held for owner, held in told["holders"].items()}
         _bring(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
-        return load(folder, state, group=group, model=model, **_LOADED)
+        return _load(folder, state, group=group, model=model)
     finally:
         gather(None, group)
         if rank == first:
@@ -180,7 +173,7 @@ def _put_together(save: _Save) -> dict[str, Any]:
 
 
 def _write_manifest(folder: Path, records: list[SlotRecord]) -> None:
-    make_home(folder.parent)
+    make_run_dir(folder.parent)
     folder.mkdir(mode=0o700)
     write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
 

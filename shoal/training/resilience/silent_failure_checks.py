@@ -1,4 +1,4 @@
-"""Silent trouble: what a run looks for besides what ends it by itself, and what it knows to be good."""
+"""Silent-failure checks: replicas that differ, steps that compute wrong numbers, loss spikes, stragglers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from shoal.engine.collectives.json_collectives import Group, gather
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare
-from shoal.training.resilience.spikes import Spike, Spikes
-from shoal.training.resilience.stragglers import MEASURED, Pace, Slowest, slowest
+from shoal.training.resilience.spikes import Spike, SpikeDetector
+from shoal.training.resilience.stragglers import MEASURED, ComputeTimer, Slowest, slowest
 
 if TYPE_CHECKING:
     from shoal.training.step.engine import Engine, StepResult
 
 
-class Guard:
-    """Looks for what no error tells of. All methods must be called on all ranks alike.
+class SilentFailureChecks:
+    """The checks of a run. All methods must be called on all ranks alike.
 
     Args:
-        engine: of the run.
-        config: what is looked for, and how often.
+        config: what is checked, and how often.
         step: optimizer steps done.
-        extra: what was saved with the state that the run goes on from.
+        extra: what was saved with the state that the run resumes from.
 
     Raises:
         ReplicasDiffer: at the start already.
@@ -39,11 +38,11 @@ class Guard:
     def __init__(self, engine: Engine, config: FailoverConfig, step: int, extra: dict[str, Any]):
         self.engine, self.config, self.proven = engine, config, step
         self.group: Group = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
-        self.spikes = Spikes(config.spike_factor, config.spike_window) if config.spike_factor else None
+        self.spikes = SpikeDetector(config.spike_factor, config.spike_window) if config.spike_factor else None
         self.rollbacks = 0
-        self.pace: Pace | None = None
+        self.pace: ComputeTimer | None = None
         if config.stragglers_every:
-            self.pace = Pace(engine.mesh.device)
+            self.pace = ComputeTimer(engine.mesh.device)
             engine.runtime.recorders.append(self.pace)
         self._seconds = 0.0
         self.restore(step, extra)
@@ -51,21 +50,18 @@ class Guard:
             compare(engine, step, self.group)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, in its ``extra``."""
+        """What a checkpoint stores in its ``extra``."""
         return {"spikes": self.spikes.state(), "rollbacks": self.rollbacks} if self.spikes else {}
 
     def restore(self, step: int, extra: dict[str, Any]) -> None:
-        """The run goes on from the state after ``step``; its roll-backs so far count on."""
+        """The run resumes from the state after ``step``; its roll-backs so far still count."""
         self.proven = min(self.proven, step)
         self.rollbacks = max(self.rollbacks, extra.get("rollbacks", 0))
         if self.spikes:
             self.spikes.restore(extra.get("spikes"))
 
     def before_step(self, step: int) -> None:
-        """Compute the step that comes twice, where that is due.
-
-        Args:
-            step: optimizer steps done.
+        """Compute the step that comes twice, where that is due, ``step`` being done.
 
         Raises:
             SilentCorruption: it gave two results.

@@ -1,7 +1,7 @@
-"""Sudden rises of the loss or of the gradient norm: seen robustly, and left behind with the batches that caused them.
+"""Detect spikes of the loss or the gradient norm, and skip the batches that caused them.
 
-PaLM's remedy (Chowdhery et al. 2022, section 5.1): go back to a state before the spike, and leave out the batches
-around it. It was the batch together with the state that mattered: the same data did no harm elsewhere.
+PaLM's remedy (Chowdhery et al. 2022, section 5.1): roll back to a state before the spike, and skip the batches around
+it. It was the batch together with the state that mattered: the same data did no harm elsewhere.
 """
 
 from __future__ import annotations
@@ -20,25 +20,18 @@ _NORMAL = 1.4826  # standard deviations of a normal distribution in its median a
 
 @dataclass(frozen=True)
 class Spike:
-    """A value out of the ordinary.
+    """A value far above the median before it."""
 
-    Attributes:
-        what: "loss" or "gradient norm".
-        value: what it was.
-        usual: the median before.
-        times: how many robust standard deviations it is above it.
-    """
-
-    what: str
+    what: str  # "loss" or "gradient norm"
     value: float
-    usual: float
-    times: float
+    usual: float  # the median
+    times: float  # how many robust standard deviations it is above it
 
     def __str__(self) -> str:
         return f"{self.what} {self.value:.4g} is {self.times:.0f} deviations above the {self.usual:.4g} of late"
 
 
-class Spikes:
+class SpikeDetector:
     """Watches the losses and gradient norms of a run.
 
     Median and median absolute deviation (Hampel 1974) do not move when a few values of the window are spikes
@@ -74,25 +67,25 @@ class Spikes:
         return Spike(what, value, usual, times) if times > self.factor else None
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps of it, so that a run that was interrupted sees the same spikes."""
+        """What a checkpoint stores, so that a resumed run sees the same spikes."""
         return {what: list(seen) for what, seen in self._seen.items()}
 
     def restore(self, state: dict[str, list[float]] | None) -> None:
-        """Go on from `state`; None forgets everything."""
+        """Resume from `state`; None forgets everything."""
         for what, seen in self._seen.items():
             seen.clear()
             seen.extend((state or {}).get(what, ()))
 
 
 class Skips:
-    """Which batch of the data each step takes, where some are left out.
+    """Map steps to batches of the data, where some batches are skipped.
 
     >>> skips = Skips([(2, 4)])
     >>> [skips.batch(step) for step in range(4)]
     [0, 1, 4, 5]
 
     Args:
-        ranges: of batches that are left out, each (first, one past the last); they may touch and overlap.
+        ranges: of skipped batches, each (first, one past the last); they may touch and overlap.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()):

@@ -1,4 +1,4 @@
-"""Who holds the others up: what each rank computes and waits in a step, and the slowest by name."""
+"""Find stragglers: the seconds that each rank computes in a step, and the slowest rank by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEASURED = 10
 """Steps of which the times are taken, the last before each report: marks on a device are not free."""
 
 
-class Pace:
+class ComputeTimer:
     """A `Recorder` of how long forwards and backwards take on this rank's device.
 
     What a rank waits for inside a forward or backward (the others of its tensor- or context-parallel group) counts as
@@ -55,29 +55,19 @@ class Pace:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that computes longest.
-
-    Attributes:
-        rank: which.
-        host: where it is.
-        computing: seconds of a step.
-        usual: the median of all ranks.
-        total: the whole step, the same for all.
-        ranks: seconds of computing of every rank, in order.
-        waiting: what is left of the step to every rank: waiting, exchanging, updating.
-    """
+    """The rank that computes longest in a step; all times in seconds."""
 
     rank: int
     host: str
     computing: float
-    usual: float
-    total: float
-    ranks: tuple[float, ...]
-    waiting: tuple[float, ...]
+    usual: float  # the median of all ranks
+    total: float  # the whole step, the same for all
+    ranks: tuple[float, ...]  # computing of every rank, in order
+    waiting: tuple[float, ...]  # what is left of the step to every rank: waiting, exchanging, updating
 
     @property
     def times(self) -> float:
-        """How many times as long as the median."""
+        """The ratio to the median."""
         return self.computing / self.usual if self.usual else 1.0
 
     def __str__(self) -> str:
@@ -88,7 +78,7 @@ class Slowest:
 
 
 def slowest(computing: list[float], hosts: list[str], total: float) -> Slowest:
-    """Of all ranks' seconds of computing in a step, and their hosts.
+    """Find the slowest rank from every rank's seconds of computing in a step, and their hosts.
 
     >>> slowest([1.0, 1.0, 3.0, 1.0], ["a", "a", "b", "b"], total=4.0).times
     3.0

@@ -1,15 +1,20 @@
 """``kill -9`` at every point of a save: what was committed loads, and what is torn is never seen."""
 
+import os
+import signal
 import time
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, storage, verify
-from shoal.launch.forkserver import worker_context
+from shoal.launch.worker_pool import Pool, RankError
 from tests.engine.checkpoint.cuts import whole
+from tests.trainings.runs import DEADLINE, wait_for
 
 
 def paused_run(folder: Path, function: str, prefix: str) -> None:
@@ -20,7 +25,7 @@ def paused_run(folder: Path, function: str, prefix: str) -> None:
         if step == 2 and path.name.startswith(prefix):
             if function == "write":
                 path.write_bytes(b"half")
-            Path(folder, "paused").touch()
+            Path(folder, "paused").write_text(str(os.getpid()))
             time.sleep(1000)
         return original(path, *args)
 
@@ -33,16 +38,18 @@ def paused_run(folder: Path, function: str, prefix: str) -> None:
     checkpointer.close()
 
 
-def start(folder: Path, function: str, prefix: str) -> BaseProcess:
-    """That run in a process of its own, once it has stopped."""
-    run = worker_context().Process(target=paused_run, args=(folder, function, prefix), daemon=True)
-    run.start()
-    deadline = time.monotonic() + 60
-    while not (folder / "paused").exists():
-        assert run.is_alive(), "the run ended before the pause"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return run
+@contextmanager
+def paused(pool: Pool, folder: Path, function: str, prefix: str) -> Iterator[None]:
+    """That run in a process of its own, once it has stopped; it is killed when the context ends."""
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(pool.run, paused_run, 1, folder, function, prefix, timeout=DEADLINE)
+        wait_for(lambda: run.done() or ((folder / "paused").exists() and (folder / "paused").read_text()))
+        try:
+            yield
+        finally:
+            os.kill(int((folder / "paused").read_text()), signal.SIGKILL)
+            with pytest.raises(RankError, match="was killed by SIGKILL"):
+                run.result()
 
 
 @pytest.mark.parametrize(
@@ -56,10 +63,9 @@ def start(folder: Path, function: str, prefix: str) -> BaseProcess:
         ("remove", ".staging-removed-step-00000001", 2),  # the old one is gone by name only
     ],
 )
-def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(tmp_path, function, prefix, survivor):
-    run = start(tmp_path, function, prefix)
-    run.kill()
-    run.join()
+def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(pool, tmp_path, function, prefix, survivor):
+    with paused(pool, tmp_path, function, prefix):
+        pass
 
     for _, path in list_checkpoints(tmp_path):
         verify(path)
@@ -77,13 +83,9 @@ def test_a_kill_leaves_a_whole_checkpoint_and_no_torn_one(tmp_path, function, pr
     assert list_checkpoints(tmp_path) == [(2, tmp_path / "step-00000002")]
 
 
-def test_two_runs_cannot_save_into_one_folder(tmp_path):
-    run = start(tmp_path, "rename", ".staging-step-00000002")
-    try:
+def test_two_runs_cannot_save_into_one_folder(pool, tmp_path):
+    with paused(pool, tmp_path, "rename", ".staging-step-00000002"):
         with pytest.raises(CheckpointError, match=r"another process saves checkpoints into"):
             Checkpointer(tmp_path, group=None, keep=1, asynchronous=True)
         assert len(list(tmp_path.glob(".staging-*"))) == 1  # the living run's staging folder is left alone
-    finally:
-        run.kill()
-        run.join()
     Checkpointer(tmp_path, group=None, keep=1, asynchronous=True).close()

@@ -19,8 +19,8 @@ from shoal.engine.models.products import _multiplies_faster
 from shoal.labs.bench import collectives, peak, transport
 from shoal.labs.bench.attention import AttentionBenchmark
 from shoal.labs.bench.benchmark import Benchmark, Say, write_records
+from shoal.labs.bench.contender import Contender, ContenderProcesses, ContenderTurn, Failed
 from shoal.labs.bench.context import ContextBenchmark
-from shoal.labs.bench.crew import Contender, ContenderProcesses, ContenderTurn, Failed
 from shoal.labs.bench.peak import MatmulWorkload, PeakBenchmark
 from shoal.labs.bench.race import ContenderResult, Disagreement, Lap, Race, check_agreement, rows, run, time_in_turns
 from shoal.labs.bench.step import benchmark as step_benchmark
@@ -30,6 +30,7 @@ from shoal.labs.bench.step.comparisons import NAMES, races
 from shoal.labs.bench.step.torch_pipelining import SCHEDULES
 from shoal.labs.bench.step.workload import Workload
 from shoal.labs.collectives.description import Collective
+from shoal.launch.worker_pool import Pool
 
 WORK = Workload()
 
@@ -93,10 +94,10 @@ def multiplies(workload: Workload, rank: int, ranks: int):
     return lambda number: float(torch.get_float32_matmul_precision() == "medium")
 
 
-def test_a_crew_multiplies_by_the_library_of_its_contender():
+def test_a_contender_multiplies_by_its_library():
     for products, medium in ((False, False), (True, _multiplies_faster())):
-        with ContenderProcesses(Contender("c", multiplies, WORK, products=products)) as crew:
-            assert crew.run(1).losses == [float(medium)]
+        with ContenderProcesses(Contender("c", multiplies, WORK, products=products)) as processes:
+            assert processes.run(1).losses == [float(medium)]
 
 
 def test_functions_are_timed_in_turn():
@@ -136,18 +137,18 @@ def test_different_losses_are_refused():
         check_agreement([lap("a", [1.0]), lap("b", [1.0], losses=1.1)], 1e-3)
 
 
-def test_crew_steps_on_from_turn_to_turn_and_adds_the_shares_of_the_ranks():
-    with ContenderProcesses(Contender("c", build, WORK, ranks=2)) as crew:
-        assert crew.run(2).losses == [0.25, 2.25]
-        turn = crew.run(1)
+def test_a_contender_steps_on_from_turn_to_turn_and_adds_the_shares_of_the_ranks():
+    with ContenderProcesses(Contender("c", build, WORK, ranks=2)) as processes:
+        assert processes.run(2).losses == [0.25, 2.25]
+        turn = processes.run(1)
     assert turn.losses == [4.25] and len(turn.seconds) == len(turn.cpu_seconds) == 1
 
 
-def test_crew_tells_which_contender_failed_and_why():
-    with ContenderProcesses(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as crew:
-        crew.run(2)
+def test_what_failed_is_named_by_its_contender_and_why():
+    with ContenderProcesses(Contender("broken", partial(build, fails=True), WORK, ranks=2)) as processes:
+        processes.run(2)
         with pytest.raises(Failed, match=r"broken, rank \d[\s\S]*third step"):
-            crew.run(1)
+            processes.run(1)
 
 
 def unbuildable(workload: Workload, rank: int, ranks: int):
@@ -155,11 +156,13 @@ def unbuildable(workload: Workload, rank: int, ranks: int):
     raise ValueError("no such kernel\nand no other")
 
 
-def test_a_crew_that_has_ended_before_it_is_asked_says_why():
-    with ContenderProcesses(Contender("broken", unbuildable, WORK)) as crew:
-        crew._processes[0].join()  # as when others are built for longer
-        with pytest.raises(Failed, match=r"Traceback[\s\S]*no such kernel\nand no other") as failed:
-            crew.run(1)
+def test_a_contender_that_cannot_be_built_says_why():
+    message = r"Traceback[\s\S]*no such kernel\nand no other"
+    with (
+        ContenderProcesses(Contender("broken", unbuildable, WORK)) as processes,
+        pytest.raises(Failed, match=message) as failed,
+    ):
+        processes.run(1)
     assert failed.value.reason == "broken, rank 0: ValueError: no such kernel"
 
 
@@ -174,22 +177,20 @@ def sleeping(workload: Workload, rank: int, ranks: int):
 
 
 def test_the_limit_of_a_turn_grows_with_its_steps_and_what_hangs_is_noticed(monkeypatch):
-    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as crew:
-        assert len(crew.run(3).seconds) == 3
-        monkeypatch.setattr("shoal.labs.bench.crew.TIMEOUT", 0.05)
-        assert len(crew.run(5).seconds) == 5
-        with pytest.raises(Failed, match=r"sleeper: no answer in \d+ s"):
-            crew.run(1)
+    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as processes:
+        assert len(processes.run(3).seconds) == 3
+        monkeypatch.setattr("shoal.labs.bench.contender.TIMEOUT", 0.05)
+        assert len(processes.run(5).seconds) == 5
+        with pytest.raises(Failed, match=r"sleeper, rank 0: hung[\s\S]*in step"):
+            processes.run(1)
 
 
 def test_a_first_turn_of_many_steps_is_given_time_by_its_first_step(monkeypatch):
     limits: list[float] = []
-    answers = ContenderProcesses._answers
-    monkeypatch.setattr(
-        ContenderProcesses, "_answers", lambda crew, limit: limits.append(limit) or answers(crew, limit)
-    )
-    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as crew:
-        assert len(crew.run(4).losses) == 4
+    run = Pool.run
+    monkeypatch.setattr(Pool, "run", lambda *args, timeout: limits.append(timeout) or run(*args, timeout=timeout))
+    with ContenderProcesses(Contender("sleeper", sleeping, WORK)) as processes:
+        assert len(processes.run(4).losses) == 4
     assert limits[0] == 300 and limits[1] > 300 + 10 * 3 * 0.1
 
 
@@ -314,8 +315,8 @@ def test_all_contenders_of_a_small_model_do_the_same_work():
     of_name = {c.name: c for race in races(small) for c in (*race.ours, *race.references)}
     laps = []
     for contender in map(of_name.get, wanted):
-        with ContenderProcesses(contender) as crew:
-            laps.append(Lap(contender, [crew.run(3)]))
+        with ContenderProcesses(contender) as processes:
+            laps.append(Lap(contender, [processes.run(3)]))
     assert {lap.contender.name for lap in laps} == wanted
     check_agreement(laps, 1e-5)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.rank_env import Membership
+from shoal.launch.rank_env import RankEnv
 from shoal.launch.watch.peer_watch import LEFT_SECONDS, shared_folder
-from shoal.training.resilience.heartbeat import ALIVE, PID, Beat, record_path
+from shoal.training.resilience.heartbeat import Heartbeat, record_path
 
 LONG = 2 * LEFT_SECONDS
-MEMBER = Membership(0, 2, 0, 2, "torchrun", ("localhost", 29400))
+MEMBER = RankEnv(0, 2, 0, 2, "torchrun", ("localhost", 29400))
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def folder_of(temporary: Path, name: str, pid: int | None, silent: float, age: f
     folder = temporary / f"shoal-beats-{os.getuid()}-{name}"
     folder.mkdir(mode=0o700)
     if pid is not None:
-        record = Beat(None)
-        record._whole[PID], record._real[ALIVE] = pid, time.monotonic() - silent
+        record = Heartbeat(None)
+        record._record.pid, record._record.alive = pid, time.monotonic() - silent
         record_path(folder, 0).write_bytes(bytes(record._map))
     os.utime(folder, (time.time() - age, time.time() - age))
 
@@ -54,7 +54,7 @@ def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary):
 
 def test_the_first_rank_of_a_host_alone_removes(temporary):
     folder_of(temporary, "empty-29400-0", None, silent=0)
-    shared_folder(Membership(1, 2, 1, 2, "torchrun", ("localhost", 29400)), {})
+    shared_folder(RankEnv(1, 2, 1, 2, "torchrun", ("localhost", 29400)), {})
     assert len(list(temporary.iterdir())) == 2
 
 

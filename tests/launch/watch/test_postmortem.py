@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.launch.rank_env import Membership, record_end
+from shoal.launch.rank_env import RankEnv, record_end
 from shoal.launch.torch_elastic import refuse_again
 from shoal.launch.watch import peer_watch
 from shoal.launch.watch.postmortem import Last, cause, former
 from shoal.pipeline.program import Action, Op
 from shoal.training.resilience import heartbeat
-from shoal.training.resilience.heartbeat import Beat, Phase
+from shoal.training.resilience.heartbeat import Heartbeat, Phase
 
-MEMBER = Membership(0, 2, 0, 2, "torchrun", ("localhost", 4321))
+MEMBER = RankEnv(0, 2, 0, 2, "torchrun", ("localhost", 4321))
 LEFT = Last("4321 2", 2, 0, "a", 10.0, "in step 5", 4, done=False, report="", usage=False, told=False)
 RAISED = replace(LEFT, report="Traceback")
 
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)  # no more signs of life
     made = peer_watch.shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of the attempt now
-    rank = Beat(heartbeat.record_path(made, 1))
+    rank = Heartbeat(heartbeat.record_path(made, 1))
     rank.begun(4)
     rank.phase(Phase.STEP)
     rank.begin(Action(Op.BACKWARD, 0, 0))

@@ -19,13 +19,13 @@ from tests.trainings.supervised import STEPS, config_of
 
 
 @pytest.fixture(scope="module")
-def chaos(corpus, nursery, tmp_path_factory) -> Chaos:
+def chaos(corpus, rank_server, tmp_path_factory) -> Chaos:
     """Of ten steps on two replicas, what is said in a file."""
     folder = tmp_path_factory.mktemp("chaos")
     config = config_of(corpus, failover={"stragglers_every": 2})
     log = folder / "said.log"
     log.touch()
-    return Chaos(config, folder, nursery, log)
+    return Chaos(config, folder, rank_server, log)
 
 
 @given(name=st.sampled_from(sorted(set(KINDS) - NEED_MOUNTS - {"kill-supervisor"})), seed=st.integers(0, 10**6))
@@ -53,7 +53,7 @@ def test_a_trial_passes(name, chaos, capfd):
         chaos.log.write_text(chaos.log.read_text() + out + err)
     judged_without = {f"no message says {KINDS[name].says!r}"}  # the log was filled only now
     assert set(trial.problems) <= judged_without, trial.problems
-    if KINDS[name].deed not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the nursery began
+    if KINDS[name].deed not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the server began
         assert _says(KINDS[name].says, err)
 
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.training.resilience.effective_time import POINTS, Account
+from shoal.training.resilience.effective_time import POINTS, EffectiveTime
 
 Attempts = st.lists(st.tuples(st.integers(0, 30), st.lists(st.floats(0.01, 5.0), max_size=30)), min_size=1, max_size=8)
 
 
 @given(Attempts)
 def test_each_step_counts_once_as_it_was_last_made(attempts):
-    account, last = Account(), {}
+    account, last = EffectiveTime(), {}
     done = 0
     for back, seconds in attempts:
         done = max(0, done - back)  # the newest state
@@ -28,7 +28,7 @@ def test_each_step_counts_once_as_it_was_last_made(attempts):
 
 
 def test_steps_between_two_looks_are_taken_as_equally_long():
-    account = Account()
+    account = EffectiveTime()
     account.begun(0)
     account.stepped(4, 8.0)
     account.begun(3)  # looked at after 4 steps alone
@@ -36,7 +36,7 @@ def test_steps_between_two_looks_are_taken_as_equally_long():
 
 
 def test_a_long_run_keeps_few_points():
-    account = Account()
+    account = EffectiveTime()
     account.begun(0)
     for step in range(1, 5 * POINTS):
         account.stepped(step, step / 10)
@@ -47,7 +47,7 @@ def test_a_long_run_keeps_few_points():
 
 def test_the_share_is_of_the_wall_clock():
     with patch.object(time, "monotonic", side_effect=[100.0, 110.0]):
-        account = Account()
+        account = EffectiveTime()
         account.begun(0)
         account.stepped(3, 7.5)
         assert account.counted / account.seconds == pytest.approx(0.75)

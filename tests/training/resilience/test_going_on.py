@@ -9,7 +9,7 @@ import pytest
 from shoal.launch.worker_pool import RankError
 from shoal.spec.config import save_config
 from shoal.spec.layout import Layout
-from shoal.training.resilience.host_memory_dir import home
+from shoal.training.resilience.host_memory_dir import run_dir
 from tests.trainings.failing import Dies, Tells, train
 from tests.trainings.runs import (
     FOUR_RANKS,
@@ -44,7 +44,7 @@ def die(config, folder, pool) -> Path:
     """The same run, until rank after rank is lost after step 10: memory has step 9, the disk step 8."""
     with pytest.raises(RankError, match="is lost"):
         train(pool, Dies, config, folder)
-    return home(folder, config.failover)
+    return run_dir(folder, config.failover)
 
 
 @pytest.mark.parametrize("lost", ["no node", "node 0", "node 1", "both nodes"])
@@ -100,7 +100,7 @@ def test_killed_by_the_command_line_and_resumed_by_hand(corpus, tmp_path):
     save_config(config, tmp_path / "small.toml")
     folder = tmp_path / "run"
     interrupt(start("train", tmp_path / "small.toml", "--run-folder", folder), folder, 6, send(0, signal.SIGKILL))
-    before, memory = curve(folder), home(folder, config.failover)
+    before, memory = curve(folder), run_dir(folder, config.failover)
     assert memory.exists() and not checkpoints(folder)
     code, output = shoal("train", "--resume", folder, "--train.steps", str(before[-1][0] + 6))
     assert code == 0, output

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from shoal.pipeline.program import Action, Op
-from shoal.training.resilience.heartbeat import PERIOD, Beat, Phase, in_words, read, record_path
+from shoal.training.resilience.heartbeat import PERIOD, Heartbeat, Phase, in_words, read, record_path
 from tests.trainings.runs import ROOT, wait_for
 
 
 def test_what_is_written_is_read(tmp_path):
     path = record_path(tmp_path, 3)
     assert read(path) is None
-    beat = Beat(path)
+    beat = Heartbeat(path)
     begun = read(path)
     assert (begun.pid, begun.phase, begun.begun, begun.action) == (os.getpid(), Phase.START, -1, None)
     assert begun.where == "starting"
@@ -36,13 +36,13 @@ def test_what_is_written_is_read(tmp_path):
 
 @pytest.mark.parametrize("op", Op)
 def test_every_action_has_words_and_comes_back(op, tmp_path):
-    beat = Beat(tmp_path / "record")
+    beat = Heartbeat(tmp_path / "record")
     beat.begin(Action(op, 0, 1))
     assert read(tmp_path / "record").action == Action(op, 0, 1) and len(in_words(Action(op))) > 3
 
 
 def test_it_beats_while_the_main_thread_does_nothing(tmp_path):
-    Beat(tmp_path / "record")
+    Heartbeat(tmp_path / "record")
     first = read(tmp_path / "record")
     time.sleep(4 * PERIOD)
     later = read(tmp_path / "record")
@@ -59,9 +59,9 @@ def test_the_last_word_outlives_the_process(tmp_path):
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from shoal.training.resilience.heartbeat import Beat, Phase
+from shoal.training.resilience.heartbeat import Heartbeat, Phase
 from shoal.pipeline.program import Action, Op
-beat = Beat(Path({str(tmp_path / "record")!r}))
+beat = Heartbeat(Path({str(tmp_path / "record")!r}))
 beat.begun(7); beat.phase(Phase.STEP); beat.begin(Action(Op.BACKWARD, 0, 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -72,5 +72,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_without_a_supervisor_it_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Beat().phase(Phase.STEP)
+    Heartbeat().phase(Phase.STEP)
     wait_for(lambda: not list(tmp_path.iterdir()), 1)

@@ -49,12 +49,12 @@ def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_p
         monkeypatch.setenv("SHOAL_OWNER", str(owner))
         folders[name] = tmp_path / f"shoal-{os.getuid()}-{name}"
         monkeypatch.setattr(host_memory_dir, "_started", lambda pid, known=host_memory_dir._started: known(pid) or 1.0)
-        host_memory_dir.make_home(folders[name])
-        host_memory_dir.own(folders[name], tmp_path / name)
+        host_memory_dir.make_run_dir(folders[name])
+        host_memory_dir.claim(folders[name], tmp_path / name)
         monkeypatch.undo()
     (tmp_path / "shoal-other").mkdir()
     (tmp_path / f"shoal-{os.getuid()}-strange").mkdir()
-    (line,) = host_memory_dir.sweep(folders["mine"])
+    (line,) = host_memory_dir.remove_orphans(folders["mine"])
     assert str(tmp_path / "dead") in line
     assert sorted(p.name.split("-")[-1] for p in tmp_path.iterdir()) == ["alive", "mine", "other", "strange"]
 
@@ -70,13 +70,13 @@ def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatc
 
 def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
     left = tmp_path / f"shoal-{os.getuid()}-dead"
-    host_memory_dir.make_home(left)
+    host_memory_dir.make_run_dir(left)
     (left / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 0, "started": 1.0, "run": "x"}))
     (left / "state").write_bytes(bytes(5000))
     monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
-    host_memory_dir.check_home(tmp_path / "new", 5000)
+    host_memory_dir.check_run_dir(tmp_path / "new", 5000)
     with pytest.raises(UsageError, match=r"6 kB in .* 5.1\d kB are free"):
-        host_memory_dir.check_home(tmp_path / "new", 6000)
+        host_memory_dir.check_run_dir(tmp_path / "new", 6000)
     assert [path.name for path in tmp_path.iterdir()] == [left.name]
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.checkpoint.write import SavePlan
-from shoal.launch.forkserver import worker_context
+from shoal.launch.worker_pool import RankError
 from shoal.spec.config import save_config
 from shoal.training.resilience import host_memory_dir, memory_slot
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
@@ -132,11 +132,9 @@ def keep_and_die(moment: str, home: Path) -> None:
 @pytest.mark.parametrize(
     "moment", ["before it is copied", "when it is copied", "before it is described", "when it is described"]
 )
-def test_killed_while_it_writes_the_state_before_is_whole(moment, tmp_path):
-    killed = worker_context().Process(target=keep_and_die, args=(moment, tmp_path / "home"))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == -signal.SIGKILL
+def test_killed_while_it_writes_the_state_before_is_whole(pool, moment, tmp_path):
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        pool.run(keep_and_die, 1, moment, tmp_path / "home")
     found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
     assert right and not notes
     assert found.step == (3 if moment == "when it is described" else 2)
@@ -221,7 +219,7 @@ def test_a_new_run_does_not_go_on_from_a_deleted_one_of_its_name(corpus, tmp_pat
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     config = small_config(corpus, train={"steps": 1, "validate_every": 0}, failover={"memory_folder": str(tmp_path)})
     save_config(config, file)
-    left = host_memory_dir.home(folder, config.failover)
+    left = host_memory_dir.run_dir(folder, config.failover)
     left.mkdir()
     (left / "slot").write_text("a state")
     code, said = shoal("train", file, "--run-folder", folder)

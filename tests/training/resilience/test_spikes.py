@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.training.resilience.spikes import FEWEST, Skips, Spikes
+from shoal.training.resilience.spikes import FEWEST, Skips, SpikeDetector
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda r: (r[0], r[0] + r[1])), max_size=5)
 
@@ -20,13 +20,13 @@ def a_run(steps: int = 200, seed: int = 0) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noise_of_a_training_is_no_spike(seed):
-    spikes = Spikes(factor=10, window=32)
+    spikes = SpikeDetector(factor=10, window=32)
     assert [spikes.look(*step) for step in a_run(seed=seed)] == [None] * 200
 
 
 @pytest.mark.parametrize("what, step, value", [("loss", 100, 6.0), ("gradient norm", 20, 40.0), ("loss", 199, 6.0)])
 def test_a_spike_is_seen_when_it_comes_and_what_follows_it_is_usual(what, step, value):
-    spikes, run = Spikes(factor=10, window=32), a_run()
+    spikes, run = SpikeDetector(factor=10, window=32), a_run()
     run[step] = (value, run[step][1]) if what == "loss" else (run[step][0], value)
     seen = {t: found for t, (loss, norm) in enumerate(run) if (found := spikes.look(loss, norm))}
     assert seen.keys() == {step}
@@ -36,14 +36,14 @@ def test_a_spike_is_seen_when_it_comes_and_what_follows_it_is_usual(what, step, 
 
 def test_several_spikes_within_the_window_hide_none():
     """As they would from a detector by mean and deviation."""
-    spikes, run = Spikes(factor=10, window=32), a_run()
+    spikes, run = SpikeDetector(factor=10, window=32), a_run()
     for step in (100, 101, 102, 104, 106):
         run[step] = (8.0, 1.0)
     assert [t for t, values in enumerate(run) if spikes.look(*values)] == [100, 101, 102, 104, 106]
 
 
 def test_too_few_steps_and_values_that_are_no_numbers_make_no_spike():
-    spikes = Spikes(factor=10, window=32)
+    spikes = SpikeDetector(factor=10, window=32)
     for _ in range(FEWEST - 1):
         assert spikes.look(2.0, 1.0) is None
     assert spikes.look(2.0, math.inf) is None  # a skipped step, whose norm is not taken in
@@ -53,7 +53,7 @@ def test_too_few_steps_and_values_that_are_no_numbers_make_no_spike():
 
 
 def test_a_run_that_is_interrupted_sees_the_same():
-    whole, first, second = (Spikes(factor=4, window=16) for _ in range(3))
+    whole, first, second = (SpikeDetector(factor=4, window=16) for _ in range(3))
     run = a_run()
     run[110] = (7.0, 1.0)
     expected = [whole.look(*values) for values in run]

@@ -5,11 +5,11 @@ Each way of training has a name. `train_all` trains models of one rank, as many 
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -25,7 +25,7 @@ from shoal.engine.device import usable_cores
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
 from shoal.labs.bench.benchmark import Say, write_records
-from shoal.launch.forkserver import become_worker, worker_context
+from shoal.launch.worker_pool import Pool
 from shoal.report.charts import Points, draw_means, new_figure, to_svg
 from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
@@ -149,20 +149,16 @@ def train_all(
     jobs = {(name, seed): config_of(name, seed) for seed in range(seeds) for name in names}
     for data in dict.fromkeys(config.data for config in jobs.values()):
         prepare(data)
-    found = []
-    with ProcessPoolExecutor(
-        min(usable_cores(), len(jobs)), worker_context(), initializer=become_worker, initargs=(dict(os.environ),)
-    ) as workers:
-        try:
-            trained = workers.map(train, [plain(config) for config in jobs.values()], [validations] * len(jobs))
-            for (name, seed), run in zip(jobs, trained, strict=True):
-                found.append(TrainedRun(name, seed, *run))
-                say(f"{len(found)} of {len(jobs)}: {name}, seed {seed}")
-        except BaseException:
-            for process in list(workers._processes.values()):  # else their trainings would be waited for
-                process.kill()
-            raise
-    return found
+    names_of, finished = list(jobs), itertools.count(1)
+
+    def tell(number: int, value: object) -> None:
+        name, seed = names_of[number]
+        say(f"{next(finished)} of {len(jobs)}: {name}, seed {seed}")
+
+    with Pool(min(usable_cores(), len(jobs))) as pool:
+        configs = [plain(config) for config in jobs.values()]
+        trained = pool.map(partial(train, validations=validations), configs, timeout=math.inf, done=tell)
+    return [TrainedRun(name, seed, *run) for (name, seed), run in zip(jobs, trained, strict=True)]
 
 
 def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dict[str, float]]:
@@ -173,7 +169,6 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
     before the last; of mixture of depths "one by one", the loss at the end with each token decided by itself, as in
     sampling, and how well that was predicted in the last step: "accuracy" and "recall".
     """
-    torch.set_num_threads(1)
     config = build_config(values)
     samples, held_out = (open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation"))
     engine = Engine(config, check(config), Mesh(config.parallel, 0), samples)

@@ -26,7 +26,7 @@ from shoal.labs.bench.benchmark import (
     make_table,
     write_records,
 )
-from shoal.labs.bench.crew import Failed
+from shoal.labs.bench.contender import Failed
 from shoal.labs.bench.race import ContenderResult, Disagreement, Race, run
 from shoal.labs.bench.step import shoal_engine
 from shoal.labs.bench.step.comparisons import NAMES, races

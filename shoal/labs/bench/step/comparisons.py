@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from shoal.labs.bench.crew import Contender
+from shoal.labs.bench.contender import Contender
 from shoal.labs.bench.peak import MatmulWorkload, product
 from shoal.labs.bench.race import Race
 from shoal.labs.bench.step import shoal_engine, torch_baselines

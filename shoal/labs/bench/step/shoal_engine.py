@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
-from shoal.labs.bench.crew import Contender, Step
+from shoal.labs.bench.contender import Contender, Step
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from shoal.spec.layout import Layout

@@ -31,7 +31,7 @@ from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention import Kernel
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.crew import Step
+from shoal.labs.bench.contender import Step
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
 from shoal.training.step.engine_state import attention_kernel
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.pipeline_stage import keep_stage
-from shoal.labs.bench.crew import Step
+from shoal.labs.bench.contender import Step
 from shoal.labs.bench.step.torch_baselines import adamw, best_kernel, model
 from shoal.labs.bench.step.workload import Workload
 from shoal.pipeline.partition import even_layers

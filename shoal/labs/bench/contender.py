@@ -6,15 +6,11 @@ Between its turns they are blocked on a pipe, so that they take no time from the
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -22,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import destroy_world, init_world, loopback, peak_memory
-from shoal.launch.forkserver import LOOK, become_worker, worker_context
+from shoal.engine.device import peak_memory
+from shoal.launch.worker_pool import Pool, RankError
 
 Step = Callable[[int], float]
 
@@ -32,15 +28,16 @@ PATIENCE = 10.0  # times as long as its longest step so far may each further one
 
 
 class Failed(RuntimeError):
-    """A contender could not be built or raised in a step; the message has its traceback.
+    """A contender could not be built, raised in a step, died or hung; the message has its traceback.
 
     Attributes:
         reason: the same in one line, without it.
     """
 
-    def __init__(self, who: str, reason: str, cause: str = ""):
-        super().__init__(f"{who}: {cause or reason}")
-        self.reason = f"{who}: {reason}"
+    def __init__(self, contender: str, error: RankError):
+        rank, cause = error.failures[0]
+        super().__init__(f"{contender}, rank {rank}: {cause}")
+        self.reason = f"{contender}, rank {rank}: {error.reason}"
 
 
 class Work(Protocol):
@@ -106,28 +103,14 @@ class ContenderProcesses:
         self.contender = contender
         self._done = 0
         self._longest = 0.0  # seconds of a step so far
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
-        context = worker_context()
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(contender.ranks):
-            here, there = context.Pipe()
-            store = str(Path(self._folder.name, "store"))
-            arguments = (there, dict(os.environ), contender, rank, store)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
+        self._pool = Pool(contender.ranks, partial(_set_up, contender), keep_group=True)
 
     def __enter__(self) -> ContenderProcesses:
+        self._pool.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._folder.cleanup()
+    def __exit__(self, *error: object) -> None:
+        self._pool.__exit__(*error)
 
     def run(self, steps: int) -> ContenderTurn:
         """Do the next ``steps`` steps.
@@ -144,11 +127,13 @@ class ContenderProcesses:
         return self._run(steps)
 
     def _run(self, steps: int) -> ContenderTurn:
-        for pipe in self._pipes:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it ended: its answer, which waits, says why
-                pipe.send((self._done, steps))
+        timeout = TIMEOUT + PATIENCE * steps * self._longest
+        numbers = range(self._done, self._done + steps)
+        try:
+            turns = self._pool.run(_turn, self.contender.ranks, self.contender, numbers, timeout=timeout)
+        except RankError as error:
+            raise Failed(self.contender.name, error) from None
         self._done += steps
-        turns = self._answers(TIMEOUT + PATIENCE * steps * self._longest)
         seconds = [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)]
         self._longest = max(self._longest, *seconds)
         return ContenderTurn(
@@ -158,49 +143,23 @@ class ContenderProcesses:
             max(turn.memory for turn in turns),
         )
 
-    def _answers(self, limit: float) -> list[ContenderTurn]:
-        """Each rank's own turn, in so many seconds."""
-        answers: dict[Connection, ContenderTurn] = {}
-        deadline = time.monotonic() + limit
-        while len(answers) < len(self._pipes):
-            waiting = [pipe for pipe in self._pipes if pipe not in answers]
-            found = wait(waiting, min(max(0.0, deadline - time.monotonic()), LOOK))
-            ready = [pipe for pipe in waiting if pipe in found]
-            if not ready and time.monotonic() >= deadline:
-                raise Failed(self.contender.name, f"no answer in {limit:.0f} s")
-            for pipe in ready:
-                try:
-                    answer = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    answer = ("its process died",)
-                if not isinstance(answer, ContenderTurn):
-                    raise Failed(f"{self.contender.name}, rank {self._pipes.index(pipe)}", *answer)
-                answers[pipe] = answer
-        return [answers[pipe] for pipe in self._pipes]
+
+# ---- in a process of a contender -------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, environment: dict[str, str], contender: Contender, rank: int, store: str) -> None:
-    become_worker(environment)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+def _set_up(contender: Contender) -> None:
     torch.set_num_threads(contender.threads)
     if contender.tuned:
         tune_process(products=contender.products)
-    try:
-        if contender.ranks > 1:
-            shared = dist.FileStore(store, contender.ranks)
-            init_world(rank, contender.ranks, shared, "cpu", 0.9 * TIMEOUT)
-        step = contender.build(contender.workload, rank, contender.ranks)
-        while True:
-            first, count = pipe.recv()
-            pipe.send(_run(step, range(first, first + count)))
-    except EOFError:
-        destroy_world()
-    except BaseException as error:
-        reason, *_ = f"{type(error).__name__}: {error}".splitlines()
-        pipe.send((reason, traceback.format_exc()))
 
 
-def _run(step: Step, numbers: range) -> ContenderTurn:
+_built: list[Step] = []  # of this process's contender, after its first turn
+
+
+def _turn(contender: Contender, numbers: range) -> ContenderTurn:
+    if not _built:
+        _built.append(contender.build(contender.workload, dist.get_rank(), contender.ranks))
+    (step,) = _built
     seconds, cpu_seconds, losses = [], [], []
     for number in numbers:
         start, cpu = time.perf_counter(), time.process_time()
