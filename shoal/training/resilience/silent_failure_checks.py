@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import socket
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from shoal.engine.collectives.json_collectives import Group, gather
 from shoal.spec.config import FailoverConfig
+from shoal.training.records.timer import ComputeTimer
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare
 from shoal.training.resilience.spikes import Spike, SpikeDetector
-from shoal.training.resilience.stragglers import MEASURED, ComputeTimer, Slowest, slowest
+from shoal.training.resilience.stragglers import MEASURED, Slowest, slowest
 
 if TYPE_CHECKING:
     from shoal.training.step.engine import Engine, StepResult
@@ -40,11 +42,11 @@ class SilentFailureChecks:
         self.group: Group = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
         self.spikes = SpikeDetector(config.spike_factor, config.spike_window) if config.spike_factor else None
         self.rollbacks = 0
-        self.pace: ComputeTimer | None = None
+        self.timer: ComputeTimer | None = None
         if config.stragglers_every:
-            self.pace = ComputeTimer(engine.mesh.device)
-            engine.runtime.recorders.append(self.pace)
-        self._seconds = 0.0
+            self.timer = ComputeTimer(engine.mesh.device)
+            engine.runtime.recorders.append(self.timer)
+        self._seconds: list[float] = []  # of each step that the timer has measured
         self.restore(step, extra)
         if config.check_replicas_every:
             compare(engine, step, self.group)
@@ -72,9 +74,9 @@ class SilentFailureChecks:
             if not self.config.check_replicas_every:
                 self.proven = step
         every = self.config.stragglers_every
-        if self.pace and step % every == max(0, every - MEASURED):
-            self.pace.start()
-            self._seconds = 0.0
+        if self.timer and step % every == max(0, every - MEASURED):
+            self.timer.start()
+            self._seconds = []
 
     def after_step(self, step: int, seconds: float) -> Slowest | None:
         """Compare the replicas, and the ranks' pace, where that is due.
@@ -92,13 +94,13 @@ class SilentFailureChecks:
         if (every := self.config.check_replicas_every) and step % every == 0:
             compare(self.engine, step, self.group)
             self.proven = step
-        if self.pace and self.pace.on:
-            self.pace.steps += 1
-            self._seconds += seconds
+        if self.timer and self.timer.on:
+            self._seconds.append(seconds)
             if step % self.config.stragglers_every == 0:
-                steps = self.pace.steps
-                told = gather([self.pace.stop(), socket.gethostname()], self.group)
-                return slowest([s for s, _ in told], [h for _, h in told], self._seconds / steps) if told else None
+                self.timer.on = False
+                computing = self.timer.seconds() / len(self._seconds)
+                told = gather([computing, socket.gethostname()], self.group)
+                return slowest([s for s, _ in told], [h for _, h in told], mean(self._seconds)) if told else None
         return None
 
     def spike(self, result: StepResult) -> Spike | None:

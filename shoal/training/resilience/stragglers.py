@@ -5,52 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-import torch
-
-from shoal.engine.device import Stopwatch
-from shoal.pipeline.program import COMPUTE, Action
-
 MEASURED = 10
 """Steps of which the times are taken, the last before each report: marks on a device are not free."""
-
-
-class ComputeTimer:
-    """A `Recorder` of how long forwards and backwards take on this rank's device.
-
-    What a rank waits for inside a forward or backward (the others of its tensor- or context-parallel group) counts as
-    computing: such a group is slow together.
-    """
-
-    def __init__(self, device: torch.device):
-        self._watch = Stopwatch(device)
-        self._marks: list = []
-        self._begin = None
-        self.on, self.steps = False, 0
-
-    def start(self) -> None:
-        """Take the times from now on."""
-        self._watch.start()
-        self._marks, self.on, self.steps = [], True, 0
-
-    def begin(self, action: Action) -> None:
-        """As `Recorder`."""
-        if self.on:
-            self._begin = self._watch.mark()
-
-    def arrived(self, action: Action) -> None:
-        """As `Recorder`: waiting for a neighbour in the pipeline is not computing."""
-        self.begin(action)
-
-    def end(self, action: Action) -> None:
-        """As `Recorder`."""
-        if self.on and action.op in COMPUTE:
-            self._marks += [self._begin, self._watch.mark()]
-
-    def stop(self) -> float:
-        """Seconds of computing per step since `start`."""
-        self.on = False
-        moments = self._watch.seconds(self._marks)
-        return sum(b - a for a, b in zip(moments[::2], moments[1::2], strict=True)) / max(1, self.steps)
 
 
 @dataclass(frozen=True)
