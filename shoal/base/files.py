@@ -1,5 +1,4 @@
-"""Small files that others wrote: read whole, with one clear error for whatever is wrong with them; and what is written,
-looked at first."""
+"""Small files: read whole, with one clear error for whatever is wrong with them; checked before they are written."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = F
         raise UsageError(f"{option} {path}: the file exists, and is not overwritten.\n  Choose another name.")
 
 
-def standing(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that is there."""
+def nearest_existing(path: Path) -> Path:
+    """The path, or its nearest existing ancestor."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
 
 
 def try_to_write(path: Path, size: int = 1) -> None:
-    """Require that a folder, or the nearest of its parents that is there, takes a file; none is left.
+    """Require that a folder, or its nearest existing ancestor, takes a file; none is left.
 
     Args:
         size: bytes of the file.
@@ -55,7 +54,7 @@ def try_to_write(path: Path, size: int = 1) -> None:
     Raises:
         OSError: as making or writing it would: nobody may, the file system is full or read-only, or it is no folder.
     """
-    with tempfile.TemporaryFile(dir=standing(path)) as file:  # on Linux without a name, even for the moment
+    with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:  # on Linux without a name, even for the moment
         file.write(bytes(size))
 
 
@@ -85,10 +84,10 @@ def write_whole(path: Path, text: str, *, new: bool = False) -> None:
 
 
 def expanded(path: str | Path, option: str) -> Path:
-    """A path in which ``~`` is somebody's home.
+    """A path with ``~`` and ``~user`` expanded.
 
     Raises:
-        UsageError: it is nobody's.
+        UsageError: there is no such user.
     """
     try:
         return Path(path).expanduser()

@@ -5,9 +5,7 @@ tyro reads the words and prints the help. `shoal.base.section.validate` checks t
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
@@ -73,9 +71,6 @@ def read(
         if end.code == 0:
             raise
         raise UsageError(f"{prog}: {_without_box(errors.getvalue())}") from None
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough, also for what is flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
 
 
 def _unchecked(section: type[BaseModel]) -> Any:

@@ -81,15 +81,11 @@ def _usage() -> str:
 
 
 def _versions() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
     from shoal import __version__
 
-    try:
-        torch = f"torch {version('torch')}"
-    except PackageNotFoundError:
-        torch = "torch is not installed"
-    return f"shoal {__version__}\n{torch}"
+    return f"shoal {__version__}\ntorch {version('torch')}"
 
 
 def _refuse(error: UsageError) -> int:

@@ -13,13 +13,13 @@ from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, receive_of, send
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import build_config
-from shoal.spec.layout import Layout, Schedule
+from shoal.spec.layout import Layout, ScheduleName
 
 SHAPE = model_shape("tiny").model_copy(update={"layers": 8})
 
 
 def test_a_layout_names_every_schedule() -> None:
-    assert set(get_args(Schedule)) == set(EVERY)
+    assert set(get_args(ScheduleName)) == set(EVERY)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.base.files import standing
+from shoal.base.files import nearest_existing
 from shoal.base.units import show_bytes
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
@@ -151,7 +151,7 @@ def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int
     every = config.checkpoint.every
     saves = 1 + (config.train.steps - 1) // every if every else 1
     most = min(config.checkpoint.keep + 1, saves) - existing  # one is written before the oldest goes
-    there = standing(folder)
+    there = nearest_existing(folder)
     size, _, free = shutil.disk_usage(there)
     if size and most * each > free:  # what is no disk has no size, and says itself what is wrong
         raise UsageError(

@@ -26,6 +26,9 @@ SPREADS = ("node", "small", "large")
 """One node, up to 128 accelerators, and more: what the errors of an estimate are known by."""
 
 
+Value = float | tuple[float, ...]
+
+
 class Constant(Section):
     """One constant: a number, or one for each generation, network, software or scale."""
 
@@ -76,6 +79,12 @@ class Constant(Section):
         """What one expects, for one of what it is known by."""
         return self.expected.get(name, self.expected["rest"]) if isinstance(self.expected, dict) else self.expected
 
+    def values(self) -> Value:
+        """Its number, or one for each of `names_of` what it is known by."""
+        given = self.value if isinstance(self.value, dict) else {"": self.value}
+        values = tuple(float(given.get(name, self.prior(name))) for name in names_of(self.by))
+        return values if self.by else values[0]
+
 
 def names_of(by: str) -> tuple[str, ...]:
     """What a constant has a value for each of."""
@@ -93,18 +102,12 @@ class Calibration:
 
     Attributes:
         constants: with what they mean.
-        values: the same numbers, in tuples.
+        values: the same numbers, in tuples (default: those of the constants).
     """
 
-    def __init__(self, constants: Mapping[str, Constant]):
+    def __init__(self, constants: Mapping[str, Constant], values: Mapping[str, Value] | None = None):
         self.constants = dict(constants)
-        self.values = {name: self._values(constant) for name, constant in constants.items()}
-
-    @staticmethod
-    def _values(constant: Constant) -> float | tuple[float, ...]:
-        given = constant.value if isinstance(constant.value, dict) else {"": constant.value}
-        values = tuple(float(given.get(name, constant.prior(name))) for name in names_of(constant.by))
-        return values if constant.by else values[0]
+        self.values = dict(values) if values else {name: of.values() for name, of in constants.items()}
 
     @cached_property
     def numbers(self) -> dict[str, float]:
@@ -139,17 +142,15 @@ class Calibration:
 
     def expected(self) -> Calibration:
         """The same as if nothing had been measured: all that a fit finds has what is expected of it."""
-        nothing = {name: of.model_copy(update={"value": {}}) for name, of in self.constants.items() if of.fitted}
-        return self._with({name: self._values(of) for name, of in nothing.items()})
+        fitted = [name for name, of in self.constants.items() if of.fitted]
+        return self._with({name: self.constants[name].model_copy(update={"value": {}}).values() for name in fitted})
 
     def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
         """The same with other values for some constants; what they mean is kept."""
         return self._with({name: tuple(v.tolist()) if v.ndim else float(v) for name, v in values.items()})
 
-    def _with(self, values: Mapping[str, float | tuple[float, ...]]) -> Calibration:
-        changed = Calibration.__new__(Calibration)
-        changed.constants, changed.values = self.constants, {**self.values, **values}
-        return changed
+    def _with(self, values: Mapping[str, Value]) -> Calibration:
+        return Calibration(self.constants, {**self.values, **values})
 
 
 def read_calibration(path: Path | None = None) -> Calibration:

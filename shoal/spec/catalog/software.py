@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from shoal.base.section import Section
 from shoal.spec.catalog.tables import entries
 
-Attention = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
+AttentionKernel = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 
 
 class Software(Section):
@@ -25,7 +25,7 @@ class Software(Section):
     since: int = 0
     """The first year of it: of entries that match as well the latest that had begun counts."""
 
-    attention: Attention
+    attention: AttentionKernel
     """Its kernel, where a publication does not say."""
 
     gradient_bytes: PositiveInt

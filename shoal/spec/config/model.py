@@ -40,7 +40,7 @@ class DepthsConfig(Section):
     """Override any part of `Depths`; capacity makes some layers of a model take some tokens."""
 
 
-Size = Annotated[int, Field(gt=0, le=2**24)]
+Width = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class ModelConfig(Section):
@@ -52,22 +52,22 @@ class ModelConfig(Section):
     layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
     """Override: number of transformer layers."""
 
-    hidden: Size | None = None
+    hidden: Width | None = None
     """Override: width of the residual stream."""
 
-    heads: Size | None = None
+    heads: Width | None = None
     """Override: query heads."""
 
-    kv_heads: Size | None = None
+    kv_heads: Width | None = None
     """Override: key and value heads (default: as many as heads, where those are overridden)."""
 
-    head_dim: Size | None = None
+    head_dim: Width | None = None
     """Override: width of one head (default: hidden / heads)."""
 
-    ffn: Size | None = None
+    ffn: Width | None = None
     """Override: width inside the feed-forward block."""
 
-    vocab: Size | None = None
+    vocab: Width | None = None
     """Override: token ids (default: the tokenizer's)."""
 
     tied: bool | None = None

@@ -23,7 +23,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
-Schedule = Literal[  # as `shoal.pipeline.schedules` has them
+ScheduleName = Literal[  # as `shoal.pipeline.schedules` has them
     "naive", "gpipe", "looped-bfs", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
     "v-min", "zb-auto", "dualpipe", "dualpipev", "terapipe", "pipedream", "pipedream-2bw",
 ]
@@ -39,7 +39,7 @@ Degree = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
 def _known_schedule(name: str) -> str:
-    known = get_args(Schedule)
+    known = get_args(ScheduleName)
     if name not in known and not (name.startswith(FILE) and name != FILE):
         raise PydanticCustomError("schedule", f"there is no such schedule; {did_you_mean(name, [*known, FILE])}")
     return name
@@ -109,7 +109,7 @@ class Layout(Section):
     virtual_stages: Degree | None = None
     """Stages on each pipeline rank, for the schedules that leave it open (default there: 2)."""
 
-    schedule: Annotated[Schedule | str, AfterValidator(_known_schedule)] = "1f1b"
+    schedule: Annotated[ScheduleName | str, AfterValidator(_known_schedule)] = "1f1b"
     """The order of forwards and backwards in the pipeline (docs/pipeline.md has a table), or file:PATH, a schedule in
     the CSV format of torch.distributed.pipelining."""
 

@@ -17,7 +17,7 @@ from shoal.cli.run.train import TrainOptions
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build_config, load_config, save_config
 from shoal.spec.config.run import note_moved
-from shoal.spec.layout import Schedule
+from shoal.spec.layout import ScheduleName
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
 
@@ -57,7 +57,7 @@ def numbers(kind, metadata):
     return st.floats(low, high, exclude_min=open_low, exclude_max=open_high)
 
 
-SCHEDULES = st.sampled_from(get_args(Schedule)) | WORDS.map(lambda word: f"file:{word}.csv")
+SCHEDULES = st.sampled_from(get_args(ScheduleName)) | WORDS.map(lambda word: f"file:{word}.csv")
 
 
 @st.composite
