@@ -1,11 +1,13 @@
-"""Every call that touches the file system, or what takes its place (`shoal.engine.checkpoint.remote`).
+"""Access to the files of checkpoints, on a disk or in an object store (``s3://``, ``gs://``, ``hf://``, ...).
 
-What is written is on the disk when the function returns (fsync), and a folder appears under its name whole or not at
-all (rename within one file system is atomic).
+On a disk, written data is durable when the function returns (fsync), and a folder appears under its name in one step
+(rename within one file system is atomic). An object appears complete or not at all, but an object store has neither
+folders nor renames: there, a checkpoint exists once its manifest does, which is written last and deleted first.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -15,14 +17,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TypeGuard
 
+from fsspec import available_protocols
 from safetensors import safe_open
+from upath import UPath
 
-from shoal.engine.checkpoint.remote import Remote, RemoteTensors
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint.remote_tensors import RemoteTensors
 
 WRITE_BYTES = 16 << 20  # per system call: other threads run meanwhile, and Linux takes at most 2 GiB
 
 
-Place = Path | Remote
+Place = Path | UPath
 """Where a checkpoint is, or a file of one."""
 
 Tensors = safe_open | RemoteTensors
@@ -32,12 +37,22 @@ COMMITS = "manifest.json"
 
 
 def place(address: str | Path) -> Place:
-    """A path, or an address with a protocol, as in ``s3://bucket/run``.
+    """Return the path, or the address if it has a protocol, as in ``s3://bucket/run``.
 
     Raises:
-        UsageError: a protocol that nothing is known of.
+        UsageError: the protocol is unknown, or its package is missing.
     """
-    return Remote.of(str(address)) if "://" in str(address) else Path(address)
+    if "://" not in str(address):
+        return Path(address)
+    try:
+        folder = UPath(str(address).rstrip("/"))
+        folder.fs  # noqa: B018  # connects
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"checkpoint.folder = '{address}': {error}.\n  Install the fsspec package for "
+            f"{str(address).split('://')[0]}://, or use one of {', '.join(sorted(available_protocols()))}."
+        ) from None
+    return folder
 
 
 def renames(folder: Place) -> TypeGuard[Path]:
@@ -47,22 +62,23 @@ def renames(folder: Place) -> TypeGuard[Path]:
 
 def make_folder(path: Place) -> None:
     """Create a folder and its parents; one that exists is left as it is."""
-    if isinstance(path, Remote):
-        path.make()
-    else:
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def names(folder: Place) -> list[str]:
     """The entries of a folder, sorted; none where there is no such folder."""
-    if isinstance(folder, Remote):
-        return folder.names()
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
+    if isinstance(folder, Path):
+        return sorted(os.listdir(folder)) if folder.is_dir() else []
+    # An object store may list an empty object for the folder itself.
+    return sorted(entry.name for entry in folder.iterdir() if entry != folder) if exists(folder) else []
 
 
 def exists(path: Place) -> bool:
     """Whether there is anything of this name."""
-    return path.exists() if isinstance(path, Remote) else os.path.lexists(path)
+    if isinstance(path, UPath):
+        path.fs.invalidate_cache()
+        return path.exists()
+    return os.path.lexists(path)
 
 
 def is_own(path: Place) -> bool:
@@ -71,28 +87,37 @@ def is_own(path: Place) -> bool:
     Raises:
         OSError: it is not there, or is a link to itself.
     """
-    if isinstance(path, Remote):
-        return path.size() >= 0
+    if isinstance(path, UPath):
+        return size(path) >= 0
     regular = stat.S_ISREG(path.stat().st_mode)
     return regular and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
 def size(path: Place) -> int:
     """Bytes in a file."""
-    return path.size() if isinstance(path, Remote) else path.stat().st_size
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise _missing(path) from None
 
 
 def read(path: Place, count: int = -1) -> bytes:
     """The first ``count`` bytes of a file, or all."""
-    if isinstance(path, Remote):
-        return path.read(count)
-    with path.open("rb") as file:
-        return file.read(count)
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except FileNotFoundError:
+        raise _missing(path) from None
+
+
+def _missing(path: Place) -> FileNotFoundError:
+    """Return the error that a disk raises, which object stores word in their own ways."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def open_tensors(path: Place) -> Tensors:
     """A safetensors file, of which only the pages or bytes that are used are read."""
-    return RemoteTensors(path) if isinstance(path, Remote) else safe_open(path, framework="pt", device="cpu")
+    return RemoteTensors(path) if isinstance(path, UPath) else safe_open(path, framework="pt", device="cpu")
 
 
 def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
@@ -101,8 +126,10 @@ def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
     Raises:
         FileExistsError: on a disk, nothing is ever written over.
     """
-    if isinstance(path, Remote):
-        path.write(parts)
+    if isinstance(path, UPath):
+        with path.open("wb") as remote:
+            for part in parts:
+                remote.write(part)
         return
     with path.open("xb", buffering=0) as file:
         for part in parts:
@@ -128,21 +155,25 @@ def rename(old: Place, new: Place) -> None:
     Raises:
         OSError: ``new`` exists and is not an empty folder.
     """
-    if isinstance(old, Remote):
-        assert isinstance(new, Remote)  # of the same parent
-        old.move(new, COMMITS)
+    if isinstance(old, Path) and isinstance(new, Path):
+        os.rename(old, new)
+        sync_folder(new.parent)
         return
-    assert isinstance(new, Path)
-    os.rename(old, new)
-    sync_folder(new.parent)
+    make_folder(new)
+    for name in sorted(names(old), key=lambda name: name == COMMITS):
+        (old / name).copy(new / name)
+    remove(old)
 
 
 def remove(path: Place) -> None:
     """Delete a folder and all in it, if it is there."""
-    if isinstance(path, Remote):
-        path.delete(COMMITS)
-    else:
+    if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
+        return
+    if exists(path / COMMITS):
+        (path / COMMITS).unlink()
+    if exists(path):
+        path.fs.rm(path.path, recursive=True)
 
 
 def lock(path: Place) -> IO[str] | None:
@@ -151,7 +182,7 @@ def lock(path: Place) -> IO[str] | None:
     A POSIX record lock: it is not inherited by child processes, so an orphan cannot keep it. An object store has no
     locks.
     """
-    if isinstance(path, Remote):
+    if isinstance(path, UPath):
         return io.StringIO()
     file = path.open("a")
     try:

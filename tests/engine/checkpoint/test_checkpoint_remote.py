@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, newest_good, verify
-from shoal.engine.checkpoint.storage import place
+from shoal.engine.checkpoint.storage import names, place
 from tests.engine.checkpoint.bucket import Bucket, address
 from tests.engine.checkpoint.cuts import blank, cut, random_values, same, whole, write_checkpoint
 
@@ -96,7 +96,7 @@ def test_a_save_that_does_not_get_to_its_end_is_no_checkpoint(writes, tmp_path, 
     with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*the store is gone"):
         saves.save(2, weights(2), {}, block=True)
     monkeypatch.undo()
-    assert newest(folder).step == 1 and folder.names() == ["step-00000001"]
+    assert newest(folder).step == 1 and names(folder) == ["step-00000001"]
     saves.save(2, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
 
@@ -111,7 +111,7 @@ def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(tmp_path):
     assert newest(folder).step == 1
     saves.save(2, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
-    assert (folder / "step-00000002").names() == ["manifest.json", "manifest.sha256", "rank-00000.safetensors"]
+    assert names(folder / "step-00000002") == ["manifest.json", "manifest.sha256", "rank-00000.safetensors"]
 
 
 def test_the_same_step_again_keeps_the_old_one_beside_it(folder):
@@ -120,7 +120,7 @@ def test_the_same_step_again_keeps_the_old_one_beside_it(folder):
     saves.save(1, weights(1), {}, block=True)
     saves.save(1, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
-    (aside,) = [name for name in folder.names() if name.startswith("set-aside-step-00000001-")]
+    (aside,) = [name for name in names(folder) if name.startswith("set-aside-step-00000001-")]
     assert loaded(folder / aside) == 1 and aside in notes[0]
 
 
@@ -131,7 +131,7 @@ def test_steps_that_are_not_to_be_gone_on_from_are_kept_under_another_name(folde
         saves.save(step, weights(step), {})
     saves.set_aside(after=1)
     assert newest(folder).step == 1 and "step-00000002 is not to be gone on from" in notes[0]
-    (aside,) = [name for name in folder.names() if name.startswith("set-aside-")]
+    (aside,) = [name for name in names(folder) if name.startswith("set-aside-")]
     assert loaded(folder / aside) == 2
 
 
@@ -161,7 +161,7 @@ def test_damage_is_named_and_the_one_before_taken(name, how, tmp_path):
 
 
 def test_an_unknown_protocol_is_refused(capsys):
-    with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'nowhere://a'.*Install what fsspec needs"):
+    with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'nowhere://a'.*Install the fsspec package"):
         place("nowhere://a")
     with pytest.raises(CheckpointError, match="No such file or directory"):
         verify(place("memory://nothing/step-00000001"))
