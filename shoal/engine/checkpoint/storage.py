@@ -155,14 +155,14 @@ def rename(old: Place, new: Place) -> None:
     Raises:
         OSError: ``new`` exists and is not an empty folder.
     """
-    if isinstance(old, Path) and isinstance(new, Path):
-        os.rename(old, new)
-        sync_folder(new.parent)
+    if isinstance(old, UPath):
+        make_folder(new)
+        for name in sorted(names(old), key=lambda name: name == COMMITS):
+            (old / name).copy(new / name)
+        remove(old)
         return
-    make_folder(new)
-    for name in sorted(names(old), key=lambda name: name == COMMITS):
-        (old / name).copy(new / name)
-    remove(old)
+    os.rename(old, str(new))
+    sync_folder(old.parent)
 
 
 def remove(path: Place) -> None:
