@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -320,10 +320,7 @@ class Trainer:
     def _show_times(self, times: dict[int, RankTimes | None]) -> None:
         """Show how long each rank computed and waited; None for a rank that died."""
         self.display.console.print(times_table(times))
-        self._log_survivors(rank for rank, spent in times.items() if spent)
-
-    def _log_survivors(self, living: Iterable[int]) -> None:
-        for line in self.knobs.survivors(living):
+        for line in self.knobs.survivors(rank for rank, spent in times.items() if spent):
             self.display.note(line)
 
     def barrier(self) -> None:

@@ -101,7 +101,7 @@ def test_replicas_with_states_of_their_own_are_not_given_up():
         replan(run(dp=2, sync="local-sgd"), SHAPE, 1)
 
 
-def test_handicaps_of_ranks_that_are_gone_are_dropped():
+def test_fault_knobs_of_ranks_that_are_gone_are_dropped():
     config = build_config({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "testing": {"straggler": "1=2"}})
     assert replan(config, SHAPE, 1).testing.straggler == ""
 

@@ -10,6 +10,7 @@ from shoal.engine.device import pick_device
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
+from shoal.training.async_dp.methods.server import staleness_bound
 from shoal.training.async_dp.unsynchronised import FreeEngine
 from shoal.training.fault_knobs import FaultKnobs
 from shoal.training.step.engine import Engine
@@ -26,8 +27,7 @@ def engine_class(sync: str) -> type[Engine]:
 
 def goes_on_without(config: RunConfig) -> bool:
     """Whether a run goes on when a rank dies (other than the first, which keeps the log)."""
-    bulk = config.parallel.sync == "ps-bsp" or (config.parallel.sync == "ps-ssp" and config.relaxed.staleness == 0)
-    return config.parallel.sync in UNSYNCHRONISED and not bulk
+    return config.parallel.sync in UNSYNCHRONISED and staleness_bound(config) != 0
 
 
 def check_relaxed(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from shoal.planning.cost.memory.state import StateBytes
 from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import Formats
 from shoal.training.async_dp.methods.groups import hops
+from shoal.training.async_dp.methods.server import staleness_bound
 
 
 class MethodBytes(NamedTuple):
@@ -44,8 +45,8 @@ def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) ->
         case "local-sgd" | "diloco" as sync:
             momentum = sync == "diloco" and relaxed.outer_momentum > 0
             method = (1 + momentum + relaxed.outer_int8) * copy + relaxed.outer_int8 * coded
-        case "ps-bsp" | "ps-ssp" | "ps-async" as sync:
-            bulk = sync == "ps-bsp" or (sync == "ps-ssp" and relaxed.staleness == 0)
+        case "ps-bsp" | "ps-ssp" | "ps-async":
+            bulk = staleness_bound(config) == 0
             optimizer //= n  # the server's
             method = elements * (item + bulk * policy.reduce.itemsize) // n
         case "hogwild":

@@ -23,7 +23,7 @@ from shoal.training.async_dp.methods.gossip import Push
 from shoal.training.async_dp.methods.hogwild import Hogwild
 from shoal.training.async_dp.methods.method import Method
 from shoal.training.async_dp.methods.queue import Queue
-from shoal.training.async_dp.methods.server import Server
+from shoal.training.async_dp.methods.server import Server, staleness_bound
 from shoal.training.async_dp.methods.wagma import GroupAverage
 from shoal.training.step.engine import flat_names
 from shoal.training.step.optimizer_step import StepResult, clip_factor
@@ -71,10 +71,9 @@ class FreeEngine(ReplicaEngine):
                 return GroupAverage(
                     *here, size=relaxed.group, staleness=relaxed.staleness, global_every=relaxed.global_every
                 )
-            case sync:
-                bound = {"ps-bsp": 0, "ps-ssp": relaxed.staleness, "ps-async": None}[sync]
+            case _:
                 aware, clip = relaxed.staleness_aware, config.optimizer.clip_norm
-                return Server(*here, build, bound=bound, aware=aware, clip=clip)
+                return Server(*here, build, bound=staleness_bound(config), aware=aware, clip=clip)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """As `Engine`, of this replica, after what the method waits for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +13,8 @@ from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.zero.rank_parameters import HeldParameters
 
 
-@dataclass(frozen=True)
-class FlatPart:
-    """One parameter's place in flat tensors.
-
-    Attributes:
-        split: what this rank holds of the parameter.
-        bucket: which of the flat tensors it is in.
-        start, stop: where.
-    """
+class FlatPart(NamedTuple):
+    """One parameter's place in flat tensors: what this rank holds of it, which of the tensors, and where."""
 
     split: ParamPlacement
     bucket: int

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
+from shoal.spec.config import RunConfig
 from shoal.training.async_dp.methods.flat import Flat
 from shoal.training.async_dp.methods.method import Method, States, move_weights, whole
 
@@ -33,7 +34,7 @@ class Server(Method):
     Args:
         window, flat, optimizer: as of `Method`.
         build: makes a rule for some shards.
-        bound: steps that a worker may be ahead of the slowest; 0 is bulk-synchronous, None asynchronous.
+        bound: as of `staleness_bound`.
         aware: whether the learning rate is divided by the staleness.
         clip: largest gradient norm, for the sum of a bulk-synchronous step.
     """
@@ -168,6 +169,11 @@ class Server(Method):
 
     def restored(self) -> None:
         """Nothing to do: `start` writes the window, and each update its rule."""
+
+
+def staleness_bound(config: RunConfig) -> int | None:
+    """Steps that a worker may be ahead of the slowest; 0 is bulk-synchronous, None asynchronous."""
+    return {"ps-bsp": 0, "ps-ssp": config.relaxed.staleness}.get(config.parallel.sync)
 
 
 def _balanced(shards: Shards, servers: int) -> dict[str, int]:
