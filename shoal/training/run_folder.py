@@ -1,15 +1,14 @@
-"""The folder of a run: what is in it, and that no run ever writes into another's.
+"""The folder of a run: its content, and checks that no run writes into another's.
 
     run.toml        the config that the run was started with
     metrics.jsonl   one line per logged step; tensorboard/ beside it
-    events.jsonl    failures, restarts and recoveries, and how much of the time counted
+    events.jsonl    failures, restarts and recoveries, and the effective training time
     checkpoints/    step-00000100/ ...
     logs/           what each rank printed
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -34,13 +33,13 @@ Difference = tuple[str, object, object, str]
 
 
 def new_run(config: RunConfig, folder: Path | None) -> Path:
-    """Make the folder of a new run and put its config into it. Of starts at the same time, each gets its own folder.
+    """Make the folder of a new run and write its config into it. Concurrent starts get a folder each.
 
     Args:
-        folder: where; None takes a fresh name under ``runs/``.
+        folder: None takes a new name under ``runs/``.
 
     Raises:
-        UsageError: the folder is there and is not empty.
+        UsageError: the folder exists and is not empty.
     """
     folder = folder or _fresh_folder(config)
     try:
@@ -58,12 +57,12 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a new run may have this folder: it is not there, or is empty."""
+    """Whether a new run may have this folder: it does not exist, or is empty."""
     return not (any(folder.iterdir()) if folder.is_dir() else os.path.lexists(folder))
 
 
 def taken(folder: Path) -> UsageError:
-    """What is said of a folder that is not free."""
+    """The error for a folder that is not free."""
     return UsageError(
         f"--run-folder {folder} exists already, and a run never writes over what it did not make."
         f"\n  Go on with that run by --resume {folder}, or name another folder."
@@ -71,30 +70,29 @@ def taken(folder: Path) -> UsageError:
 
 
 def _fresh_folder(config: RunConfig) -> Path:
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
-    for number in itertools.count():
+    stem, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}", 0
+    while True:
         folder = RUNS / (stem + (f"-{number}" if number else ""))
         try:
             folder.mkdir(mode=0o700, parents=True)
-        except FileExistsError:  # started within the same second
-            continue
-        return folder
-    raise AssertionError("names do not run out")
+            return folder
+        except FileExistsError:  # another run started within the same second
+            number += 1
 
 
 def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: bool = False) -> None:
-    """Refuse to resume what would not continue the same run.
+    """Reject a config that would not continue the same run.
 
-    The order of the samples follows from the step's number, so what that depends on must not change, nor what decides
-    which tensors are kept; layout, number of steps, learning rate and the rest may.
+    What decides the order of samples and which tensors are saved must not change; layout, number of steps, learning
+    rate and the rest may.
 
     Args:
         shape: the model of ``config``.
-        again: nobody asked to resume it; with nothing saved it begins anew, and with all its steps it is done.
+        again: the run is started again, not resumed on request: it may have saved nothing, or have all its steps.
 
     Raises:
-        UsageError: naming every field that differs, the run's value and the new one; or the folder holds no run, no
-            checkpoint, or all the steps already.
+        UsageError: naming every field that differs, the run's value and the new one; or the folder has no run, no
+            checkpoint, or all steps already.
     """
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
@@ -112,7 +110,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
 
 
 def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
-    """What may not change and did, between the config that a run was started with and the one to go on with."""
+    """What differs and may not, between the config that a run was started with and the one to continue with."""
     order: dict[str, Callable[[RunConfig], object]] = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
@@ -134,16 +132,16 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
 
 
 def checkpoints_of(config: RunConfig, folder: Path) -> Place:
-    """Where a run keeps its checkpoints.
+    """The folder of a run's checkpoints.
 
     Raises:
-        UsageError: an address that nothing is known of.
+        UsageError: it is an address of an unknown kind.
     """
     return place(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 
 def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
-    """Between the model that the newest checkpoint holds and the one to go on with."""
+    """The differences between the model of the newest checkpoint and the one to continue with."""
     found = newest(checkpoints_of(config, folder))
     try:
         saved = read_manifest(found.path).extra.get("model") if found else None
@@ -157,24 +155,24 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
-    """Whether there is a state to go on from, and something to do. A damaged one is left to the ranks."""
+    """Require a state to continue from, and steps to do. A damaged state is left to the ranks."""
     found, kept = newest(checkpoints_of(config, folder)), newest_step(run_dir(folder, config.failover))
     if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
         )
-    if found is None or (kept or 0) >= found.step:  # left to the ranks, which see what all hosts remember
+    if found is None or (kept or 0) >= found.step:  # left to the ranks, which see the memory of all hosts
         return
     try:
         if found.step >= config.train.steps:
-            verify(found.path)  # if it is damaged, steps are left to do
+            verify(found.path)  # if it is damaged, there are steps to do
     except CheckpointError:
         return
     check_steps_left(folder, found.step, config.train.steps)
 
 
 def check_steps_left(folder: Path, done: int, steps: int) -> None:
-    """Refuse to resume what has all its steps.
+    """Reject a run that has all its steps.
 
     Raises:
         UsageError: ``done`` is not below ``steps``.

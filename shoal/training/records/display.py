@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +38,7 @@ class Display:
         self.console = console or Console(highlight=False)
         self._lines = 0
         self._last: StepMetrics | None = None
-        self._live: Live | None = None
+        self._bar: Progress | None = None
         self._refreshed = 0.0
 
     def __enter__(self) -> Display:
@@ -50,9 +49,9 @@ class Display:
 
     def close(self) -> None:
         """Remove the progress bar."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def banner(
         self,
@@ -111,10 +110,19 @@ class Display:
         if not now and time.monotonic() - self._refreshed < REFRESH_SECONDS:
             return
         self._refreshed = time.monotonic()
-        if self._live is None:  # without a thread of its own, which would take time from the training
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(self._status(step, steps), refresh=True)
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}"),
+                console=self.console, transient=True, expand=True,
+                auto_refresh=False,  # a thread of its own would take time from the training
+            )
+            self._bar.start()
+            self._bar.add_task("", total=steps)
+        known = ""
+        if (last := self._last) is not None:
+            speed, left = short(last.tokens_per_second), duration(last.seconds_left)
+            known = f"loss {last.loss:.4f}  {speed} tokens/s  {left} left"
+        self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
         """Print a line for one validation: loss [nats per token], and the part of the choices of experts dropped."""
@@ -148,17 +156,6 @@ class Display:
 
     def _line(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style), soft_wrap=True)
-
-    def _status(self, step: int, steps: int) -> Table:
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        last = self._last
-        known = f"loss {last.loss:.4f}  {short(last.tokens_per_second)} tokens/s  " if last else ""
-        left = f"{duration(last.seconds_left)} left" if last else ""
-        row.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step), known + left)
-        return row
 
 
 # ---- the grid of ranks -----------------------------------------------------------------------------------------
