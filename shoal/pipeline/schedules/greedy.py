@@ -1,4 +1,4 @@
-"""Greedy scheduling: ranks write their orders as they go, each deciding what to do next when it is free."""
+"""Greedy scheduling: each rank decides what to do next whenever it is free, and so writes its order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A program as columns of numbers: the form in which millions of actions are played.
+"""A program as columns of numbers, the form in which millions of actions are simulated.
 
-One row is one thing that occupies a rank: a computation, or what follows the last backward. Transfers are no rows: they
-follow from the computations, and a row only knows behind which other its result is sent.
+A row is an action that occupies a rank: a computation, reduction, update or gather. Transfers have no rows: they follow
+from the computations, and a row only knows after which other row its result is sent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Columns:
     """Every rank's rows, rank after rank.
 
     Attributes:
-        program: what the rows belong to; its `actions` may be empty.
+        program: that the rows are of; its `actions` may be empty.
         offset: [ranks + 1] where each rank's rows begin; the last is their number.
         op: [rows] indices into `OPS`.
         stage: [rows] -1 for the whole rank.
         microbatch: [rows] -1 where it concerns none.
         part: [rows] slices of the sequence, -1 for all of it.
         version: [rows] of the weights, -1 where there is but one.
-        sent_after: [rows] the row behind which this one's result is sent; itself where the program says nothing.
+        sent_after: [rows] the row after which this one's result is sent; itself where the program says nothing.
     """
 
     program: Program
@@ -68,7 +68,7 @@ class Columns:
 
     @property
     def pairs(self) -> Integers:
-        """The rows of forwards that can be computed at once with the row behind them: another stage's whole backward.
+        """The rows of forwards that can be computed at once with the row after them, another stage's full backward.
 
         Each of the two hides the other's communication (DeepSeek-AI 2024, section 3.2.1).
         """
@@ -78,9 +78,11 @@ class Columns:
 
     @cached_property
     def told_apart(self) -> Integers:
-        """[4, rows] what came before each, as `before_backwards` tells it apart: micro-batches whose weights' gradients
-        its stage has made, and the other stages of its rank; whether the stage's last pass was a forward, and of how
-        many of the others."""
+        """[4, rows] what came before each row, as `before_backwards` groups it.
+
+        Micro-batches whose weight gradients the row's stage has computed; those of the rank's other stages; whether the
+        stage's previous pass was a forward; for how many of the other stages it was one.
+        """
         made = (self.op == BACKWARD) | (self.op == WEIGHT)
         order = np.argsort(self.stage, kind="stable")
         op, stage = self.op[order], self.stage[order]
@@ -96,13 +98,15 @@ class Columns:
         nth = np.minimum(np.stack([over, of_others]) // self.program.sequence_slices, NTH - 1)
         return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
-    def activation_changes(self, whole: np.ndarray, half: np.ndarray) -> np.ndarray:
+    def activation_changes(self, whole: float | np.ndarray, half: float | np.ndarray | None = None) -> np.ndarray:
         """[rows] by how much each changes what is alive on its rank. A slice of the sequence counts as its share.
 
         Args:
-            whole: [stages] bytes that a micro-batch's forward leaves.
-            half: [stages] bytes that are there between the halves of its backward.
+            whole: bytes that a micro-batch's forward leaves, a number or [stages].
+            half: bytes that are there between the halves of its backward, likewise; None for all.
         """
+        given = (whole, whole if half is None else half)
+        whole, half = (np.broadcast_to(np.asarray(one, float), self.program.stages) for one in given)
         change = np.zeros(self.rows)
         for code, by_stage in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
             rows = self.op == code
@@ -119,9 +123,7 @@ class Columns:
             activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
             kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
         """
-        kept_for_weight = activation if kept_for_weight is None else kept_for_weight
-        by_stage = (np.asarray(given, float) for given in (activation, kept_for_weight))
-        change = self.activation_changes(*(np.broadcast_to(given, self.program.stages) for given in by_stage))
+        change = self.activation_changes(activation, kept_for_weight)
         return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, self.offset[1:-1])])
 
     def action(self, row: int) -> Action:
@@ -131,7 +133,7 @@ class Columns:
 
 
 def of_program(program: Program) -> Columns:
-    """The columns of a program, with its results sent where it sends them."""
+    """Build the columns of a program. Results are sent where the program sends them."""
     parts, offset = [], [0]
     for order in program.actions:
         parts.append(_rank(order, offset[-1]))
@@ -140,7 +142,7 @@ def of_program(program: Program) -> Columns:
 
 
 def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
-    """One rank's columns; `base` rows lie before it."""
+    """Build one rank's columns; `base` rows of other ranks come first."""
     if not order:
         return (np.empty(0, np.int8), *(np.empty(0, np.int32) for _ in range(5)))
     ops, *numbers = zip(*order, strict=True)
@@ -154,7 +156,7 @@ def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
 
 
 def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> None:
-    """Write down behind which row each result is sent."""
+    """Set `sent_after` from the sends of an order."""
     made: dict[tuple[bool, int, int, int], int] = {}
     passed = -1
     for action in order:
@@ -172,20 +174,21 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
 def before_backwards(
     columns: Columns, whole: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
 ) -> np.ndarray:
-    """[216, stages] the most activation memory on a stage's rank at the begin of a backward of that stage, of its first
-    half, and of its second, where a schedule splits it, and at the end of a forward: each where that stage has
-    made the gradients of its weights for no micro-batch before, for one, and for more; each of these where the
-    rank's other stages have; each of these where the pass before it on that stage, the second halves left out, was none
-    or a backward, and where it was a forward; and each of these where that of no other stage of the rank was a forward,
-    that of some, and that of every one. -inf where there is none.
+    """[216, stages] Peak activation memory of a stage's rank, by the kind of pass and by what came before it.
 
-    With it are the messages that are there but for those that the pass itself has taken: one that the pass behind it
-    waits for (`add_transfers`), a gradient if that was sent last, and those between stages of this rank.
+    Memory counts at the start of a backward (kind 0), of its first half (1) and of its second (2), and at the end of a
+    forward (3). What came before is `Columns.told_apart`: the stage's finished micro-batches (0, 1, more), those of the
+    rank's other stages (0, 1, more), whether the stage's previous pass was a forward, and of how many of the other
+    stages it was (none, some, every one). The flat first axis has the shape `TOLD_APART`; -inf marks a case that does
+    not occur.
+
+    Messages count too, except those that the pass itself has taken: the one that the next pass waits for
+    (`add_transfers`), a gradient if it was sent last, and those between two stages of this rank.
 
     Args:
         whole: [stages] bytes that a micro-batch's forward leaves.
-        half: [stages] bytes that are there between the halves.
-        passing: bytes between two stages: those of a rank that follow each other have them once.
+        half: [stages] bytes that remain between the halves.
+        passing: bytes between two stages. Two stages that follow each other on one rank hold them once.
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
@@ -202,10 +205,10 @@ def before_backwards(
 
 
 def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray:
-    """[rows] how many messages a rank has in a pass, but for those that the pass itself has taken.
+    """[rows] Messages that a rank holds during a pass, except those that the pass itself has taken.
 
     Args:
-        here, far: [stages] whether the one before it is on the same rank, and whether it is on another.
+        here, far: [stages] whether the stage before is on the same rank, and whether it is on another.
     """
     stage, forward = columns.stage, columns.op == FORWARD
     backward = (columns.op == BACKWARD) | (columns.op == INPUT)
@@ -226,12 +229,12 @@ def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray
 
 
 def _sums(numbers: np.ndarray, columns: Columns) -> np.ndarray:
-    """[rows] the sum of each rank's numbers up to there."""
+    """[rows] Running sums within each rank."""
     return np.concatenate([np.cumsum(rank) for rank in np.split(numbers, columns.offset[1:-1])])
 
 
 def _counted(made: np.ndarray, of: Integers) -> Integers:
-    """[rows] how many there were before of the same, where those of the same follow each other."""
+    """[rows] Sums of the earlier rows of the same group, where rows of a group are adjacent."""
     before = np.cumsum(made) - made
     begins = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
     counted: Integers = before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))

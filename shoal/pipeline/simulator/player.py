@@ -91,7 +91,7 @@ class Player:
         return before
 
     def _sort(self, waits_for: np.ndarray, before: np.ndarray) -> None:
-        """Find the sweeps, and the places in their order of what each event comes after."""
+        """Sort the events into sweeps, and find where in that order lies what each event comes after."""
         events = len(before)
         never, always = events, events + 1  # a lane that has ended waits for what never comes; others for what is there
         following = np.full(events, never, np.int32)
@@ -146,12 +146,12 @@ class Player:
     # ---- what a search asks for ----------------------------------------------------------------------------------
 
     def step_times(self, times: np.ndarray, links: Sequence[MessageTimes]) -> np.ndarray:
-        """[sets] from the begin of the step to the end of its last action.
+        """[sets] from the start of the step to the end of its last action.
 
         Args:
             times: [6, stages, sets] of forwards, of the halves of backwards for inputs and for weights, reductions,
                 steps, gathers.
-            links: one for all links of each set, not blocking.
+            links: of each set, the same for all its links; not blocking.
         """
         columns = self.columns
         table = np.zeros((len(OPS), *times.shape[1:]))
@@ -204,7 +204,7 @@ def _messages(columns: Columns, sent_after: np.ndarray) -> np.ndarray:
 
 
 def _meet(columns: Columns, waits_for: np.ndarray, before: np.ndarray, tied: bool) -> None:
-    """Where ranks wait for each other besides messages: two copies of a stage, and the two ends of a tied model."""
+    """Add waits between ranks that are no messages: between two copies of a stage, and the two ends of a tied model."""
     program, op, stage = columns.program, columns.op, columns.stage
 
     def rows_of(code: int, which: int) -> np.ndarray:

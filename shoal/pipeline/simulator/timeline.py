@@ -1,4 +1,4 @@
-"""What a play shows: when everything happened, how long each rank idled, what it kept in memory."""
+"""A simulated step: when everything happened, how long each rank idled, what it kept in memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Timeline:
 
     @cached_property
     def step_time(self) -> float:
-        """From the begin of the step to the end of the last action, anywhere."""
+        """From the start of the step to the end of the last action on any rank."""
         return float(self.end.max())
 
     @cached_property
@@ -88,12 +88,12 @@ class Timeline:
 
     @cached_property
     def idle(self) -> np.ndarray:
-        """[kinds, ranks] what is left of the span in which anyone computes."""
+        """[kinds, ranks] time outside computations, until the last computation of all."""
         return self.compute_span - self.busy
 
     @cached_property
     def compute_span(self) -> float:
-        """From the begin of the step to the end of the last computation, anywhere."""
+        """From the start of the step to the end of the last computation on any rank."""
         return float(self.end[:, self.columns.op <= COMPUTING].max())
 
     @cached_property
@@ -159,7 +159,7 @@ class Timeline:
     def peak_bytes(
         self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
     ) -> np.ndarray:
-        """As `Columns.peak_bytes`."""
+        """[ranks] Peak activation memory, as `Columns.peak_bytes`."""
         return self.columns.peak_bytes(activation, kept_for_weight)
 
     @cached_property

@@ -90,8 +90,8 @@ class Chart:
 
         As `Timeline.peak_bytes` counts it: from the begin of a forward to the end of what frees it.
         """
-        columns, (whole, half) = self.timeline.columns, self._bytes
-        change = columns.activation_changes(whole, half)
+        columns = self.timeline.columns
+        change = columns.activation_changes(*self._bytes)
         at = np.where(columns.op == FORWARD, self.start, self.end)
         series = []
         for begin, end in pairwise(columns.offset):
@@ -105,15 +105,12 @@ class Chart:
         return self.timeline.peak_bytes(*self._bytes)
 
     @property
-    def _bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """[stages] that a micro-batch keeps after its forward, and between the halves of its backward."""
-        whole = 1.0 if self.activation is None else self.activation
-        half = whole if self.kept_for_weight is None else self.kept_for_weight
-        stages = self.timeline.columns.program.stages
-        return np.broadcast_to(np.asarray(whole, float), stages), np.broadcast_to(np.asarray(half, float), stages)
+    def _bytes(self) -> tuple[float | np.ndarray, float | np.ndarray | None]:
+        """What a micro-batch keeps after its forward, and between the halves of its backward."""
+        return 1.0 if self.activation is None else self.activation, self.kept_for_weight
 
     def caption(self) -> str:
-        """What stands beside its name."""
+        """Return its step time, bubble and peak of live activations in a line."""
         row = self.summary()
         return f"{row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
 

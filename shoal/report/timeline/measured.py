@@ -1,4 +1,4 @@
-"""A recorded step as a timeline, and the times that it gives to a simulation of the same program."""
+"""Recorded steps as timelines, and as durations for a simulation of the same program."""
 
 from __future__ import annotations
 
