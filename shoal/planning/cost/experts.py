@@ -35,8 +35,3 @@ def routed_rows(shape: ModelShape, layout: Layout, sequence_length: int) -> Rout
     sent = own * experts_of(shape).per_token
     here = sent * layout.expert_tensor
     return RoutedRows(own, sent, here, sent * (layout.ep - 1) / layout.ep, here - sent)
-
-
-def all_to_all_bytes(shape: ModelShape, layout: Layout, sequence_length: int, itemsize: int) -> float:
-    """That a rank sends in one direction of one layer: its rows, and other ranks' results."""
-    return 2 * routed_rows(shape, layout, sequence_length).away * shape.hidden * itemsize

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
 from shoal.planning.cost.buckets import buckets_of, elements_of
@@ -24,6 +24,8 @@ from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.calibration import Calibration, calibration_of
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
+
+T = TypeVar("T")
 
 
 class When(NamedTuple):
@@ -96,16 +98,18 @@ class StageMemory:
     def __init__(self, run: EstimatedRun, known: dict | None = None):
         self.run = run
         self.known = {} if known is None else known
-        if "constants" not in self.known:
-            self.known["constants"] = calibration_of(run.cluster)
-        self.calibration: Calibration = self.known["constants"]
+        self.calibration: Calibration = self.once("constants", lambda: calibration_of(run.cluster))
         self.constants = self.calibration.numbers
-        if (key := ("pass", self.passing)) not in self.known:  # which counts for all of the same passes
-            self.known[key] = MicroBatch(
-                run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
-                run.document_mask, eight=EightBits.of(run.policy, run.float8),
-            )  # fmt: skip
-        self.forward: MicroBatch = self.known[key]
+        self.forward = self.once(("pass", self.passing), lambda: MicroBatch(
+            run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
+            run.document_mask, eight=EightBits.of(run.policy, run.float8),
+        ))  # fmt: skip
+
+    def once(self, key: Hashable, count: Callable[[], T]) -> T:
+        """What is counted, once for all runs that share `known` and have this key."""
+        if key not in self.known:
+            self.known[key] = count()
+        return self.known[key]
 
     def sparse(self, part: StagePart) -> int:
         """Layers of a stage that have experts."""
@@ -145,25 +149,19 @@ class StageMemory:
             self.holding,
             *((self.kinds(part), self._begins(part), part.first, part.last, part.shared) for part in parts),
         )
-        if key not in self.known:
-            run = self.run
-            self.known[key] = state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts)
-        return self.known[key]
+        run = self.run
+        return self.once(key, lambda: state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts))
 
     def elements_of(self, part: StagePart) -> tuple[int, int]:
         """Parameters of a stage, padding and experts left out; and those of experts. Counted once for those alike."""
         split = tuple(getattr(self.run.layout, name) for name in SPLITTING)
         key = ("elements", split, self.kinds(part), part.first, part.last, part.shared)
-        if key not in self.known:
-            self.known[key] = elements_of(self.run.shape, self.run.layout, part, 0, 0, 0)
-        return self.known[key]
+        return self.once(key, lambda: elements_of(self.run.shape, self.run.layout, part, 0, 0, 0))
 
     def passing_of(self, part: StagePart) -> Passing:
         """Of one stage, what is whole for a while in a backward, counted once for those that are alike."""
         key = ("passing", self.holding, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
-        if key not in self.known:
-            self.known[key] = passing_bytes(self.run.shape, self.run.layout, self.run.policy, part)
-        return self.known[key]
+        return self.once(key, lambda: passing_bytes(self.run.shape, self.run.layout, self.run.policy, part))
 
     def messages_of(self, part: StagePart, zero: int) -> tuple[int, int]:
         """In how many messages a stage's parameters are gathered, or their gradients reduced, under a stage of ZeRO:
@@ -172,12 +170,14 @@ class StageMemory:
         layout = self.run.layout
         split = (layout.bucket_bytes, *(getattr(layout, name) for name in SPLITTING))
         key = ("messages", zero == 3, split, self.kinds(part), part.first, part.last, part.shared)
-        if key not in self.known:
+
+        def count() -> tuple[int, int]:
             as_it_is = layout if (zero == 3) == (layout.zero == 3) else layout.model_copy(update={"zero": zero})
             stage = buckets_of(self.run.shape, as_it_is, part, self.run.policy.reduce.itemsize, 0, 0, 0)
             experts = sum(count for size, count in zip(stage.sizes, stage.counts, strict=True) if size.expert)
-            self.known[key] = len(stage.buckets) - experts, experts
-        return self.known[key]
+            return len(stage.buckets) - experts, experts
+
+        return self.once(key, count)
 
     # ---- in a step -----------------------------------------------------------------------------------------------
 
@@ -189,10 +189,9 @@ class StageMemory:
     def kept_of(self, part: StagePart) -> int:
         """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
         key = ("kept", self.passing, self._layers(part), part.first, part.last)
-        if key not in self.known:
-            saved = activations.stage(self.forward, part.layers, first=part.first, last=part.last)
-            self.known[key] = activations.total(saved)
-        return self.known[key]
+        return self.once(key, lambda: activations.total(
+            activations.stage(self.forward, part.layers, first=part.first, last=part.last)
+        ))
 
     @property
     def message(self) -> int:
@@ -202,9 +201,7 @@ class StageMemory:
     def between_of(self, part: StagePart) -> int:
         """Bytes of one micro-batch that are alive on a stage between the halves of its backward."""
         key = ("between", self.passing, self._layers(part), part.first, part.last)
-        if key not in self.known:
-            self.known[key] = between(self.forward, part)
-        return self.known[key]
+        return self.once(key, lambda: between(self.forward, part))
 
     def memory_of(
         self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
@@ -253,9 +250,7 @@ class StageMemory:
     def most(self, part: StagePart, kind: Half) -> int:
         """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
         key = ("most", kind, self.passing, self._layers(part), part.first, part.last)
-        if key not in self.known:
-            self.known[key] = max(moment.bytes for moment in self._moments(part, kind))
-        return self.known[key]
+        return self.once(key, lambda: max(moment.bytes for moment in self._moments(part, kind)))
 
     def _times(
         self, part: StagePart, there: Passing, kind: Half, stays: int
@@ -288,9 +283,7 @@ class StageMemory:
         if not done:
             return 0
         key = ("above", kind, self.passing, self._layers(part), done)
-        if key not in self.known:
-            self.known[key] = above(self.forward, part, done, kind)
-        return self.known[key]
+        return self.once(key, lambda: above(self.forward, part, done, kind))
 
     @staticmethod
     def _stays(there: Passing, alive: Alive) -> int:
@@ -309,9 +302,7 @@ class StageMemory:
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
         """Of a backward or of a half of one, found once for stages that are alike."""
         key = ("moments", kind, self.passing, self._layers(part), part.first, part.last)
-        if key not in self.known:
-            self.known[key] = moments(self.forward, part, kind)
-        return self.known[key]
+        return self.once(key, lambda: moments(self.forward, part, kind))
 
     @cached_property
     def unused(self) -> float:

@@ -31,7 +31,7 @@ from shoal.planning.cost.time.communication import CommunicationGroup, extent_of
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
 from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog.calibration import GENERATIONS
-from shoal.spec.layout import Layout, axes_of
+from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
 
 V = TypeVar("V", float, np.ndarray)
@@ -133,41 +133,29 @@ class StagePrices(StageMemory):
 
     def __init__(self, run: EstimatedRun, known: dict | None = None):
         super().__init__(run, known)
-        self.priced: dict[tuple, StageTimes] = {}
         self.finished: dict[tuple, tuple[float, float, float]] = {}
-        if "machine" not in self.known:
-            self.known["machine"] = (
-                run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster),
-                attained(run.cluster), 1 + self.constants["stragglers"] * log2(run.cluster.nodes),
-            )  # fmt: skip
-        self.peak, self.hbm, self.cluster, self.slower = self.known["machine"]
+        self.peak, self.hbm, self.cluster, self.slower = self.once("machine", lambda: (
+            run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster), attained(run.cluster),
+            1 + self.constants["stragglers"] * log2(run.cluster.nodes),
+        ))  # fmt: skip
 
     def group(self, axis: str) -> CommunicationGroup:
         """The ranks along an axis, on the cluster as it is attained."""
-        layout = self.run.layout
-        key = ("group", axes_of(layout, axis), layout.expert_shape if axis.startswith("e") else layout.shape)
-        if key not in self.known:
-            self.known[key] = self._ring(*extent_of(layout, axis))
-        return self.known[key]
+        return self._ring(*extent_of(self.run.layout, axis))
 
     def _ring(self, ranks: int, stride: int) -> CommunicationGroup:
         """So many ranks, so far apart."""
         key = ("ring", ranks, stride)
-        if key not in self.known:
-            self.known[key] = ring_of(self.cluster, ranks, stride)
-        return self.known[key]
+        return self.once(key, lambda: ring_of(self.cluster, ranks, stride))
 
     def stage_of(self, part: StagePart) -> StageTimes:
         """Of one stage, priced once for those that are alike."""
-        alike = (self.kinds(part), part.first, part.last)
-        if self.run.layout.zero < 2:  # others of the same passes take as long
-            key = ("stage", self.passing, self.run.layout.cp_order, *alike)
-            if key not in self.known:
-                self.known[key] = self._stage(*alike, part)
-            return self.known[key]
-        if alike not in self.priced:
-            self.priced[alike] = self._stage(*alike, part)
-        return self.priced[alike]
+        alike, layout = (self.kinds(part), part.first, part.last), self.run.layout
+        sharded = self.holding if layout.zero >= 2 else ()  # all others of the same passes take as long
+        ways = (self.group("shard"), self.group("edp_shard"), layout.overlap) if sharded else ()
+        return self.once(
+            ("stage", self.passing, layout.cp_order, sharded, ways, *alike), lambda: self._stage(*alike, part)
+        )
 
     @property
     def linear(self) -> np.ndarray:
@@ -307,12 +295,9 @@ class StagePrices(StageMemory):
         shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
         weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
         for (sparse, _), count in kinds:
-            key = ("weights", sparse, self.passing)
-            if key not in self.known:
-                # `linear` asks for a dense layer, too, where the model has none, and nobody takes its answer.
-                layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
-                self.known[key] = sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
-            weights += count * self.known[key]
+            # `linear` asks for a dense layer, too, where the model has none, and nobody takes its answer.
+            layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
+            weights += count * sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
         moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
         return self.constants["accumulate"] * moved / self.hbm
 
