@@ -142,3 +142,13 @@ class Description:
             sent[message.source] += len(message.blocks)
             received[message.target] += len(message.blocks)
         return self.share * max(sent + received)
+
+
+def even(total: int, parts: int) -> list[int]:
+    """Sizes of parts as equal as can be, the larger ones first.
+
+    >>> even(10, 4)
+    [3, 3, 2, 2]
+    """
+    small, larger = divmod(total, parts)
+    return [small + 1] * larger + [small] * (parts - larger)

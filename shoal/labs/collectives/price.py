@@ -8,11 +8,11 @@ share it), plus the time of the largest reduction. Each of these is linear in th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shoal.labs.collectives.description import REDUCING, Collective, Description, Round
+from shoal.labs.collectives.description import REDUCING, VECTORS, Collective, Description, Message, Round
 from shoal.labs.collectives.topology import Edge, Topology
 
 
@@ -56,14 +56,10 @@ def price_round(messages: Round, share: Fraction, topology: Topology) -> Price:
 
 def traffic(description: Description, topology: Topology) -> dict[Edge, Fraction]:
     """What crosses each link over all rounds, in units of S; links that carry nothing are left out."""
-    total: defaultdict[Edge, Fraction] = defaultdict(Fraction)
-    for messages in description.rounds:
-        for edge, part in _load(messages, description.share, topology).items():
-            total[edge] += part
-    return dict(total)
+    return _load(description.messages, description.share, topology)
 
 
-def _load(messages: Round, share: Fraction, topology: Topology) -> dict[Edge, Fraction]:
+def _load(messages: Iterable[Message], share: Fraction, topology: Topology) -> dict[Edge, Fraction]:
     blocks: defaultdict[Edge, int] = defaultdict(int)
     for message in messages:
         for edge in topology.route(message.source, message.target):
@@ -111,28 +107,17 @@ def lower_bound(collective: Collective, ranks: int) -> Bound:
     """What no algorithm can do without."""
     most = Fraction(ranks - 1, ranks)
     once = Fraction(ranks > 1)
-    volume = {
-        Collective.BROADCAST: once,
-        Collective.REDUCE: once,
-        Collective.ALL_REDUCE: 2 * most,
-    }.get(collective, most)
+    volume = 2 * most if collective is Collective.ALL_REDUCE else once if collective in VECTORS else most
     return Bound(collective, (ranks - 1).bit_length(), volume, most if collective in REDUCING else Fraction(0))
 
 
-BUS = {
-    Collective.ALL_REDUCE: lambda n: 2 * (n - 1) / n,
-    Collective.BROADCAST: lambda n: 1.0,
-    Collective.REDUCE: lambda n: 1.0,
-}
-
-
 def bus_bandwidth(collective: Collective, ranks: int, size: float, seconds: float) -> float:
-    """Bytes/s that a link would carry if the collective moved no more than it must (nccl-tests, doc/PERFORMANCE.md).
+    """Bytes/s that a rank would send if the collective moved no more than it must (nccl-tests, doc/PERFORMANCE.md).
 
     Args:
         size: S, bytes: the vector, or the whole of what is scattered, gathered or exchanged by one rank.
     """
-    return size / seconds * BUS.get(collective, lambda n: (n - 1) / n)(ranks)
+    return size / seconds * float(lower_bound(collective, ranks).volume)
 
 
 def fastest(prices: Mapping[str, Price]) -> list[tuple[float, str]]:

@@ -98,3 +98,23 @@ def ring_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
         [Message(ranks[i], ranks[i + 1], (blocks[t - i],)) for i in range(n - 1) if 0 <= t - i < len(blocks)]
         for t in range(len(blocks) + n - 2)
     ]
+
+
+# ---- inside the nodes and between them ------------------------------------------------------------------------------
+
+Nodes = Sequence[Ranks]
+"""The ranks of each node, the root's node first and the root's place first in each. Slow links between nodes then carry
+only what they must."""
+
+
+def hierarchical_broadcast(nodes: Nodes, blocks: Blocks) -> Rounds:
+    """To one rank of each node, and on inside."""
+    leaders = [node[0] for node in nodes]
+    return [*tree_broadcast(leaders, blocks), *together(*(tree_broadcast(node, blocks) for node in nodes))]
+
+
+def hierarchical_scatter(nodes: Nodes) -> Rounds:
+    """All parts of a node to one of its ranks, and on inside."""
+    leaders = [node[0] for node in nodes]
+    inside = [tree_scatter(node, [(rank,) for rank in node]) for node in nodes]
+    return [*tree_scatter(leaders, [tuple(node) for node in nodes]), *together(*inside)]

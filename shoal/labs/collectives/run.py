@@ -9,28 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.labs.collectives.description import VECTORS, Description, Message
+from shoal.labs.collectives.description import VECTORS, Description, Message, even
 
-REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-}
+Reduction = Callable[..., Tensor]
+"""How arriving numbers are added to a rank's own: `torch.add`, `torch.mul`, `torch.minimum`, `torch.maximum`."""
 
 PIECE_BYTES = 2 << 20  # of a message: while one piece is added, the next is on its way
 MOST_PIECES = 4
 
 
 def run_vector(
-    description: Description,
-    x: Tensor,
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    *,
+    description: Description, x: Tensor, group: dist.ProcessGroup, reduction: Reduction = torch.add, *,
     pieces: int | None = None,
-) -> Tensor:
-    """Broadcast, reduce or all-reduce contiguous ``x`` in place; as in torch, a reduce leaves partial sums elsewhere.
+) -> Tensor:  # fmt: skip
+    """Broadcast, reduce or all-reduce contiguous ``x`` in place; a reduce leaves partial sums elsewhere.
 
     A large vector is cut into pieces. Each goes through the whole algorithm by itself, one step behind the piece before
     it, so that transfers and additions overlap.
@@ -40,7 +32,7 @@ def run_vector(
         pieces: how many; chosen by the size of the messages unless given. The same on every rank.
 
     Raises:
-        ValueError: the description is of another collective or number of ranks, or the reduction is not known.
+        ValueError: the description is of another collective or number of ranks.
     """
     if description.collective not in VECTORS:
         raise ValueError(f"{description.collective} moves blocks of given sizes: use run_blocks")
@@ -53,18 +45,15 @@ def run_vector(
     players = []
     for tag, part in enumerate(flat.split(even(flat.numel(), pieces))):
         memory = _Memory(part, blocks, even(part.numel(), len(blocks)))
-        players.append(_Player(description, memory, group, op, tag))
+        players.append(_Player(description, memory, group, reduction, tag))
     _play(players)
     return x
 
 
 def run_blocks(
-    description: Description,
-    x: Tensor,
-    sizes: Sequence[int],
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> Tensor:
+    description: Description, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup,
+    reduction: Reduction = torch.add,
+) -> Tensor:  # fmt: skip
     """Scatter, gather, all-gather, reduce-scatter or all-to-all with blocks of any sizes, empty ones too.
 
     Args:
@@ -75,8 +64,7 @@ def run_blocks(
         Flat: the rank's blocks after (`Description.final`), one after another.
 
     Raises:
-        ValueError: the description is of another collective or number of ranks, ``sizes`` or ``x`` do not fit it, or
-            the reduction is not known.
+        ValueError: the description is of another collective or number of ranks, or ``sizes`` or ``x`` do not fit it.
     """
     if description.collective in VECTORS:
         raise ValueError(f"{description.collective} moves a vector that it cuts itself: use run_vector")
@@ -90,18 +78,8 @@ def run_blocks(
     held = sorted(received.union(given))
     memory = _Memory(x.new_empty(sum(sizes[block] for block in held)), held, [sizes[block] for block in held])
     memory.store(given, x)
-    _play([_Player(description, memory, group, op)])
+    _play([_Player(description, memory, group, reduction)])
     return memory.load(wanted)
-
-
-def even(total: int, parts: int) -> list[int]:
-    """Sizes of parts as equal as can be, the larger ones first.
-
-    >>> even(10, 4)
-    [3, 3, 2, 2]
-    """
-    small, larger = divmod(total, parts)
-    return [small + 1] * larger + [small] * (parts - larger)
 
 
 class _Memory:
@@ -132,11 +110,14 @@ class _Memory:
         views = self.views(blocks)
         return views[0] if len(views) == 1 else torch.cat(views) if views else self.flat[:0]
 
-    def store(self, blocks: Sequence[int], values: Tensor) -> None:
-        """The other way."""
+    def store(self, blocks: Sequence[int], values: Tensor, reduction: Reduction | None = None) -> None:
+        """Write the blocks from one piece, or reduce it into them."""
         views = self.views(blocks)
         for view, part in zip(views, values.split([view.numel() for view in views]) if views else (), strict=True):
-            view.copy_(part)
+            if reduction is None:
+                view.copy_(part)
+            else:
+                reduction(view, part, out=view)
 
 
 class _Player:
@@ -147,18 +128,11 @@ class _Player:
     """
 
     def __init__(
-        self,
-        description: Description,
-        memory: _Memory,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        tag: int = 0,
+        self, description: Description, memory: _Memory, group: dist.ProcessGroup, reduction: Reduction, tag: int = 0
     ):
         if description.ranks != group.size():
             raise ValueError(f"a description for {description.ranks} ranks in a group of {group.size()}")
-        if op not in REDUCTIONS:
-            raise ValueError(f"no reduction {op}; there are SUM, PRODUCT, MIN and MAX")
-        self.memory, self.group, self.reduction, self.tag = memory, group, REDUCTIONS[op], tag
+        self.memory, self.group, self.reduction, self.tag = memory, group, reduction, tag
         rank = group.rank()
         self.rounds = [(_of(rank, round_, "source"), _of(rank, round_, "target")) for round_ in description.rounds]
         self._works: list[dist.Work] = []
@@ -172,7 +146,7 @@ class _Player:
         if receive and (views := self.memory.views(receive.blocks)):
             # What is stored in one piece goes right to its place.
             direct = not receive.reduce and len(views) == 1
-            target = views[0] if direct else self._room(sum(view.numel() for view in views))
+            target = views[0] if direct else self._buffer(sum(view.numel() for view in views))
             self._arriving = None if direct else (receive, target)
             transfers.append(dist.P2POp(dist.irecv, target, group=self.group, tag=self.tag, group_peer=receive.source))
         if send and (values := self.memory.load(send.blocks)).numel():
@@ -183,18 +157,12 @@ class _Player:
         """Until they are done, also what is to be added."""
         for work in self._works:
             work.wait()
-        if self._arriving is None:
-            return
-        message, values = self._arriving
-        self._arriving = None
-        if not message.reduce:
-            self.memory.store(message.blocks, values)
-            return
-        views = self.memory.views(message.blocks)
-        for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
-            self.reduction(view, part, out=view)
+        if self._arriving is not None:
+            message, values = self._arriving
+            self._arriving = None
+            self.memory.store(message.blocks, values, self.reduction if message.reduce else None)
 
-    def _room(self, numel: int) -> Tensor:
+    def _buffer(self, numel: int) -> Tensor:
         if self._scratch.numel() < numel:
             self._scratch = self.memory.flat.new_empty(numel)
         return self._scratch[:numel]

@@ -8,7 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.labs.collectives.description import Message
-from shoal.labs.collectives.rooted import Blocks, Parts, Ranks, Rounds, dual, halves, join, tree_scatter
+from shoal.labs.collectives.rooted import (
+    Blocks,
+    Nodes,
+    Parts,
+    Ranks,
+    Rounds,
+    dual,
+    halves,
+    join,
+    together,
+    tree_scatter,
+)
+
+
+def shift(ranks: Ranks, distance: int, parts: Parts) -> list[Message]:
+    """A round in which everyone sends its part to the rank so many positions on."""
+    n = len(ranks)
+    return [Message(ranks[i], ranks[(i + distance) % n], parts[i]) for i in range(n)]
+
 
 # ---- all-gather -----------------------------------------------------------------------------------------------------
 
@@ -16,19 +34,7 @@ from shoal.labs.collectives.rooted import Blocks, Parts, Ranks, Rounds, dual, ha
 def ring_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
     """Everyone passes to the right what came from the left (Patarasuk & Yuan 2009)."""
     n = len(ranks)
-    return [[Message(ranks[i], ranks[(i + 1) % n], parts[(i - t) % n]) for i in range(n)] for t in range(n - 1)]
-
-
-def ring_reduce_scatter(ranks: Ranks, parts: Parts) -> Rounds:
-    """Everyone adds what came from the left and passes it to the right (the dual of a ring that runs to the left)."""
-    return dual(ring_all_gather(ranks[::-1], parts[::-1]), reduce=True)
-
-
-def pairwise_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
-    """Everyone sends its own part to every other, a different one in each round."""
-    return [
-        [Message(ranks[i], ranks[j], parts[i]) for i, j in enumerate(partners)] for partners in pairings(len(ranks))
-    ]
+    return [shift(ranks, 1, [parts[i - t] for i in range(n)]) for t in range(n - 1)]
 
 
 def doubling_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
@@ -45,13 +51,11 @@ def doubling_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
         rounds.append([
             Message(ranks[holders[p]], ranks[holders[p ^ distance]], groups[p]) for p in range(len(holders))
         ])
-    if not folded:
-        return rounds
     enter = [Message(ranks[i + 1], ranks[i], parts[i + 1]) for i in folded]
     leave = [
         Message(ranks[i], ranks[i + 1], tuple(b for b in everything if b not in parts[i + 1])) for i in folded
     ]
-    return [enter, *rounds, leave]
+    return _with_messages([enter, *rounds, leave])
 
 
 def bruck_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
@@ -59,11 +63,16 @@ def bruck_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
     n = len(ranks)
     rounds: Rounds = []
     for distance in reversed(halves(n)):
-        count = min(distance, n - distance)
-        rounds.append([
-            Message(ranks[i], ranks[i - distance], join(parts[(i + k) % n] for k in range(count))) for i in range(n)
-        ])
+        sent = range(min(distance, n - distance))
+        rounds.append(shift(ranks, -distance, [join(parts[(i + k) % n] for k in sent) for i in range(n)]))
     return rounds
+
+
+def hierarchical_all_gather(nodes: Nodes) -> Rounds:
+    """Among the ranks at the same place of each node, then inside each node what all of these have gathered."""
+    rails = list(zip(*nodes, strict=True))
+    between = [ring_all_gather(rail, [(rank,) for rank in rail]) for rail in rails]
+    return [*together(*between), *together(*(ring_all_gather(node, rails) for node in nodes))]
 
 
 # ---- all-reduce -----------------------------------------------------------------------------------------------------
@@ -92,12 +101,23 @@ def halving_doubling_all_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
     return _folded(ranks, blocks, inner)
 
 
+def hierarchical_all_reduce(nodes: Nodes, blocks: Blocks) -> Rounds:
+    """Reduce-scatter inside, all-reduce of the parts between, all-gather inside."""
+    parts = split(blocks, len(nodes[0]))
+    gather = together(*(ring_all_gather(node, parts) for node in nodes))
+    between = []
+    for part, rail in zip(parts, zip(*nodes, strict=True), strict=True):
+        ring = ring_all_gather(rail, split(part, len(rail)))
+        between.append([*dual(ring, reduce=True), *ring])
+    return [*dual(gather, reduce=True), *together(*between), *gather]
+
+
 def scatter_doubling_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
     """Scatter by a tree, then all-gather by recursive doubling (Thakur, Rabenseifner & Gropp 2005, 4.2)."""
     holders, folded = fold(len(ranks))
     inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
     leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return [*tree_scatter(inner, parts), *doubling_all_gather(inner, parts), *([leave] if leave else [])]
+    return _with_messages([*tree_scatter(inner, parts), *doubling_all_gather(inner, parts), leave])
 
 
 def halving_gather_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
@@ -106,7 +126,7 @@ def halving_gather_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
     inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
     enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
     halving = dual(doubling_all_gather(inner, parts), reduce=True)
-    return [*([enter] if enter else []), *halving, *dual(tree_scatter(inner, parts))]
+    return _with_messages([enter, *halving, *dual(tree_scatter(inner, parts))])
 
 
 def fold(n: int) -> tuple[list[int], list[int]]:
@@ -122,12 +142,14 @@ def fold(n: int) -> tuple[list[int], list[int]]:
 def _folded(ranks: Ranks, blocks: Blocks, inner: Callable[[Ranks], Rounds]) -> Rounds:
     """An all-reduce on a power of two of the ranks; the others hand in all before, and get all after."""
     holders, folded = fold(len(ranks))
-    rounds = inner([ranks[i] for i in holders])
-    if not folded:
-        return rounds
     enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
     leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return [enter, *rounds, leave]
+    return _with_messages([enter, *inner([ranks[i] for i in holders]), leave])
+
+
+def _with_messages(rounds: Rounds) -> Rounds:
+    """The rounds that are not empty: where no rank is folded, none enters or leaves."""
+    return [messages for messages in rounds if messages]
 
 
 def split(blocks: Blocks, parts: int) -> list[Blocks]:
@@ -136,54 +158,58 @@ def split(blocks: Blocks, parts: int) -> list[Blocks]:
     return [blocks[i * each : (i + 1) * each] for i in range(parts)]
 
 
-def pairings(n: int) -> list[list[int]]:
-    """n - 1 rounds in which everyone meets everyone: pairs if n is a power of two, else a shift by one more each time.
-
-    >>> pairings(4)
-    [[1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
-    >>> pairings(3)
-    [[1, 2, 0], [2, 0, 1]]
-    """
-    exchange = n & (n - 1) == 0
-    return [[i ^ t if exchange else (i + t) % n for i in range(n)] for t in range(1, n)]
-
-
 # ---- all-to-all -----------------------------------------------------------------------------------------------------
 
 Cargo = Callable[[int, int], Blocks]
 """The blocks that go from one position to another."""
 
 
-def pairwise_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
-    """Everyone sends to every other directly, a different one in each round."""
-    return [
-        [Message(ranks[i], ranks[j], cargo(i, j)) for i, j in enumerate(partners)] for partners in pairings(len(ranks))
-    ]
+def pairwise(ranks: Ranks, cargo: Cargo) -> Rounds:
+    """Everyone sends to every other directly, a different one in each round (of an all-gather, always the same).
+
+    Pairs exchange if the ranks are a power of two; else everyone sends one position farther each time.
+    """
+    n = len(ranks)
+    rounds = [[(i, i ^ t if n & (n - 1) == 0 else (i + t) % n) for i in range(n)] for t in range(1, n)]
+    return [[Message(ranks[i], ranks[j], cargo(i, j)) for i, j in pairs] for pairs in rounds]
 
 
 def ring_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
     """Everyone passes to the right all that came from the left and has not arrived."""
     n = len(ranks)
-    return [
-        [
-            Message(ranks[i], ranks[(i + 1) % n], join(cargo((i - t) % n, (i - t + d) % n) for d in range(t + 1, n)))
-            for i in range(n)
-        ]
-        for t in range(n - 1)
-    ]
+    rounds: Rounds = []
+    for t in range(n - 1):
+        first = [(i - t) % n for i in range(n)]  # where each block that a rank passes on comes from
+        rounds.append(shift(ranks, 1, [join(cargo(i, (i + d) % n) for d in range(t + 1, n)) for i in first]))
+    return rounds
 
 
 def bruck_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
     """In round k all blocks move 2^k to the right whose way has that binary digit (Bruck et al. 1997)."""
     n = len(ranks)
-    return [
-        [
-            Message(
-                ranks[i],
-                ranks[(i + step) % n],
-                join(cargo((i - d % step) % n, (i - d % step + d) % n) for d in range(n) if d & step),
-            )
-            for i in range(n)
-        ]
-        for step in reversed(halves(n))
-    ]
+    rounds: Rounds = []
+    for step in reversed(halves(n)):
+        trips = [(d, d % step) for d in range(n) if d & step]  # the distance of a block, and what it has come of it
+        parts = [join(cargo((i - come) % n, (i - come + d) % n) for d, come in trips) for i in range(n)]
+        rounds.append(shift(ranks, step, parts))
+    return rounds
+
+
+def hierarchical_all_to_all(nodes: Nodes, ranks: int) -> Rounds:
+    """Inside each node to the rank at the target's place, which then sends for its whole node."""
+    places, inside, between = range(len(nodes[0])), [], []
+    for shift in places[1:]:
+        pairs = [(p, (p + shift) % len(places)) for p in places]
+        inside.append([
+            Message(node[p], node[q], tuple(node[p] * ranks + to[q] for to in nodes))
+            for node in nodes
+            for p, q in pairs
+        ])
+    for shift in range(1, len(nodes)):
+        trips = [(node, nodes[(i + shift) % len(nodes)]) for i, node in enumerate(nodes)]
+        between.append([
+            Message(node[p], to[p], tuple(source * ranks + to[p] for source in node))
+            for node, to in trips
+            for p in places
+        ])
+    return [*inside, *between]

@@ -1,4 +1,4 @@
-"""The table: which algorithm there is for which collective, what it costs, and who described it.
+"""The table of algorithms: how each collective can be done, and what it costs.
 
 A cost is written as in a textbook, in
 
@@ -15,38 +15,12 @@ compare it with the counts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.base.errors import UsageError, did_you_mean, nearest_divisors
-from shoal.labs.collectives import hierarchical as inside_out
-from shoal.labs.collectives.description import Collective, Description
-from shoal.labs.collectives.rooted import (
-    Blocks,
-    Ranks,
-    Rounds,
-    dual,
-    flat_broadcast,
-    flat_scatter,
-    join,
-    ring_broadcast,
-    ring_scatter,
-    tree_broadcast,
-    tree_scatter,
-)
-from shoal.labs.collectives.symmetric import (
-    bruck_all_gather,
-    bruck_all_to_all,
-    doubling_all_gather,
-    doubling_all_reduce,
-    halving_doubling_all_reduce,
-    halving_gather_reduce,
-    pairwise_all_gather,
-    pairwise_all_to_all,
-    ring_all_gather,
-    ring_all_to_all,
-    ring_reduce_scatter,
-    scatter_doubling_broadcast,
-)
+from shoal.labs.collectives import rooted, symmetric
+from shoal.labs.collectives.description import VECTORS, Collective, Description
+from shoal.labs.collectives.rooted import Blocks, Parts, Ranks, Rounds, dual, join
 
 
 @dataclass(frozen=True)
@@ -57,13 +31,13 @@ class Setting:
         ranks: N.
         root: of a collective that has one.
         per_node: L, ranks in a node, for the hierarchical ones; consecutive ranks share a node.
-        segments: B, the blocks of a pipelined chain.
+        blocks: all blocks, in order.
     """
 
     ranks: int
-    root: int = 0
-    per_node: int = 1
-    segments: int = 1
+    root: int
+    per_node: int
+    blocks: Blocks
 
     @property
     def order(self) -> list[int]:
@@ -88,241 +62,129 @@ class Setting:
         return (self.order[i] * self.ranks + self.order[j],) if i != j else ()
 
 
-Build = Callable[[Setting], tuple[int, Rounds]]
-"""From the setting to the number of blocks and the rounds."""
-
-
 @dataclass(frozen=True)
 class Algorithm:
     """A way to do a collective.
 
     Attributes:
-        build: its description.
+        build: its rounds.
         rounds: their number, as a formula.
         volume: the largest messages of the rounds, added up, in units of S.
         reduced: those of them that are added.
+        cut: blocks of the vector of a broadcast, reduce or all-reduce: 1, B, P or N.
         bound: whether volume and reduced are exact for N = P alone, and upper bounds for other N.
     """
 
-    build: Build
+    build: Callable[[Setting], Rounds]
     rounds: str
     volume: str
     reduced: str = "0"
+    cut: str = "1"
     bound: bool = False
 
 
-def _whole(rounds: Rounds) -> tuple[int, Rounds]:
-    """An algorithm that never cuts the vector."""
-    return 1, rounds
+def _dual(algorithm: Algorithm, *, reduce: bool = False) -> Algorithm:
+    """The gather, reduce or reduce-scatter that is the dual of a scatter, broadcast or all-gather."""
+    reduced = algorithm.volume if reduce else "0"
+    return replace(algorithm, build=lambda s: dual(algorithm.build(s), reduce=reduce), reduced=reduced)
 
 
-def _cut(blocks: int, rounds: Callable[[Blocks], Rounds]) -> tuple[int, Rounds]:
-    """An algorithm on a vector of so many blocks."""
-    return blocks, rounds(tuple(range(blocks)))
+def _in_turn(first: Algorithm, second: Algorithm, rounds: str, volume: str, reduced: str, cut: str = "1") -> Algorithm:
+    """One algorithm, then another."""
+    return Algorithm(lambda s: [*first.build(s), *second.build(s)], rounds, volume, reduced, cut)
 
 
-def _dual_of(gather: Build) -> Build:
-    """The reduce-scatter that is the dual of an all-gather."""
-    def build(s: Setting) -> tuple[int, Rounds]:
-        blocks, rounds = gather(s)
-        return blocks, dual(rounds, reduce=True)
+def _through_root(s: Setting, scatter: Callable[[Ranks, Parts], Rounds]) -> Rounds:
+    """An all-to-all as a gather of all that goes out and a scatter of all that comes in."""
+    everyone = range(s.ranks)
+    outgoing = [join(s.cargo(i, j) for j in everyone) for i in everyone]
+    incoming = [join(s.cargo(i, j) for i in everyone) for j in everyone]
+    return [*dual(scatter(s.order, outgoing)), *scatter(s.order, incoming)]
 
-    return build
-
-
-def _with_dual(gather: Build) -> Build:
-    """The all-reduce that is the dual of an all-gather, and then the all-gather."""
-    def build(s: Setting) -> tuple[int, Rounds]:
-        blocks, rounds = gather(s)
-        return blocks, [*dual(rounds, reduce=True), *rounds]
-
-    return build
-
-
-def _power(s: Setting) -> int:
-    return 1 << s.ranks.bit_length() - 1
-
-
-ONE = (0,)  # the blocks of a vector that is not cut
 
 BROADCAST = {
-    "flat": Algorithm(lambda s: (1, flat_broadcast(s.order, ONE)), "N - 1", "N - 1"),
-    "tree": Algorithm(lambda s: (1, tree_broadcast(s.order, ONE)), "log(N)", "log(N)"),
-    "ring": Algorithm(
-        lambda s: _cut(s.segments, lambda blocks: ring_broadcast(s.order, blocks)), "B + N - 2", "(B + N - 2) / B"
-    ),
+    "flat": Algorithm(lambda s: rooted.flat_broadcast(s.order, s.blocks), "N - 1", "N - 1"),
+    "tree": Algorithm(lambda s: rooted.tree_broadcast(s.order, s.blocks), "log(N)", "log(N)"),
+    "ring": Algorithm(lambda s: rooted.ring_broadcast(s.order, s.blocks), "B + N - 2", "(B + N - 2) / B", cut="B"),
     "halving-doubling": Algorithm(
-        lambda s: _cut(_power(s), lambda blocks: scatter_doubling_broadcast(s.order, blocks)),
-        "2 * log(P) + F",
-        "2 * (P - 1) / P + F",
+        lambda s: symmetric.scatter_doubling_broadcast(s.order, s.blocks),
+        "2 * log(P) + F", "2 * (P - 1) / P + F", cut="P",
     ),
     "hierarchical": Algorithm(
-        lambda s: (1, inside_out.broadcast(s.nodes, ONE)), "log(G) + log(L)", "log(G) + log(L)"
+        lambda s: rooted.hierarchical_broadcast(s.nodes, s.blocks), "log(G) + log(L)", "log(G) + log(L)"
     ),
-}
+}  # fmt: skip
 
-REDUCE = {
-    "flat": Algorithm(lambda s: (1, dual(flat_broadcast(s.order, ONE), reduce=True)), "N - 1", "N - 1", "N - 1"),
-    "tree": Algorithm(lambda s: (1, dual(tree_broadcast(s.order, ONE), reduce=True)), "log(N)", "log(N)", "log(N)"),
-    "ring": Algorithm(
-        lambda s: _cut(s.segments, lambda blocks: dual(ring_broadcast(s.order, blocks), reduce=True)),
-        "B + N - 2",
-        "(B + N - 2) / B",
-        "(B + N - 2) / B",
-    ),
+REDUCE = {name: _dual(algorithm, reduce=True) for name, algorithm in BROADCAST.items()} | {
     "halving-doubling": Algorithm(
-        lambda s: _cut(_power(s), lambda blocks: halving_gather_reduce(s.order, blocks)),
-        "2 * log(P) + F",
-        "2 * (P - 1) / P + F",
-        "(P - 1) / P + F",
-    ),
-    "hierarchical": Algorithm(
-        lambda s: (1, dual(inside_out.broadcast(s.nodes, ONE), reduce=True)),
-        "log(G) + log(L)",
-        "log(G) + log(L)",
-        "log(G) + log(L)",
-    ),
-}
+        lambda s: symmetric.halving_gather_reduce(s.order, s.blocks),
+        "2 * log(P) + F", "2 * (P - 1) / P + F", "(P - 1) / P + F", cut="P",
+    )
+}  # fmt: skip
 
 SCATTER = {
-    "flat": Algorithm(lambda s: (s.ranks, flat_scatter(s.order, s.own)), "N - 1", "(N - 1) / N"),
-    "tree": Algorithm(lambda s: (s.ranks, tree_scatter(s.order, s.own)), "log(N)", "(N - 1) / N"),
-    "ring": Algorithm(lambda s: (s.ranks, ring_scatter(s.order, s.own)), "N - 1", "(N - 1) / N"),
-    "hierarchical": Algorithm(lambda s: (s.ranks, inside_out.scatter(s.nodes)), "log(G) + log(L)", "(N - 1) / N"),
+    "flat": Algorithm(lambda s: rooted.flat_scatter(s.order, s.own), "N - 1", "(N - 1) / N"),
+    "tree": Algorithm(lambda s: rooted.tree_scatter(s.order, s.own), "log(N)", "(N - 1) / N"),
+    "ring": Algorithm(lambda s: rooted.ring_scatter(s.order, s.own), "N - 1", "(N - 1) / N"),
+    "hierarchical": Algorithm(lambda s: rooted.hierarchical_scatter(s.nodes), "log(G) + log(L)", "(N - 1) / N"),
 }
 
-GATHER = {
-    "flat": Algorithm(lambda s: (s.ranks, dual(flat_scatter(s.order, s.own))), "N - 1", "(N - 1) / N"),
-    "tree": Algorithm(lambda s: (s.ranks, dual(tree_scatter(s.order, s.own))), "log(N)", "(N - 1) / N"),
-    "ring": Algorithm(lambda s: (s.ranks, dual(ring_scatter(s.order, s.own))), "N - 1", "(N - 1) / N"),
-    "hierarchical": Algorithm(
-        lambda s: (s.ranks, dual(inside_out.scatter(s.nodes))), "log(G) + log(L)", "(N - 1) / N"
-    ),
-}
+GATHER = {name: _dual(algorithm) for name, algorithm in SCATTER.items()}
 
 ALL_GATHER = {
-    "flat": Algorithm(
-        lambda s: _cut(s.ranks, lambda blocks: [
-            *dual(flat_scatter(s.order, s.own)), *flat_broadcast(s.order, blocks)
-        ]),
-        "2 * (N - 1)",
-        "(N - 1) / N + N - 1",
-    ),
-    "tree": Algorithm(
-        lambda s: _cut(s.ranks, lambda blocks: [
-            *dual(tree_scatter(s.order, s.own)), *tree_broadcast(s.order, blocks)
-        ]),
-        "2 * log(N)",
-        "(N - 1) / N + log(N)",
-    ),
-    "ring": Algorithm(lambda s: (s.ranks, ring_all_gather(s.order, s.own)), "N - 1", "(N - 1) / N"),
+    "flat": _in_turn(GATHER["flat"], BROADCAST["flat"], "2 * (N - 1)", "(N - 1) / N + N - 1", "0"),
+    "tree": _in_turn(GATHER["tree"], BROADCAST["tree"], "2 * log(N)", "(N - 1) / N + log(N)", "0"),
+    "ring": Algorithm(lambda s: symmetric.ring_all_gather(s.order, s.own), "N - 1", "(N - 1) / N"),
     "recursive-doubling": Algorithm(
-        lambda s: (s.ranks, doubling_all_gather(s.order, s.own)),
-        "log(P) + 2 * F",
-        "(N - 1) / N + 7 * F / 5",
-        bound=True,
+        lambda s: symmetric.doubling_all_gather(s.order, s.own), "log(P) + 2 * F", "(N - 1) / N + 7 * F / 5", bound=True
     ),
-    "bruck": Algorithm(lambda s: (s.ranks, bruck_all_gather(s.order, s.own)), "log(N)", "(N - 1) / N"),
-    "pairwise": Algorithm(lambda s: (s.ranks, pairwise_all_gather(s.order, s.own)), "N - 1", "(N - 1) / N"),
-    "hierarchical": Algorithm(lambda s: (s.ranks, inside_out.all_gather(s.nodes)), "G + L - 2", "(N - 1) / N"),
+    "bruck": Algorithm(lambda s: symmetric.bruck_all_gather(s.order, s.own), "log(N)", "(N - 1) / N"),
+    "pairwise": Algorithm(lambda s: symmetric.pairwise(s.order, lambda i, _: s.own[i]), "N - 1", "(N - 1) / N"),
+    "hierarchical": Algorithm(lambda s: symmetric.hierarchical_all_gather(s.nodes), "G + L - 2", "(N - 1) / N"),
 }
 
 REDUCE_SCATTER = {
-    "flat": Algorithm(
-        lambda s: _cut(s.ranks, lambda blocks: [
-            *dual(flat_broadcast(s.order, blocks), reduce=True), *flat_scatter(s.order, s.own)
-        ]),
-        "2 * (N - 1)",
-        "N - 1 + (N - 1) / N",
-        "N - 1",
+    "flat": _in_turn(REDUCE["flat"], SCATTER["flat"], "2 * (N - 1)", "N - 1 + (N - 1) / N", "N - 1"),
+    "tree": _in_turn(REDUCE["tree"], SCATTER["tree"], "2 * log(N)", "log(N) + (N - 1) / N", "log(N)"),
+    "ring": Algorithm(  # the dual of a ring that runs to the left, so that messages go to the right again
+        lambda s: dual(symmetric.ring_all_gather(s.order[::-1], s.own[::-1]), reduce=True),
+        "N - 1", "(N - 1) / N", "(N - 1) / N",
     ),
-    "tree": Algorithm(
-        lambda s: _cut(s.ranks, lambda blocks: [
-            *dual(tree_broadcast(s.order, blocks), reduce=True), *tree_scatter(s.order, s.own)
-        ]),
-        "2 * log(N)",
-        "log(N) + (N - 1) / N",
-        "log(N)",
-    ),
-    "ring": Algorithm(
-        lambda s: (s.ranks, ring_reduce_scatter(s.order, s.own)), "N - 1", "(N - 1) / N", "(N - 1) / N"
-    ),
-    **{
-        name: Algorithm(
-            _dual_of(ALL_GATHER[gather].build),
-            ALL_GATHER[gather].rounds,
-            ALL_GATHER[gather].volume,
-            ALL_GATHER[gather].volume,
-            ALL_GATHER[gather].bound,
-        )
-        for name, gather in {
-            "recursive-halving": "recursive-doubling",
-            "bruck": "bruck",
-            "pairwise": "pairwise",
-            "hierarchical": "hierarchical",
-        }.items()
-    },
-}
+    "recursive-halving": _dual(ALL_GATHER["recursive-doubling"], reduce=True),
+    **{name: _dual(ALL_GATHER[name], reduce=True) for name in ("bruck", "pairwise", "hierarchical")},
+}  # fmt: skip
 
 ALL_REDUCE = {
-    "flat": Algorithm(
-        lambda s: (1, [*dual(flat_broadcast(s.order, ONE), reduce=True), *flat_broadcast(s.order, ONE)]),
-        "2 * (N - 1)",
-        "2 * (N - 1)",
-        "N - 1",
-    ),
-    "tree": Algorithm(
-        lambda s: (1, [*dual(tree_broadcast(s.order, ONE), reduce=True), *tree_broadcast(s.order, ONE)]),
-        "2 * log(N)",
-        "2 * log(N)",
-        "log(N)",
-    ),
-    "ring": Algorithm(
-        lambda s: (s.ranks, [*ring_reduce_scatter(s.order, s.own), *ring_all_gather(s.order, s.own)]),
-        "2 * (N - 1)",
-        "2 * (N - 1) / N",
-        "(N - 1) / N",
+    "flat": _in_turn(REDUCE["flat"], BROADCAST["flat"], "2 * (N - 1)", "2 * (N - 1)", "N - 1"),
+    "tree": _in_turn(REDUCE["tree"], BROADCAST["tree"], "2 * log(N)", "2 * log(N)", "log(N)"),
+    "ring": _in_turn(
+        REDUCE_SCATTER["ring"], ALL_GATHER["ring"], "2 * (N - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N"
     ),
     "recursive-doubling": Algorithm(
-        lambda s: (1, doubling_all_reduce(s.order, ONE)), "log(P) + 2 * F", "log(P) + 2 * F", "log(P) + F"
+        lambda s: symmetric.doubling_all_reduce(s.order, s.blocks), "log(P) + 2 * F", "log(P) + 2 * F", "log(P) + F"
     ),
     "halving-doubling": Algorithm(
-        lambda s: _cut(_power(s), lambda blocks: halving_doubling_all_reduce(s.order, blocks)),
-        "2 * log(P) + 2 * F",
-        "2 * (P - 1) / P + 2 * F",
-        "(P - 1) / P + F",
+        lambda s: symmetric.halving_doubling_all_reduce(s.order, s.blocks),
+        "2 * log(P) + 2 * F", "2 * (P - 1) / P + 2 * F", "(P - 1) / P + F", cut="P",
     ),
     **{
-        name: Algorithm(
-            _with_dual(ALL_GATHER[name].build),
-            f"2 * {rounds}",
-            "2 * (N - 1) / N",
-            "(N - 1) / N",
-        )
-        for name, rounds in {"bruck": "log(N)", "pairwise": "(N - 1)"}.items()
+        name: _in_turn(REDUCE_SCATTER[name], ALL_GATHER[name], rounds, "2 * (N - 1) / N", "(N - 1) / N", cut="N")
+        for name, rounds in {"bruck": "2 * log(N)", "pairwise": "2 * (N - 1)"}.items()
     },
     "hierarchical": Algorithm(
-        lambda s: _cut(s.ranks, lambda blocks: inside_out.all_reduce(s.nodes, blocks)),
-        "2 * (L - 1) + 2 * (G - 1)",
-        "2 * (N - 1) / N",
-        "(N - 1) / N",
+        lambda s: symmetric.hierarchical_all_reduce(s.nodes, s.blocks),
+        "2 * (L - 1) + 2 * (G - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N",
     ),
-}
+}  # fmt: skip
 
 ALL_TO_ALL = {
-    "flat": Algorithm(
-        lambda s: (s.ranks**2, _through_root(s, flat_scatter)), "2 * (N - 1)", "2 * (N - 1) * (N - 1) / N"
-    ),
-    "tree": Algorithm(
-        lambda s: (s.ranks**2, _through_root(s, tree_scatter)), "2 * log(N)", "2 * (N - 1) * (N - 1) / N"
-    ),
-    "ring": Algorithm(lambda s: (s.ranks**2, ring_all_to_all(s.order, s.cargo)), "N - 1", "(N - 1) / 2"),
-    "bruck": Algorithm(
-        lambda s: (s.ranks**2, bruck_all_to_all(s.order, s.cargo)), "log(N)", "log(N) / 2", bound=True
-    ),
-    "pairwise": Algorithm(lambda s: (s.ranks**2, pairwise_all_to_all(s.order, s.cargo)), "N - 1", "(N - 1) / N"),
+    "flat": Algorithm(lambda s: _through_root(s, rooted.flat_scatter), "2 * (N - 1)", "2 * (N - 1) * (N - 1) / N"),
+    "tree": Algorithm(lambda s: _through_root(s, rooted.tree_scatter), "2 * log(N)", "2 * (N - 1) * (N - 1) / N"),
+    "ring": Algorithm(lambda s: symmetric.ring_all_to_all(s.order, s.cargo), "N - 1", "(N - 1) / 2"),
+    "bruck": Algorithm(lambda s: symmetric.bruck_all_to_all(s.order, s.cargo), "log(N)", "log(N) / 2", bound=True),
+    "pairwise": Algorithm(lambda s: symmetric.pairwise(s.order, s.cargo), "N - 1", "(N - 1) / N"),
     "hierarchical": Algorithm(
-        lambda s: (s.ranks**2, inside_out.all_to_all(s.nodes, s.ranks)), "L + G - 2", "(L - 1) / L + (G - 1) / G"
+        lambda s: symmetric.hierarchical_all_to_all(s.nodes, s.ranks), "L + G - 2", "(L - 1) / L + (G - 1) / G"
     ),
 }
 
@@ -338,14 +200,6 @@ TEXTBOOK: dict[Collective, dict[str, Algorithm]] = {
 }
 
 
-def _through_root(s: Setting, scatter: Callable[[Ranks, list[Blocks]], Rounds]) -> Rounds:
-    """An all-to-all as a gather of all that goes out and a scatter of all that comes in."""
-    everyone = range(s.ranks)
-    outgoing = [join(s.cargo(i, j) for j in everyone) for i in everyone]
-    incoming = [join(s.cargo(i, j) for i in everyone) for j in everyone]
-    return [*dual(scatter(s.order, outgoing)), *scatter(s.order, incoming)]
-
-
 def describe(
     collective: Collective | str,
     algorithm: str,
@@ -355,7 +209,7 @@ def describe(
     per_node: int = 1,
     segments: int | None = None,
 ) -> Description:
-    """The description of a collective by an algorithm.
+    """Describe a collective by an algorithm.
 
     Args:
         per_node: ranks in a node, for ``hierarchical``.
@@ -383,7 +237,10 @@ def describe(
     segments = ranks if segments is None else segments
     if segments < 1:
         raise UsageError(f"{segments} segments; at least 1 is needed")
-    blocks, rounds = algorithms[algorithm].build(Setting(ranks, root, per_node, segments))
-    return Description(
-        Collective(collective), algorithm, ranks, root, blocks, tuple(tuple(messages) for messages in rounds)
-    )
+    found = algorithms[algorithm]
+    if collective in VECTORS:
+        blocks = {"1": 1, "B": segments, "P": 1 << ranks.bit_length() - 1, "N": ranks}[found.cut]
+    else:
+        blocks = ranks**2 if collective == Collective.ALL_TO_ALL else ranks
+    rounds = found.build(Setting(ranks, root, per_node, tuple(range(blocks))))
+    return Description(Collective(collective), algorithm, ranks, root, blocks, tuple(map(tuple, rounds)))

@@ -7,7 +7,7 @@ cross a link at the same time share its bandwidth.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shoal.base.errors import UsageError, nearest_divisors
@@ -68,14 +68,13 @@ class Topology:
 
 def fully_connected(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
     """A link of its own from every rank to every other: Hockney's model."""
-    edges = {(_rank(i), _rank(j)): wire for i in range(ranks) for j in range(ranks) if i != j}
-    return Topology("fully connected", ranks, edges, lambda i, j: ((_rank(i), _rank(j)),), gamma=gamma)
+    edges = {(f"rank {i}", f"rank {j}"): wire for i in range(ranks) for j in range(ranks) if i != j}
+    return Topology("fully connected", ranks, edges, lambda i, j: ((f"rank {i}", f"rank {j}"),), gamma=gamma)
 
 
 def ring(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
     """Links to both neighbours; a message takes the shorter way round, and the rising one of two equal ones."""
-    topology = torus((ranks,), wire, gamma)
-    return Topology("ring", ranks, topology.wires, topology.route, gamma=gamma)
+    return replace(torus((ranks,), wire, gamma), name="ring")
 
 
 def torus(shape: tuple[int, ...], wire: Wire, gamma: float = 0.0) -> Topology:
@@ -97,12 +96,12 @@ def torus(shape: tuple[int, ...], wire: Wire, gamma: float = 0.0) -> Topology:
             by = 1 if 2 * distance <= shape[d] else -1
             for _ in range(min(distance, shape[d] - distance)):
                 after = step(source, d, by)
-                edges.append((_rank(source), _rank(after)))
+                edges.append((f"rank {source}", f"rank {after}"))
                 source = after
         return tuple(edges)
 
     wires = {
-        (_rank(rank), _rank(step(rank, d, by))): wire
+        (f"rank {rank}", f"rank {step(rank, d, by)}"): wire
         for rank in range(ranks)
         for d in range(len(shape))
         for by in (1, -1)
@@ -127,15 +126,15 @@ def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.
     trunk = Wire(0.0, per_leaf * wire.bandwidth / oversubscription, "trunk")
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
-        wires[_rank(rank), _leaf(rank // per_leaf)] = wire
-        wires[_leaf(rank // per_leaf), _rank(rank)] = Wire(0.0, wire.bandwidth, wire.kind)
+        wires[f"rank {rank}", f"leaf {rank // per_leaf}"] = wire
+        wires[f"leaf {rank // per_leaf}", f"rank {rank}"] = Wire(0.0, wire.bandwidth, wire.kind)
     for leaf in range(ranks // per_leaf if ranks > per_leaf else 0):
-        wires[_leaf(leaf), "spine"] = wires["spine", _leaf(leaf)] = trunk
+        wires[f"leaf {leaf}", "spine"] = wires["spine", f"leaf {leaf}"] = trunk
 
     def route(source: int, target: int) -> tuple[Edge, ...]:
-        up, down = _leaf(source // per_leaf), _leaf(target // per_leaf)
+        up, down = f"leaf {source // per_leaf}", f"leaf {target // per_leaf}"
         over = () if up == down else ((up, "spine"), ("spine", down))
-        return ((_rank(source), up), *over, (down, _rank(target)))
+        return ((f"rank {source}", up), *over, (down, f"rank {target}"))
 
     name = f"fat tree, {per_leaf} ranks to a leaf, {oversubscription:g}:1"
     return Topology(name, ranks, wires, route, per_leaf, trunk.bandwidth, gamma)
@@ -157,8 +156,8 @@ def islands(
     _check_even("--nics", nics, per_node)
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
-        wires[_rank(rank), _node(rank // per_node)] = inside
-        wires[_node(rank // per_node), _rank(rank)] = Wire(0.0, inside.bandwidth, inside.kind)
+        wires[f"rank {rank}", f"node {rank // per_node}"] = inside
+        wires[f"node {rank // per_node}", f"rank {rank}"] = Wire(0.0, inside.bandwidth, inside.kind)
 
     def adapter(rank: int) -> str:
         return f"node {rank // per_node} nic {rank % per_node * nics // per_node}"
@@ -169,8 +168,8 @@ def islands(
 
     def route(source: int, target: int) -> tuple[Edge, ...]:
         if source // per_node == target // per_node:
-            node = _node(source // per_node)
-            return ((_rank(source), node), (node, _rank(target)))
+            node = f"node {source // per_node}"
+            return ((f"rank {source}", node), (node, f"rank {target}"))
         return ((adapter(source), "network"), ("network", adapter(target)))
 
     name = f"islands of {per_node} with {nics} NICs"
@@ -181,15 +180,3 @@ def _check_even(option: str, size: int, total: int) -> None:
     if size < 1 or total % size:
         near = " or ".join(map(str, nearest_divisors(size, of=total)))
         raise UsageError(f"{option} {size}: groups of {size} do not make {total}; near it: {near}")
-
-
-def _rank(i: int) -> str:
-    return f"rank {i}"
-
-
-def _node(i: int) -> str:
-    return f"node {i}"
-
-
-def _leaf(i: int) -> str:
-    return f"leaf {i}"

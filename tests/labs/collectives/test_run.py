@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.labs.collectives.description import REDUCING, VECTORS, Collective
-from shoal.labs.collectives.run import MOST_PIECES, PIECE_BYTES, even, run_blocks, run_vector
+from shoal.labs.collectives.description import REDUCING, VECTORS, Collective, even
+from shoal.labs.collectives.run import MOST_PIECES, PIECE_BYTES, run_blocks, run_vector
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.launch.worker_pool import RankError
 
@@ -30,7 +30,7 @@ def values(dtype, numel, seed):
     return torch.randint(0, 4, (numel,), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def vector(collective, dtype, numel, op=dist.ReduceOp.SUM):
+def vector(collective, dtype, numel, op=dist.ReduceOp.SUM, reduction=torch.add):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = values(dtype, numel, rank)
     wanted = own.clone()
@@ -43,7 +43,7 @@ def vector(collective, dtype, numel, op=dist.ReduceOp.SUM):
     for description in algorithms(collective, ranks):
         for pieces in (None, 3):
             x = own.clone()
-            assert run_vector(description, x, dist.group.WORLD, op, pieces=pieces) is x
+            assert run_vector(description, x, dist.group.WORLD, reduction, pieces=pieces) is x
             if rank == ranks // 2 or collective is not Collective.REDUCE:
                 assert torch.equal(x, wanted), (description.algorithm, dtype, numel)
 
@@ -87,8 +87,8 @@ def everything(collective):
         for numel in (0, 1, ranks - 1, 1000):
             vector(collective, torch.float32, numel)
         if reduces and ranks <= FEW:
-            for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-                vector(collective, torch.int32, 13, op)
+            for op, reduction in (("MAX", torch.maximum), ("MIN", torch.minimum), ("PRODUCT", torch.mul)):
+                vector(collective, torch.int32, 13, getattr(dist.ReduceOp, op), reduction)
         return
     count = ranks**2 if collective is Collective.ALL_TO_ALL else ranks
     uneven = [(3 * block + 1) % 5 for block in range(count)]  # some empty
@@ -138,23 +138,22 @@ def test_ranks_are_those_of_the_group(pool):
     assert pool.run(inside_a_subgroup, 4) == [None, [4.0] * 5, None, [4.0] * 5]
 
 
-def misuse(name, algorithm, ranks, numel, sizes, op):
+def misuse(name, algorithm, ranks, numel, sizes):
     description, x = describe(name, algorithm, ranks), torch.ones(numel)
     if sizes is None:
-        run_vector(description, x, dist.group.WORLD, op)
+        run_vector(description, x, dist.group.WORLD)
     else:
-        run_blocks(description, x, sizes, dist.group.WORLD, op)
+        run_blocks(description, x, sizes, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (("all-gather", "ring", 2, 4, None, dist.ReduceOp.SUM), "use run_blocks"),
-        (("all-reduce", "ring", 2, 4, [2, 2], dist.ReduceOp.SUM), "use run_vector"),
-        (("all-reduce", "ring", 3, 4, None, dist.ReduceOp.SUM), "for 3 ranks in a group of 2"),
-        (("all-reduce", "ring", 2, 4, None, dist.ReduceOp.BAND), "no reduction"),
-        (("all-gather", "ring", 2, 4, [4], dist.ReduceOp.SUM), "1 sizes for 2 blocks"),
-        (("all-gather", "ring", 2, 4, [3, 3], dist.ReduceOp.SUM), r"shape \(4,\)"),
+        (("all-gather", "ring", 2, 4, None), "use run_blocks"),
+        (("all-reduce", "ring", 2, 4, [2, 2]), "use run_vector"),
+        (("all-reduce", "ring", 3, 4, None), "for 3 ranks in a group of 2"),
+        (("all-gather", "ring", 2, 4, [4]), "1 sizes for 2 blocks"),
+        (("all-gather", "ring", 2, 4, [3, 3]), r"shape \(4,\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(pool, call, message):

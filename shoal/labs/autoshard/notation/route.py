@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.labs.autoshard.notation.moves import SLICE, Move, payload
 from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes
 from shoal.labs.autoshard.notation.product import ShardedProduct
-from shoal.labs.collectives.description import VECTORS, Description
+from shoal.labs.collectives.description import VECTORS, Description, even
 from shoal.labs.collectives.textbook import describe
 
 
@@ -51,11 +51,8 @@ def elements_sent(description: Description, size: int) -> list[int]:
     >>> elements_sent(describe("all-gather", "ring", 4), 8)
     [6, 6, 6, 6]
     """
-    if description.collective in VECTORS:
-        parts, larger = divmod(size, description.blocks)
-        lengths = [parts + (block < larger) for block in range(description.blocks)]
-    else:
-        lengths = [int(size * description.share)] * description.blocks
+    whole = size if description.collective in VECTORS else int(size * description.share) * description.blocks
+    lengths = even(whole, description.blocks)
     sent = [0] * description.ranks
     for message in description.messages:
         sent[message.source] += sum(lengths[block] for block in message.blocks)
