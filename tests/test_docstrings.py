@@ -9,9 +9,10 @@ import pytest
 
 import shoal
 
-WITH_A_RUN = {shoal._HOMES[name] for name in (
+NEED_A_RUN = {
     "train", "sample", "load_checkpoint", "chaos", "verify", "train_tokenizer", "write_report", "dry_run",
-)}  # fmt: skip
+}  # fmt: skip
+WITH_A_RUN = [module for module, names in shoal._HOMES.items() if NEED_A_RUN & {*names}]
 MODULES = [module.name for module in pkgutil.walk_packages(shoal.__path__, "shoal.")
            if module.name not in WITH_A_RUN and not module.name.endswith("__main__")]
 WINGS = sorted(path.parent.name for path in Path(shoal.__file__).parent.glob("*/__init__.py"))

@@ -12,12 +12,29 @@ Gate = Literal["top-k", "switch", "gshard", "noisy-top-k", "expert-choice"]
 Score = Literal["softmax", "sigmoid"]
 
 
-def last_of_every(layer: int, first: int, every: int) -> bool:
-    """Whether a layer is, behind the first so many, the last of every so many."""
-    return layer >= first and (layer - first) % every == every - 1
+class LayerPattern(Section):
+    """The layers of a model that are of some kind: after the first few, every n-th."""
+
+    first: NonNegativeInt = 0
+    """Layers at the start of the model that are plain."""
+
+    every: PositiveInt = 1
+    """After the first `first` layers, every `every`-th layer is of this kind: 2 is every other layer."""
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer is of this kind.
+
+        >>> [LayerPattern(first=1, every=2).has(layer) for layer in range(5)]
+        [False, False, True, False, True]
+        """
+        return layer >= self.first and (layer - self.first) % self.every == self.every - 1
+
+    def layers(self, total: int) -> list[int]:
+        """The layers of this kind, of ``total`` layers."""
+        return [layer for layer in range(total) if self.has(layer)]
 
 
-class Experts(Section):
+class Experts(LayerPattern):
     """The experts that stand in place of some layers' feed-forward blocks."""
 
     count: int = Field(gt=0, le=2**16)
@@ -32,12 +49,6 @@ class Experts(Section):
     shared: int = Field(default=0, ge=0, le=2**10)
     """Experts besides these that every token passes through (Dai et al. 2024, "DeepSeekMoE"), as one block of their
     width together."""
-
-    first: NonNegativeInt = 0
-    """The first so many layers have a dense block."""
-
-    every: PositiveInt = 1
-    """Behind those, the last of every so many layers has experts: 2 is every other layer."""
 
     gate: Gate = "top-k"
     """top-k (Jiang et al. 2024; Gale et al. 2023), switch (Fedus et al. 2022), gshard (Lepikhin et al. 2020),
@@ -65,15 +76,3 @@ class Experts(Section):
     bias_update: NonNegativeFloat = Field(default=0.0, lt=1)
     """What is added in every step to the bias of experts that got less than their share, and taken from that of the
     others; the bias counts in choosing alone (Wang et al. 2024, "Loss-free balancing"). 0 has no bias."""
-
-    def sparse(self, layer: int) -> bool:
-        """Whether a layer has experts.
-
-        >>> [Experts(count=8, ffn=1, first=1, every=2).sparse(layer) for layer in range(5)]
-        [False, False, True, False, True]
-        """
-        return last_of_every(layer, self.first, self.every)
-
-    def layers(self, total: int) -> list[int]:
-        """The layers of so many that have experts."""
-        return [layer for layer in range(total) if self.sparse(layer)]

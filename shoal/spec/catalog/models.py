@@ -147,10 +147,10 @@ class ModelShape(Section):
         return sum((of.capacity if of else 1) * self.layer_matrices(i) for i, of in enumerate(depths)) / self.layers
 
     def _experts_of(self, layer: int) -> Experts | None:
-        return self.experts if self.experts and self.experts.sparse(layer) else None
+        return self.experts if self.experts and self.experts.has(layer) else None
 
     def _depths_of(self, layer: int) -> Depths | None:
-        return self.depths if self.depths and self.depths.skips(layer) else None
+        return self.depths if self.depths and self.depths.has(layer) else None
 
     def _matrices_of_block(self) -> int:
         return 3 if self.family == "llama" else 2
