@@ -34,7 +34,19 @@ from shoal.launch.prefork import Child, PreforkServer
 ORDER = "SHOAL_TEST_COMMAND"
 
 
-class Command:
+class Polled:
+    """What waits for a process that can be asked whether it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("shoal", timeout)
+            time.sleep(0.002)
+        return code
+
+
+class Command(Polled):
     """A command that was forked: the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, child: Child, log: Path):
@@ -46,14 +58,6 @@ class Command:
 
     def poll(self) -> int | None:
         return self._child.poll()
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._child.poll() is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("shoal", timeout)
-            time.sleep(0.002)
-        return self._child.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.wait(timeout)
@@ -95,7 +99,7 @@ def command(words: list[str], environment: Mapping[str, str], cwd: Path, agent: 
 # ---- in the fork -----------------------------------------------------------------------------------------------------
 
 
-class Fork:
+class Fork(Polled):
     """A process of its own that calls a function: the part of `subprocess.Popen` that who starts it needs."""
 
     def __init__(self, run: Callable[[], object], environment: Mapping[str, str]):
@@ -130,24 +134,17 @@ class Fork:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork", timeout)
-            time.sleep(0.002)
-        return self.returncode
-
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_server(words: list[str], env: Mapping[str, str], stderr: IO[str], **_: object) -> Fork:
+def fork_server(words: list[str], env: Mapping[str, str], stderr: IO[str] | None, **_: object) -> Fork:
     """What forks a command's ranks."""
 
     def run() -> None:
-        os.dup2(stderr.fileno(), 2)
+        if stderr is not None:
+            os.dup2(stderr.fileno(), 2)
         sys.argv = words[2:]
         prefork.main()
 
