@@ -226,7 +226,7 @@ class RankProcesses:
         # One that was ended may be there for a while yet: asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
             living = {rank: sign.record for rank, sign in enumerate(signs) if sign.record}
-            self.lost = watchdog.locate(trouble, living, self.scratch)
+            self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch)
             assert self.lost is not None  # all ranks are here
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
 

@@ -20,7 +20,7 @@ import torch
 from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
 from shoal.base.section import plain
-from shoal.launch.checks.devices import devices_there, visible
+from shoal.launch.checks.devices import find_devices, visible_devices_variable
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.elastic_layout import replan
 from shoal.launch.local_launcher import RankProcesses, start_rank_server
@@ -119,7 +119,7 @@ class Supervisor:
             UsageError: it cannot be.
         """
         asked = self.config.parallel.world_size
-        there = devices_there(
+        there = find_devices(
             self.folder, self.device, asked, self._server if self.attempt else None
         )
         if len(there) < asked and not self.config.failover.replan:
@@ -139,7 +139,7 @@ class Supervisor:
             )
         chosen = there[: config.parallel.world_size]
         narrowed = self.device == "cuda" and chosen != list(range(len(chosen)))
-        return config, visible(chosen) if narrowed else {}
+        return config, visible_devices_variable(chosen) if narrowed else {}
 
     def _fits(self, config: RunConfig) -> None:
         check_memory(config, check(config), torch.device(self.device), range(config.parallel.world_size))

@@ -20,7 +20,7 @@ from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.elastic_layout import replan
 from shoal.launch.rank_env import RankEnv
-from shoal.launch.watch.postmortem import former
+from shoal.launch.watch.postmortem import read_previous_attempt
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RunConfig
 from shoal.training.check import check
@@ -64,22 +64,22 @@ def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -
         UsageError: the same.
     """
     if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        for last in former(member):
+        for last in read_previous_attempt(member):
             if last.usage:
                 raise UsageError(last.report)
 
 
-def starts_again(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def will_be_restarted(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether whoever started this process starts it again, or has done so; ``keep_going`` says so."""
     return keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
-def goes_on(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def should_resume(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether to resume the run in its folder though the command does not say so."""
-    return starts_again(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
+    return will_be_restarted(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
-def on_ranks_there(config: RunConfig, shape: ModelShape, member: RankEnv, keep_going: bool = False) -> RunConfig:
+def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, keep_going: bool = False) -> RunConfig:
     """The run on as many ranks as torch elastic or SLURM has brought together: if fewer, on the nearest layout.
 
     Ranks that the nearest layout leaves over are to `idle`. Where nobody starts the run again, the layout must fit.
@@ -90,7 +90,7 @@ def on_ranks_there(config: RunConfig, shape: ModelShape, member: RankEnv, keep_g
         UsageError: no layout fits.
     """
     fewer = member.world_size < config.parallel.world_size
-    if not (fewer and starts_again(keep_going) and config.failover.replan):
+    if not (fewer and will_be_restarted(keep_going) and config.failover.replan):
         return config
 
     def fits(changed: RunConfig) -> None:

@@ -17,8 +17,8 @@ from shoal.launch.checks.memory_check import check_memory
 from shoal.launch.checks.path_check import check_folders
 from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
-from shoal.launch.torch_elastic import check_elastic, goes_on, idle, on_ranks_there, refuse_again
-from shoal.launch.watch.peer_watch import shared_folder
+from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume
+from shoal.launch.watch.peer_watch import make_shared_folder
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.choose import goes_on_without
 from shoal.training.check import check
@@ -89,11 +89,11 @@ def _train(
     if member is not None:
         check_elastic(resume or run_folder)
         refuse_again(member)
-        config = on_ranks_there(config, check(config), member, keep_going)
+        config = adapt_to_ranks(config, check(config), member, keep_going)
         if member.rank >= config.parallel.world_size:
             return idle(member)
         member = member.among(config.parallel.world_size)
-    folder, restarted = resume or run_folder, resume is None and goes_on(run_folder, keep_going)
+    folder, restarted = resume or run_folder, resume is None and should_resume(run_folder, keep_going)
     resumed = folder if resume or restarted else None
     device = _check_run(config, member, ranks, run_folder, resumed, restarted)
     payload = {
@@ -138,5 +138,5 @@ def _join(payload: dict[str, Any], member: RankEnv, stop: StopRequests) -> int:
     try:
         return run(payload, member=member, stop=stop)
     except (UsageError, OSError) as error:  # the command line says what it was
-        record_end(shared_folder(member), member.rank, error)
+        record_end(make_shared_folder(member), member.rank, error)
         raise

@@ -28,7 +28,7 @@ from typing import Any
 
 from shoal.launch.prefork import PreforkServer, Process, end_processes, local_environment
 from shoal.launch.watch.rank_failure import Failure
-from shoal.launch.watch.watchdog import stacks
+from shoal.launch.watch.watchdog import collect_stacks
 
 PRELOADED = ["shoal.launch.preload"]
 """Modules that the server of all pools imports."""
@@ -249,7 +249,7 @@ class _Call:
         if hung:
             pids, files = {n: w.process.pid for n, w in hung.items()}, {n: w.stack for n, w in hung.items()}
             trouble = "hung and was killed; its stack then, last call first:"
-            for number, stack in stacks(pids, files).items():
+            for number, stack in collect_stacks(pids, files).items():
                 self.failures[number] = Failure(number, 0, report=stack, trouble=trouble)
         if self.failures:
             ordered = sorted(self.failures.values(), key=lambda failure: failure.order)

@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.launch.checks.devices import LOST_FILE, failing, marked_lost, visible
+from shoal.launch.checks.devices import LOST_FILE, find_failing_devices, read_lost_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
@@ -117,29 +117,29 @@ def test_the_last_replica_computes_twice_by_itself():
 
 @pytest.mark.parametrize(("text", "lost"), [("[3, 1]", {1, 3}), ("[]", set()), ("", set())])
 def test_what_is_marked_as_lost(text, lost, tmp_path):
-    assert marked_lost(tmp_path) == set()
+    assert read_lost_devices(tmp_path) == set()
     (tmp_path / LOST_FILE).write_text(text)
-    assert marked_lost(tmp_path) == lost
+    assert read_lost_devices(tmp_path) == lost
 
 
 @pytest.mark.parametrize("text", ["3", "{}", '["a"]', "[-1]", "[true]", "nonsense"])
 def test_a_list_that_is_none_is_refused(text, tmp_path):
     (tmp_path / LOST_FILE).write_text(text)
     with pytest.raises(UsageError, match="must hold a JSON list"):
-        marked_lost(tmp_path)
+        read_lost_devices(tmp_path)
 
 
 def test_devices_are_asked_for_a_sum(rank_server, capfd):
-    assert failing(rank_server, ["cpu", "cpu"]) == set()
-    assert failing(rank_server, ["cpu", "nonsense:1"]) == {1}
+    assert find_failing_devices(rank_server, ["cpu", "cpu"]) == set()
+    assert find_failing_devices(rank_server, ["cpu", "nonsense:1"]) == {1}
     assert "nonsense:1 does not compute:\nTraceback" in capfd.readouterr().err
 
 
 def test_devices_are_chosen_among_those_that_are_visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert visible_devices_variable([0, 2]) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
-    assert visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    assert visible_devices_variable([0, 2]) == {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

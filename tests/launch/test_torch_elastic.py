@@ -13,9 +13,9 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.launch import torch_elastic
 from shoal.launch.checks import memory_check
-from shoal.launch.checks.memory_check import held_by
+from shoal.launch.checks.memory_check import count_rank_memory
 from shoal.launch.rank_env import RankEnv
-from shoal.launch.torch_elastic import OWN_STORE, check_elastic, goes_on, idle, on_ranks_there
+from shoal.launch.torch_elastic import OWN_STORE, adapt_to_ranks, check_elastic, idle, should_resume
 from shoal.spec.config import build_config, save_config
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
@@ -168,32 +168,32 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
     (False, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
 ])
 def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
-    assert not goes_on(tmp_path, keep_going, environment)  # there is no run yet
+    assert not should_resume(tmp_path, keep_going, environment)  # there is no run yet
     (tmp_path / "run.toml").touch()
-    assert goes_on(tmp_path, keep_going, environment) is expected
-    assert not goes_on(None, keep_going, environment)
+    assert should_resume(tmp_path, keep_going, environment) is expected
+    assert not should_resume(None, keep_going, environment)
 
 
 def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), RankEnv(2, 3, 2, 3, "torchrun", ("localhost", 1))
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
-    assert on_ranks_there(config, shape, member) is config
-    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 2
+    assert adapt_to_ranks(config, shape, member) is config
+    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 2
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert on_ranks_there(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
+    assert adapt_to_ranks(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
     fixed = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
-    assert on_ranks_there(fixed, shape, member) is fixed
+    assert adapt_to_ranks(fixed, shape, member) is fixed
 
 
 def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), RankEnv(1, 2, 1, 2, "slurm", ("localhost", 1))
-    nearest = on_ranks_there(config, shape, member, keep_going=True)
+    nearest = adapt_to_ranks(config, shape, member, keep_going=True)
     assert nearest.parallel.dp == 2
-    needed = 2 * held_by(nearest, shape, torch.device("cpu"))[0].total
+    needed = 2 * count_rank_memory(nearest, shape, torch.device("cpu"))[0].total
     monkeypatch.setattr(memory_check, "host_memory", lambda: needed - 1)
-    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 1
+    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 1
 
 
 def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
@@ -206,7 +206,7 @@ def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
         return check(changed)
 
     monkeypatch.setattr(torch_elastic, "check", no_two)
-    assert on_ranks_there(config, shape, member, keep_going=True).parallel.dp == 1
+    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 1
 
 
 def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturbed):

@@ -22,7 +22,7 @@ LOST_FILE = "lost-devices"
 PROBE_SECONDS = 30.0  # for a device to answer; a context of CUDA takes some
 
 
-def marked_lost(folder: Path) -> set[int]:
+def read_lost_devices(folder: Path) -> set[int]:
     """The devices that the run folder says are lost.
 
     Raises:
@@ -40,7 +40,7 @@ def marked_lost(folder: Path) -> set[int]:
     return set(found)
 
 
-def devices_there(folder: Path, device: str, asked: int, server: PreforkServer | None) -> list[int]:
+def find_devices(folder: Path, device: str, asked: int, server: PreforkServer | None) -> list[int]:
     """The devices that the next attempt may use, at most as many as it asks for.
 
     Args:
@@ -49,13 +49,13 @@ def devices_there(folder: Path, device: str, asked: int, server: PreforkServer |
         server: forks those who ask the devices; None believes that all are well.
     """
     count = torch.cuda.device_count() if device == "cuda" else asked
-    there = set(range(count)) - marked_lost(folder)
+    there = set(range(count)) - read_lost_devices(folder)
     if server is not None and device == "cuda":  # a core that does not compute asks nobody
-        there -= failing(server, [f"cuda:{index}" for index in range(count)])
+        there -= find_failing_devices(server, [f"cuda:{index}" for index in range(count)])
     return sorted(there)[:asked]
 
 
-def failing(server: PreforkServer, devices: list[str]) -> set[int]:
+def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
     """The devices that do not compute, by their places in the list; each is asked by a process of its own, as one may
     hang."""
     with Pool(len(devices), server=server) as pool:
@@ -78,7 +78,7 @@ def check_device(name: str) -> None:
         raise RuntimeError(f"{name} computes wrong sums")
 
 
-def visible(devices: list[int]) -> dict[str, str]:
+def visible_devices_variable(devices: list[int]) -> dict[str, str]:
     """The environment in which these CUDA devices are 0, 1, ...: they may be numbered within others already."""
     outer = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = outer.split(",") if outer else None

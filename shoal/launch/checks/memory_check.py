@@ -58,7 +58,9 @@ class RankMemory:
         return ", ".join(f"{names.get(name, name)} {show_bytes(size)}" for name, size in vars(self).items() if size)
 
 
-def held_by(config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False) -> list[RankMemory]:
+def count_rank_memory(
+    config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False
+) -> list[RankMemory]:
     """What the first rank of every pipeline rank holds at least, at the worst time of a step.
 
     Args:
@@ -109,7 +111,7 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
         UsageError: with what a rank needs by the formulas, and what there is.
     """
     layout = config.parallel
-    held = held_by(config, shape, device, one_host=len(ranks) == layout.world_size)
+    held = count_rank_memory(config, shape, device, one_host=len(ranks) == layout.world_size)
     here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
     fullest = max(here, key=lambda rank: rank.total)
     if layout.offload == "none" and device.type == "cpu":

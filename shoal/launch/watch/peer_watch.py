@@ -32,29 +32,29 @@ LEFT_SECONDS = 60.0
 """For which records that nobody keeps any more are left alone."""
 
 
-def shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
+def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
     """The folder of this host's ranks in this round, made if need be; None where it cannot be trusted.
 
     What earlier rounds of this job left is removed, and what jobs left that were killed.
     """
-    folder = folder_of(member, environment)
+    folder = round_folder(member, environment)
     if member.local_rank == 0:
         others = Path(tempfile.gettempdir()).glob(f"{EVERYONES}*")
-        for other in [*folders(environment), *filter(_is_left, others)]:
+        for other in [*job_folders(environment), *filter(_is_left, others)]:
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder if is_private(folder) else None
 
 
-def folder_of(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
+def round_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
     """Where this host's ranks keep their records in this round, named by the job, the attempt and the port."""
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
     name = f"{_prefix(environment)}{member.meeting_point[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 
-def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+def job_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Those of this host's ranks in all rounds of this job."""
     return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix(environment)}*") if is_private(found)]
 
@@ -85,7 +85,7 @@ class PeerWatch:
     """Watches from a thread of this rank, until the process ends.
 
     Args:
-        folder: `shared_folder`.
+        folder: `make_shared_folder`.
         run_folder: where lost ranks are recorded as events.
     """
 
@@ -116,7 +116,8 @@ class PeerWatch:
             first = self.ranks[0]
             if trouble.rank >= 0:
                 trouble = replace(trouble, rank=first + trouble.rank)
-            lost = watchdog.locate(trouble, {first + i: one for i, one in there.items()}, self.folder, alone=False)
+            living = {first + i: record for i, record in there.items()}
+            lost = watchdog.locate_lost_rank(trouble, living, self.folder, alone=False)
             if lost is None:
                 time.sleep(self.dog.limits.stall_seconds)  # for a rank of another host, whose neighbours will see it
             else:

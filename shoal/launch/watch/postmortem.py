@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from shoal.launch.rank_env import RankEnv, record_path
-from shoal.launch.watch.peer_watch import ended_path, folder_of, folders
+from shoal.launch.watch.peer_watch import ended_path, job_folders, round_folder
 from shoal.training.resilience.heartbeat import Phase, read
 
 
@@ -40,21 +40,21 @@ class Last:
     told: bool  # whether another rank ended it, and has recorded that
 
 
-def former(member: RankEnv) -> list[Last]:
+def read_previous_attempt(member: RankEnv) -> list[Last]:
     """What the ranks of this host left behind in the attempt before; to be asked before this attempt has a folder."""
     made = {}  # of each folder but that of this round, which a faster rank may have made already
-    for folder in folders():
+    for folder in job_folders():
         with contextlib.suppress(FileNotFoundError):  # another rank of this round removes it
-            if folder != folder_of(member):
+            if folder != round_folder(member):
                 made[folder] = folder.stat().st_mtime
     if member.how == "torchrun":  # its number may have been another process's, long ago
         begun = psutil.Process(os.getppid()).create_time()
         made = {folder: when for folder, when in made.items() if when >= begun}
     newest = max(made, key=made.__getitem__, default=None)
-    return examine(newest) if newest else []
+    return read_records(newest) if newest else []
 
 
-def examine(folder: Path) -> list[Last]:
+def read_records(folder: Path) -> list[Last]:
     """The ranks that kept their records in a folder."""
     port, _, world_size = folder.name.split("-")[-3:]
     host, since_epoch = socket.gethostname(), time.time() - time.monotonic()
@@ -75,7 +75,7 @@ def examine(folder: Path) -> list[Last]:
     return every
 
 
-def cause(every: list[Last]) -> dict[str, Any] | None:
+def find_cause(every: list[Last]) -> dict[str, Any] | None:
     """Of what all hosts know, the rank that ended the newest attempt, as values of its event; None where none did, or
     where that has been told.
 

@@ -155,7 +155,7 @@ def write_stack_when_asked(path: Path) -> None:
     faulthandler.register(STACK_SIGNAL, open(path, "a"), all_threads=True)  # noqa: SIM115 -- for good
 
 
-def stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
+def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
     """Ask ranks for their stacks; "" of one that gives none in time.
 
     Args:
@@ -180,7 +180,7 @@ def _content(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def locate(
+def locate_lost_rank(
     trouble: Trouble, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
 ) -> Failure | None:
     """The rank that is in trouble, with its stack.
@@ -192,22 +192,22 @@ def locate(
     """
     asked = records if trouble.rank < 0 else {trouble.rank: records[trouble.rank]}
     pids = {rank: record.pid for rank, record in asked.items()}
-    found = stacks(pids, {rank: stack_path(folder, rank) for rank in asked}, wake=trouble.rank >= 0)
-    if trouble.rank < 0 and not alone and all(map(waits, found.values())):
+    found = collect_stacks(pids, {rank: stack_path(folder, rank) for rank in asked}, wake=trouble.rank >= 0)
+    if trouble.rank < 0 and not alone and all(map(is_waiting, found.values())):
         return None
-    rank = trouble.rank if trouble.rank >= 0 else who_is_stuck(found, records)
+    rank = trouble.rank if trouble.rank >= 0 else find_stuck_rank(found, records)
     how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
     return Failure(rank, -signal.SIGKILL, trouble.since, redact(found[rank]), how, trouble.since, records[rank])
 
 
-def who_is_stuck(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
+def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
     """Of ranks of which none gets on, the one that the others wait for: it is not itself in a collective; where all
     are, the one that has come least far."""
-    busy = [rank for rank, stack in found.items() if stack and not waits(stack)]
+    busy = [rank for rank, stack in found.items() if stack and not is_waiting(stack)]
     return min(busy or found, key=lambda rank: (records[rank].steps, records[rank].count, rank))
 
 
-def waits(stack: str) -> bool:
+def is_waiting(stack: str) -> bool:
     """Whether a rank's main thread, which took the signal, waits for others, by what `faulthandler` wrote."""
     frames = stack.partition("Current thread")[2].splitlines()[1:7]
     return any(WAITING.search(line) for line in itertools.takewhile(lambda line: line.startswith("  "), frames))

@@ -9,7 +9,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
-from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes, held_by
+from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes, count_rank_memory
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.spec.config import build_config as config_of
 
@@ -55,5 +55,5 @@ def test_a_rank_holds_the_numbers_of_an_estimate_of_the_curvature_besides() -> N
     for rule in ("sophia-g", "sophia-h"):
         config = config_of({"optimizer": {"name": rule}})
         shape = config.model.shape(vocab=259, sequence_length=8)
-        (held[rule],) = held_by(config, shape, torch.device("cpu"))
+        (held[rule],) = count_rank_memory(config, shape, torch.device("cpu"))
     assert held["sophia-h"].total - held["sophia-g"].total == 2 * 4 * shape.parameters()

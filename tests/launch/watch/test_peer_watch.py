@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.rank_env import RankEnv
-from shoal.launch.watch.peer_watch import LEFT_SECONDS, shared_folder
+from shoal.launch.watch.peer_watch import LEFT_SECONDS, make_shared_folder
 from shoal.training.resilience.heartbeat import Heartbeat, record_path
 
 LONG = 2 * LEFT_SECONDS
@@ -47,19 +47,19 @@ def test_what_dead_jobs_left_is_removed_and_nothing_else(temporary):
         folder_of(temporary, name, pid, silent, age)
     (temporary / f"shoal-beats-{os.getuid() + 1}-theirs").mkdir()
     (temporary / f"shoal-beats-{os.getuid()}-1234-29400-0").mkdir(mode=0o755)
-    mine = shared_folder(MEMBER, {"SLURM_JOB_ID": "77"})
+    mine = make_shared_folder(MEMBER, {"SLURM_JOB_ID": "77"})
     there = {path.name.split("-", 3)[-1] for path in temporary.iterdir()}
     assert mine.is_dir() and there == {*kept, "77-29400-0-2", "theirs", "1234-29400-0"}
 
 
 def test_the_first_rank_of_a_host_alone_removes(temporary):
     folder_of(temporary, "empty-29400-0", None, silent=0)
-    shared_folder(RankEnv(1, 2, 1, 2, "torchrun", ("localhost", 29400)), {})
+    make_shared_folder(RankEnv(1, 2, 1, 2, "torchrun", ("localhost", 29400)), {})
     assert len(list(temporary.iterdir())) == 2
 
 
 def test_an_earlier_round_of_the_same_job_is_removed_at_once(temporary):
     environment = {"SLURM_JOB_ID": "77"}
-    first = shared_folder(MEMBER, environment)
-    second = shared_folder(MEMBER, {**environment, "TORCHELASTIC_RESTART_COUNT": "1"})
+    first = make_shared_folder(MEMBER, environment)
+    second = make_shared_folder(MEMBER, {**environment, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert first != second and [*temporary.iterdir()] == [second]

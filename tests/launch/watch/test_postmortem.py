@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv, record_end
 from shoal.launch.torch_elastic import refuse_again
 from shoal.launch.watch import peer_watch
-from shoal.launch.watch.postmortem import Last, cause, former
+from shoal.launch.watch.postmortem import Last, find_cause, read_previous_attempt
 from shoal.pipeline.program import Action, Op
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     """Of the attempt before, with a rank that was in its fifth step."""
     monkeypatch.setattr(peer_watch.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(heartbeat.threading.Thread, "start", lambda thread: None)  # no more signs of life
-    made = peer_watch.shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    made = peer_watch.make_shared_folder(MEMBER, {"TORCHELASTIC_RESTART_COUNT": "0"})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of the attempt now
     rank = Heartbeat(heartbeat.record_path(made, 1))
     rank.begun(4)
@@ -35,23 +35,23 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_what_a_rank_left_behind_is_read(folder):
-    [last] = former(MEMBER)
+    [last] = read_previous_attempt(MEMBER)
     assert (last.rank, last.world_size, last.step, last.done, last.report, last.told) == (1, 2, 4, False, "", False)
     assert last.where.startswith("in step 5, backward")
     record_end(folder, 1, ArithmeticError("the cause"))
-    assert "ArithmeticError: the cause" in former(MEMBER)[0].report
+    assert "ArithmeticError: the cause" in read_previous_attempt(MEMBER)[0].report
     peer_watch.ended_path(folder, 1).touch()
-    assert former(MEMBER)[0].told
+    assert read_previous_attempt(MEMBER)[0].told
 
 
 def test_what_a_faster_rank_of_this_attempt_has_made_is_not_of_the_one_before(folder):
-    peer_watch.folder_of(MEMBER).mkdir(mode=0o700)
-    assert [last.rank for last in former(MEMBER)] == [1]
+    peer_watch.round_folder(MEMBER).mkdir(mode=0o700)
+    assert [last.rank for last in read_previous_attempt(MEMBER)] == [1]
 
 
 def test_what_an_agent_of_the_same_number_left_long_ago_is_not(folder):
     os.utime(folder, (1, 1))
-    assert former(MEMBER) == []
+    assert read_previous_attempt(MEMBER) == []
 
 
 @pytest.mark.parametrize(("every", "rank", "how"), [
@@ -62,7 +62,7 @@ def test_what_an_agent_of_the_same_number_left_long_ago_is_not(folder):
     ([replace(LEFT, attempt="1 2", ended=1.0), RAISED, replace(RAISED, rank=1, ended=9.0)], 1, "raised"),
 ])
 def test_the_cause_is_named(every, rank, how):
-    found = cause(every)
+    found = find_cause(every)
     assert found["rank"] == rank and found["how"].startswith(how)
 
 
@@ -70,7 +70,7 @@ def test_the_cause_is_named(every, rank, how):
     [], [replace(LEFT, done=True)], [replace(LEFT, told=True), replace(RAISED, rank=1)],
 ])
 def test_nothing_is_said_twice_nor_of_who_was_done(every):
-    assert cause(every) is None
+    assert find_cause(every) is None
 
 
 def test_bad_input_is_not_tried_again(folder):

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.engine.collectives.ops import read
-from shoal.launch.watch.watchdog import LONGEST_GAP, SLOW_SECONDS, STOPPED_SECONDS, Sign, Watchdog, waits, who_is_stuck
+from shoal.launch.watch.watchdog import (
+    LONGEST_GAP,
+    SLOW_SECONDS,
+    STOPPED_SECONDS,
+    Sign,
+    Watchdog,
+    find_stuck_rank,
+    is_waiting,
+)
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
@@ -140,7 +148,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_sum_waits(tmp_path):
                 faulthandler.dump_traceback(file)
 
     read(Summed())
-    assert waits((tmp_path / "stack").read_text())
+    assert is_waiting((tmp_path / "stack").read_text())
 
 
 def test_no_line_reads_what_it_sums_where_it_is_not_seen():
@@ -151,8 +159,8 @@ def test_no_line_reads_what_it_sums_where_it_is_not_seen():
 
 
 def test_the_stuck_rank_is_the_one_that_does_not_wait():
-    assert waits(WAITS) and not waits(WORKS)
+    assert is_waiting(WAITS) and not is_waiting(WORKS)
     records = {rank: record(count=10 - rank) for rank in range(3)}
-    assert who_is_stuck({0: WAITS, 1: WORKS, 2: WAITS}, records) == 1
-    assert who_is_stuck({0: WAITS, 1: WAITS, 2: WAITS}, records) == 2  # the one that has come least far
-    assert who_is_stuck({0: WAITS, 1: WAITS, 2: WAITS}, records | {0: record(steps=4)}) == 0
+    assert find_stuck_rank({0: WAITS, 1: WORKS, 2: WAITS}, records) == 1
+    assert find_stuck_rank({0: WAITS, 1: WAITS, 2: WAITS}, records) == 2  # the one that has come least far
+    assert find_stuck_rank({0: WAITS, 1: WAITS, 2: WAITS}, records | {0: record(steps=4)}) == 0

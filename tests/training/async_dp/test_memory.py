@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.launch.checks.memory_check import RankMemory, held_by
+from shoal.launch.checks.memory_check import RankMemory, count_rank_memory
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
@@ -45,7 +45,7 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
         shared = [bucket.full for bucket in parameters.buckets]
     for tensor in shared:
         own.pop(tensor.untyped_storage().data_ptr(), None)
-    said, = held_by(config, engine.shape, torch.device("cpu"), one_host=True)
+    said, = count_rank_memory(config, engine.shape, torch.device("cpu"), one_host=True)
     return sum(own.values()) + common / engine.mesh.size("dp"), said
 
 
