@@ -82,11 +82,11 @@ class Supervisor:
             stack.callback((self.folder / PROCESSES_FILE).unlink, missing_ok=True)
             while True:
                 ending = self._attempt(stack)
-                if not self._goes_on(ending):
+                if not self._should_restart(ending):
                     break
                 self.attempt += 1
             code = PREEMPTED if ending.cause and self.stop.preempted else ending.code
-            self._tell_end(code)
+            self._report_end(code)
             return code
 
     # ---- attempts ----------------------------------------------------------------------------------------------
@@ -119,9 +119,7 @@ class Supervisor:
             UsageError: it cannot be.
         """
         asked = self.config.parallel.world_size
-        there = find_devices(
-            self.folder, self.device, asked, self._server if self.attempt else None
-        )
+        there = find_devices(self.folder, self.device, asked, self._server if self.attempt else None)
         if len(there) < asked and not self.config.failover.replan:
             raise UsageError(
                 f"{len(there)} of the {asked} devices are there, and failover.replan = false."
@@ -132,7 +130,7 @@ class Supervisor:
             config = replan(config, check(config), len(there), fits=self._fits)
         if config.parallel != self._layout:
             self._layout = config.parallel
-            self._say(f"{len(there)} of {asked} devices are there: now on {config.parallel.describe()}")
+            self._print(f"{len(there)} of {asked} devices are there: now on {config.parallel.describe()}")
             write_event(
                 self.folder, "replanned", attempt=self.attempt, devices=there, layout=config.parallel.describe(),
                 ranks=config.parallel.world_size,
@@ -144,7 +142,7 @@ class Supervisor:
     def _fits(self, config: RunConfig) -> None:
         check_memory(config, check(config), torch.device(self.device), range(config.parallel.world_size))
 
-    def _goes_on(self, ending: Ending) -> bool:
+    def _should_restart(self, ending: Ending) -> bool:
         """Whether there is another attempt."""
         cause = ending.cause
         if cause is None:
@@ -157,18 +155,18 @@ class Supervisor:
             return False
         limit = self.config.failover.restarts
         if limit and self.attempt == 0 and ending.furthest < 0 and not cause.sure:
-            self._say("not restarted: it never came to its first step, so that it would hardly do so now")
+            self._print("not restarting: the first attempt failed before step 1")
             return False
         if ending.furthest > self.furthest:
             self.furthest, self.fruitless = ending.furthest, 0
         self.fruitless += 1
         if self.fruitless > limit:
             if limit:
-                self._say(f"not restarted: {limit} restarts brought it no further than step {max(0, self.furthest)}")
+                self._print(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
         since = cause.since if cause.trouble else cause.record.alive if cause.record else time.monotonic()
         self._recovery = since, ending.furthest
-        self._say(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
+        self._print(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
         write_event(self.folder, "restart", attempt=self.attempt + 1)
         return True
 
@@ -199,7 +197,7 @@ class Supervisor:
             "scratch": str(scratch),
         }))
 
-    def _tell_end(self, code: int) -> None:
+    def _report_end(self, code: int) -> None:
         counted, seconds = self.time.counted, self.time.seconds
         average = sum(self.recoveries) / len(self.recoveries) if self.recoveries else None
         write_event(
@@ -208,10 +206,10 @@ class Supervisor:
             recovery=average and round(average, 2),
         )
         if self.recoveries:
-            self._say(
+            self._print(
                 f"failures: {self.failures}; steps made again: {self.lost}; {average:.1f} s to the next step on average"
                 f"; effective training time {round(counted / seconds, 4):.1%} of {seconds:.0f} s"
             )
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)

@@ -76,7 +76,7 @@ def test_restarts_without_progress_are_bounded(supervised, corpus, capfd):
     assert code == 1
     assert [event["step"] for event in events(folder, "failure")] == [5, 5, 5]
     said = capfd.readouterr().err
-    assert "not restarted: 2 restarts brought it no further than step 5" in said
+    assert "not restarting: 2 restarts made no progress past step 5" in said
     assert said.count("ArithmeticError: the planted fault") == 3
 
 
@@ -91,7 +91,7 @@ def test_restarts_with_progress_are_not(supervised, corpus, capfd):
 def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, capfd):
     code, folder = supervised(config_of(corpus), "raise@0:1:", always=True)
     assert code == 1
-    assert len(events(folder, "failure")) == 1 and "it never came to its first step" in capfd.readouterr().err
+    assert len(events(folder, "failure")) == 1 and "the first attempt failed before step 1" in capfd.readouterr().err
 
 
 def test_a_rank_lost_after_the_last_step_costs_none(supervised, undisturbed, corpus):
