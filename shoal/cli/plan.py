@@ -12,9 +12,8 @@ from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
-from shoal.report.planning.query_lines import budget_lines, fewest_line, map_lines, what_if_lines
+from shoal.report.planning import tables
 from shoal.report.planning.search_progress import search_progress
-from shoal.report.planning.tables import estimate_of, lines, reasons, run_toml
 from shoal.spec.layout import Layout
 
 
@@ -99,20 +98,20 @@ def run(options: PlanOptions) -> int:
 
 def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if options.toml:
-        run_toml(options.model, planner.run, Layout())  # or is refused before anything is sought
+        tables.run_toml(options.model, planner.run, Layout())  # or is refused before anything is sought
     with search_progress("searching") as progress:
         plan = planner.plan(options.top, progress)
-    estimates = [estimate_of(plan, found) for found in plan.best]
-    print("\n".join(lines(options.model, plan, estimates)))
+    estimates = [tables.estimate_of(plan, found) for found in plan.best]
+    print("\n".join(tables.lines(options.model, plan, estimates)))
     if not plan.best:
         return 1
     if options.toml:
-        options.toml.write_text(run_toml(options.model, planner.run, plan.best[0].layout))
+        options.toml.write_text(tables.run_toml(options.model, planner.run, plan.best[0].layout))
         print(f"written: {options.toml}")
     if options.out:
         from shoal.report.planning.search_page import write_page  # which draws
 
-        write_page(options.out, plan, estimates, reasons(plan, estimates))
+        write_page(options.out, plan, estimates, tables.reasons(plan, estimates))
         print(f"written: {options.out}")
     return 0
 
@@ -121,13 +120,13 @@ def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     with search_progress("asking") as progress:
         if options.fewest:
             fewest = planner.fewest(progress)
-            print(fewest_line(planner, fewest))
+            print(tables.fewest_line(planner, fewest))
             return 0 if fewest else 1
         if options.budget:
             paid = planner.within_budget(options.budget, options.tokens, options.price, progress)
-            print("\n".join(budget_lines(planner, paid)))
+            print("\n".join(tables.budget_lines(planner, paid)))
             return 0 if paid.found else 1
-        print("\n".join(what_if_lines(planner.what_if(progress))))
+        print("\n".join(tables.what_if_lines(planner.what_if(progress))))
         return 0
 
 
@@ -135,7 +134,7 @@ def _map(options: PlanOptions, planners: list[shoal.LayoutPlanner]) -> int:
     nodes = parse_counts(options.map, where="--map")
     with search_progress("mapping") as progress:
         found = [planner.on_nodes(nodes, progress) for planner in planners]
-    print("\n".join(map_lines(planners, nodes, found)))
+    print("\n".join(tables.map_lines(planners, nodes, found)))
     if options.out:
         from shoal.report.planning.search_page import write_map
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.planning.estimable import check_layout_on_cluster
@@ -14,26 +14,16 @@ from shoal.spec.layout import Layout
 FASTER = 0.99  # of a step: less of a gain is none
 
 
-class LayoutChange(NamedTuple):
-    """A change of a layout.
+def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]]:
+    """Find the changes that help most, each with the estimate of the run with it.
 
-    Attributes:
-        name: the fields and their new values, in words.
-        estimate: with it.
-    """
-
-    name: str
-    estimate: Estimate
-
-
-def find_changes(estimate: Estimate, most: int = 4) -> list[LayoutChange]:
-    """Find the changes that help most: those that fit and are faster, or, where the run does not fit, those that fit.
+    Those are the ones that fit and are faster; where the run does not fit, those that fit.
 
     Args:
         estimate: of the run as it is.
         most: changes to return, the fastest first.
     """
-    run, found = estimate.run, []
+    run, found = estimate.run, list[tuple[str, Estimate]]()
     for name, layout in _candidates(run.layout):
         changed = replace(run, layout=layout)
         try:
@@ -42,8 +32,8 @@ def find_changes(estimate: Estimate, most: int = 4) -> list[LayoutChange]:
         except UsageError:
             continue
         if other.fits and (not estimate.fits or other.step_seconds < FASTER * estimate.step_seconds):
-            found.append(LayoutChange(name, other))
-    return sorted(found, key=lambda change: (change.estimate.step_seconds, change.name))[:most]
+            found.append((name, other))
+    return sorted(found, key=lambda change: (change[1].step_seconds, change[0]))[:most]
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:

@@ -7,7 +7,7 @@ simulated.
 from __future__ import annotations
 
 from functools import cached_property
-from math import exp
+from math import exp, log2
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from shoal.planning.cost.flops import hardware_flops, model_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
 from shoal.planning.cost.time.engine_layer import spread
-from shoal.planning.cost.time.shared_cores import on_cores
 from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes
 from shoal.planning.run import EstimatedRun
 
@@ -75,10 +74,23 @@ class Estimate(StagePrices):
         return self._seconds(self.timeline)
 
     def _seconds(self, timeline: Timeline) -> float:
-        """Of a step as it is played, each rank on a core of its own or all on those that there are."""
-        if self.run.cluster.at_once is None:
+        """Of a step as it is played, each rank on a core of its own or all on those that there are.
+
+        On shared cores every moment lasts as much longer as more ranks compute in it than there are cores: who waits
+        leaves them to others. And whoever meets others in every layer or at the end waits for the last of them, which
+        is late by chance (`stragglers`, which `shoal calibrate` measures).
+        """
+        cluster, layout = self.run.cluster, self.run.layout
+        if cluster.at_once is None:
             return timeline.step_time
-        return on_cores(timeline, self.run.layout, self.run.cluster)
+        own = timeline.end[0] > timeline.start[0]
+        own[timeline.pairs] = False
+        times = np.concatenate([timeline.start[0][own], timeline.end[0][own]])
+        order = np.argsort(times, kind="stable")
+        computing = np.cumsum(np.repeat([1, -1], len(times) // 2)[order])[:-1]
+        crowded = np.maximum(1.0, computing * cluster.turns / timeline.ranks)
+        late = 1 + self.constants["stragglers"] * log2(layout.world_size // layout.pp)
+        return late * (float(times.min()) + float(np.diff(times[order]) @ crowded))
 
     @cached_property
     def durations(self) -> ActionTimes:

@@ -11,7 +11,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import Plan
 from shoal.report.charts import COLOURS
 from shoal.report.planning.page_parts import html_table, stacked_bars, write
-from shoal.report.planning.query_lines import mfu_of
+from shoal.report.planning.tables import mfu_of
 from shoal.report.svg import FAINT, INK, Canvas, mix
 from shoal.spec.layout import Layout
 
