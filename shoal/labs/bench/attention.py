@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -14,26 +13,11 @@ from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
 from shoal.engine.models.attention import AttentionCore, Kernel
-from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, make_table
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 
 KERNELS: tuple[Kernel, ...] = ("sdpa", "explicit")
-
-
-@dataclass(frozen=True)
-class AttentionTiming:
-    """Forward and backward of causal attention.
-
-    Attributes:
-        seconds: by kernel, median.
-        difference: largest difference of the two outputs, relative to the largest output.
-    """
-
-    precision: BenchPrecision
-    sequence_length: int
-    seconds: dict[str, float]
-    difference: float
 
 
 class AttentionBenchmark(Benchmark):
@@ -64,19 +48,15 @@ class AttentionBenchmark(Benchmark):
             tune_process()
         timings = [self.measure(length, precision, device) for precision in DTYPES for length in self.lengths]
         title = f"causal attention, forward and backward, {self.tokens} tokens, on {device}"
-        console.print(make_table(title, timings, {
-            "dtype": lambda timing: timing.precision,
-            "sequence": lambda timing: timing.sequence_length,
-            "sdpa ms": lambda timing: f"{timing.seconds['sdpa'] * 1e3:.2f}",
-            "explicit ms": lambda timing: f"{timing.seconds['explicit'] * 1e3:.2f}",
-            "sdpa / explicit": lambda timing: f"{timing.seconds['sdpa'] / timing.seconds['explicit']:.2f}",
-            "difference": lambda timing: f"{timing.difference:.0e}",
-            "faster": lambda timing: min(KERNELS, key=timing.seconds.__getitem__),
-        }))
+        console.print(make_table(title, timings))
         return True
 
-    def measure(self, length: int, precision: BenchPrecision, device: torch.device) -> AttentionTiming:
-        """Time both kernels in turn, on as many sequences of a length as the tokens make (at least one)."""
+    def measure(self, length: int, precision: BenchPrecision, device: torch.device) -> Row:
+        """Time both kernels in turn, on as many sequences of a length as the tokens make (at least one).
+
+        Returns:
+            Median times, and the largest difference of the outputs relative to the largest output.
+        """
         shape = (max(1, self.tokens // length), self.heads, length, self.head_dim)
         generator = torch.Generator().manual_seed(0)
         q, k, v, gradient = (torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4))
@@ -93,6 +73,10 @@ class AttentionBenchmark(Benchmark):
             {str(kernel): partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device
         )
         fused, explicit = (outputs[kernel].float() for kernel in KERNELS)
-        difference = (fused - explicit).abs().max() / fused.abs().max()
-        medians = {kernel: median(times) for kernel, times in seconds.items()}
-        return AttentionTiming(precision, length, medians, float(difference))
+        fused_ms, explicit_ms = (1e3 * median(seconds[kernel]) for kernel in KERNELS)
+        return {
+            "dtype": precision, "sequence": length, "sdpa ms": fused_ms, "explicit ms": explicit_ms,
+            "sdpa / explicit": fused_ms / explicit_ms,
+            "difference": float((fused - explicit).abs().max() / fused.abs().max()),
+            "faster": "sdpa" if fused_ms < explicit_ms else "explicit",
+        }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich import box
@@ -23,12 +24,10 @@ from shoal.base.files import write_whole
 from shoal.base.section import Section
 from shoal.engine.device import usable_cores
 
-Row = TypeVar("Row")
+Row = Mapping[str, Any]
+"""One line of a table: a value for each column."""
 Say = Callable[[str], None]
 """Called with what is measured next."""
-
-VERDICTS = {None: "", True: "[green]yes", False: "[red]no"}
-"""How a table shows whether a target is met; None where there is no target."""
 
 
 class Benchmark(Section):
@@ -90,29 +89,41 @@ def check_folder(path: Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: there is no such folder.")
 
 
-def make_table(
-    title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]], *,
-    heading: Callable[[Row], str] = lambda row: "", style: Callable[[Row], str] = lambda row: "",
-) -> Table:
-    """A table for the terminal: a function for each column makes its cell of a row.
+def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
+    """A table for the terminal: a column for each key of the rows.
 
     Args:
-        heading: stands above consecutive rows that have the same one.
-        style: of a row, as rich calls it.
+        above: the key whose value stands above the consecutive rows that have the same one.
     """
     view = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = [name for name in rows[0] if name != above]
     for number, name in enumerate(columns):
         view.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
-    for above, group in groupby(rows, heading):
-        if above:
+    for heading, group in groupby(rows, lambda row: row.get(above)):
+        if heading:
             view.add_section()
-            view.add_row(f"[bold]{above}")
+            view.add_row(f"[bold]{heading}")
         for row in group:
-            view.add_row(*(str(cell(row)) for cell in columns.values()), style=style(row))
+            view.add_row(*(_cell(row[name]) for name in columns))
     return view
 
 
-def write_records(records: Sequence[Mapping[str, Any]], out: Path) -> None:
+def _cell(value: object) -> str:
+    """A value for people: four digits of a number, and a verdict in colour."""
+    if isinstance(value, float) and math.isfinite(value) and value:
+        digits = 3 - math.floor(math.log10(abs(value)))
+        return f"{value:,.{max(0, digits)}f}" if digits < 7 else f"{value:.0e}"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "[green]yes", False: "[red]no"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def all_met(rows: Sequence[Row]) -> bool:
+    """Whether no row misses its target: under "met" is None where there is no target."""
+    return all(row["met"] is not False for row in rows)
+
+
+def write_records(records: Sequence[Row], out: Path) -> None:
     """Write records as CSV, or as JSON with the machine that they were measured on, by the file's ending."""
     if out.suffix == ".json":
         write_whole(out, json.dumps({"machine": describe_machine(), "rows": records}, indent=1) + "\n")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import VERDICTS, Benchmark, Say, check_folder, make_table
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, all_met, check_folder, make_table
 from shoal.labs.bench.contender import TIMEOUT, Contender
 from shoal.labs.bench.race import check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
 from shoal.labs.bench.step.shoal_engine import build
@@ -46,32 +45,29 @@ TARGET = 0.05
 """The most that a save may hold up training, as part of a step."""
 
 
-@dataclass(frozen=True)
-class SavingCost:
+def describe_cost(
+    name: str, times: Sequence[float], plain: Sequence[float], stalls: Sequence[float], every: int
+) -> Row:
     """What one way of saving costs.
 
-    Attributes:
-        name: a key of `KINDS`.
-        seconds: of a step, the mean of a turn, median over turns.
-        plain: the same of a step that saves nothing.
-        ratios: of each turn's time to that of the turn without saves beside it.
-        stalls: seconds that each save holds up the slowest rank; the first one also allocates its memory.
+    Args:
+        times, plain: seconds of its turns, and of the turns without saves beside them.
+        stalls: seconds that each save holds up the slowest rank; the first one also allocates its memory, and does not
+            count.
+        every: steps in a turn.
     """
-
-    name: str
-    seconds: float
-    plain: float
-    ratios: list[float]
-    stalls: list[float]
-
-    @property
-    def share(self) -> float | None:
-        """What a save holds up, as part of a step that saves nothing: the median without the first; None if none."""
-        return median(self.stalls[1:]) / self.plain if len(self.stalls) > 1 else None
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.share is None else self.share <= TARGET
+    ratios = [a / b for a, b in zip(times, plain, strict=True)]
+    stall = median(stalls[1:]) if len(stalls) > 1 else None
+    share = None if stall is None else stall / (median(plain) / every)
+    return {
+        "saved": name, "ms / step": 1e3 * median(times) / every, "time": f"x {median(ratios):.3f}",
+        "quartiles": "{:.3f} to {:.3f}".format(*quartiles(ratios)),
+        "a save holds up ms": None if stall is None else 1e3 * stall,
+        "the first": 1e3 * stalls[0] if stalls else None,
+        "of a step": None if share is None else f"{share:.1%}",
+        "target": None if share is None else f"{TARGET:.0%}",
+        "met": None if share is None else share <= TARGET,
+    }
 
 
 class CheckpointBenchmark(Benchmark):
@@ -110,24 +106,14 @@ class CheckpointBenchmark(Benchmark):
         model_shape(self.model)  # refuses a model that does not exist
         costs = self.measure(say)
         restoring = self.seconds_to_restore()
-        console.print(make_table(f"a training that saves every {self.every} steps", costs, {
-            "saved": lambda cost: cost.name,
-            "ms / step": lambda cost: f"{cost.seconds * 1e3:.1f}",
-            "time": lambda cost: f"x {median(cost.ratios):.3f}",
-            "quartiles": lambda cost: "{:.3f} to {:.3f}".format(*quartiles(cost.ratios)),
-            "a save holds up ms": lambda cost: f"{median(cost.stalls[1:]) * 1e3:.2f}" if cost.stalls[1:] else "",
-            "the first": lambda cost: f"{cost.stalls[0] * 1e3:.1f}" if cost.stalls else "",
-            "of a step": lambda cost: "" if cost.share is None else f"{cost.share:.1%}",
-            "target": lambda cost: "" if cost.share is None else f"{TARGET:.0%}",
-            "met": lambda cost: VERDICTS[cost.met],
-        }))
+        console.print(make_table(f"a training that saves every {self.every} steps", costs))
         console.print(
             f"restored on {self.ranks} ranks in {median(restoring):.3f} s (median of {len(restoring)}), "
             "from the next node's memory where there is one", highlight=False,
         )
-        return all(cost.met is not False for cost in costs)
+        return all_met(costs)
 
-    def measure(self, say: Say) -> list[SavingCost]:
+    def measure(self, say: Say) -> list[Row]:
         """Let the ways of saving take turns; in a turn of each there is one save.
 
         Raises:
@@ -150,11 +136,9 @@ class CheckpointBenchmark(Benchmark):
         check_agreement(laps, tolerance=0.0)
         plain, *_ = turns = [[sum(turn.seconds) for turn in lap.turns] for lap in laps]
         return [
-            SavingCost(
-                name, median(times) / self.every, median(plain) / self.every,
-                [a / b for a, b in zip(times, plain, strict=True)], held_up,
-            ) for name, times, held_up in zip(KINDS, turns, stalls, strict=True)
-        ]  # fmt: skip
+            describe_cost(name, times, plain, held_up, self.every)
+            for name, times, held_up in zip(KINDS, turns, stalls, strict=True)
+        ]
 
     def seconds_to_restore(self) -> list[float]:
         """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""

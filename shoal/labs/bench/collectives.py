@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pydantic import PositiveInt
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from shoal.base.errors import UsageError
@@ -20,7 +20,7 @@ from shoal.base.files import check_writable, write_whole
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import Benchmark, Say, choose_names, make_table, write_records
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, choose_names, make_table, write_records
 from shoal.labs.bench.race import slowest_rank, time_in_turns
 from shoal.labs.collectives.description import VECTORS, Collective, Description
 from shoal.labs.collectives.price import bus_bandwidth
@@ -35,32 +35,6 @@ MOST_RANKS = 32
 # torch 2.13 renamed these two; both names exist in one release or the other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class CollectiveTiming:
-    """One algorithm at one size.
-
-    Attributes:
-        size: S, bytes of the largest input or output of one rank.
-        seconds: the median over the turns; in each, that of the slowest rank.
-        bus: bus bandwidth as nccl-tests defines it, bytes/s.
-        ratio: seconds over the backend's.
-    """
-
-    collective: str
-    ranks: int
-    size: int
-    algorithm: str
-    seconds: float
-    bus: float
-    ratio: float
-
-
-    @property
-    def contest(self) -> tuple[str, int, int]:
-        """What has the same of all contenders that took turns."""
-        return self.collective, self.ranks, self.size
 
 
 class CollectivesBenchmark(Benchmark):
@@ -94,15 +68,15 @@ class CollectivesBenchmark(Benchmark):
             raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: 2 to {MOST_RANKS} processes each")
         check_writable(self.out, "--out", ".csv", new=True)
         check_writable(self.plot, "--plot", ".svg", new=True)
-        rows: list[CollectiveTiming] = []
+        rows: list[Row] = []
         try:
             for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, say):
                 rows.append(row)
         finally:  # also of those that are measured where another fails, or Ctrl-C ends it
             if rows:
-                show(rows, console)
+                console.print(table(rows))
                 if self.out:
-                    write_records([asdict(row) for row in rows], self.out)
+                    write_records(rows, self.out)
                 if self.plot:
                     write_whole(self.plot, plot(rows))
         return True
@@ -114,12 +88,16 @@ def measure(
     sizes: Sequence[float],
     turns: int,
     say: Say,
-) -> Iterator[CollectiveTiming]:
+) -> Iterator[Row]:
     """Measure every algorithm of some collectives, in float32.
 
     Args:
         sizes: S in bytes; rounded up so that all blocks are equal, and measured once where several then coincide.
         turns: of each contender, A B C A B C, after one that is not counted.
+
+    Yields:
+        Of each algorithm the size S, bytes of the largest input or output of one rank; the median over the turns of the
+        slowest rank's seconds; the bus bandwidth as nccl-tests defines it, bytes/s; and seconds over the backend's.
 
     Raises:
         RankError: an algorithm's result is not the backend's.
@@ -135,7 +113,10 @@ def measure(
                     seconds = {name: median(took) for name, took in slowest_rank(times).items()}
                     for name, took in seconds.items():
                         bus = bus_bandwidth(collective, n, size, took)
-                        yield CollectiveTiming(collective.value, n, size, name, took, bus, took / seconds[BACKEND])
+                        yield {
+                            "collective": collective.value, "ranks": n, "size": size, "algorithm": name,
+                            "seconds": took, "bus": bus, "ratio": took / seconds[BACKEND],
+                        }
 
 
 def seconds_at_most(n: int, collective: Collective, size: int, turns: int) -> float:
@@ -220,29 +201,27 @@ def _backend(collective: Collective, each: int) -> Contender:
 # ---- what is shown -------------------------------------------------------------------------------------------------
 
 
-def show(rows: list[CollectiveTiming], console: Console) -> None:
-    """Print bus bandwidths and times, the fastest of ours in bold."""
+def table(rows: Sequence[Row]) -> Table:
+    """Times and bus bandwidths, the fastest of ours in bold."""
 
-    def style(row: CollectiveTiming) -> str:
-        ours = [other for other in rows if other.contest == row.contest and other.algorithm != BACKEND]
-        return "dim" if row.algorithm == BACKEND else "bold" if row == min(ours, key=lambda r: r.seconds) else ""
+    def contest(row: Row) -> str:
+        return f"{row['collective']} of {show_bytes(row['size'])} on {row['ranks']} ranks"
 
-    console.print(make_table(
-        "collectives: the backend's own beside algorithms over point-to-point transfers", rows,
+    ours = sorted((row for row in rows if row["algorithm"] != BACKEND), key=lambda row: -row["seconds"])
+    fastest = {contest(row): row for row in ours}
+    return make_table("collectives: the backend's own beside algorithms over point-to-point transfers", [
         {
-            "algorithm": lambda row: row.algorithm,
-            "time": lambda row: show_seconds(row.seconds),
-            "bus": lambda row: f"{show_bytes(row.bus)}/s",
-            "x backend's time": lambda row: f"{row.ratio:.2f}",
-        },
-        heading=lambda row: f"{row.collective} of {show_bytes(row.size)} on {row.ranks} ranks", style=style,
-    ))
+            "contest": contest(row), "algorithm": "[bold]" * (row == fastest.get(contest(row))) + row["algorithm"],
+            "time": show_seconds(row["seconds"]), "bus": f"{show_bytes(row['bus'])}/s",
+            "x backend's time": row["ratio"],
+        } for row in rows
+    ], above="contest")  # fmt: skip
 
 
-def plot(rows: list[CollectiveTiming]) -> str:
+def plot(rows: Sequence[Row]) -> str:
     """Bus bandwidth over size, a chart for each collective and number of ranks, as an SVG file."""
-    ranks = sorted({row.ranks for row in rows})
-    names = list(dict.fromkeys(row.collective for row in rows))
+    ranks = sorted({row["ranks"] for row in rows})
+    names = list(dict.fromkeys(row["collective"] for row in rows))
     figure, charts = new_figure(
         560 * len(ranks), 60 + 300 * len(names), rows=len(names), columns=len(ranks),
         title="Bus bandwidth of collectives, as nccl-tests defines it; median of turns; the backend's own dashed",
@@ -250,8 +229,8 @@ def plot(rows: list[CollectiveTiming]) -> str:
     for axes, (name, n) in zip(charts, product(names, ranks), strict=True):
         series: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            if (row.collective, row.ranks) == (name, n):
-                series.setdefault(row.algorithm, []).append((row.size, row.bus))
+            if (row["collective"], row["ranks"]) == (name, n):
+                series.setdefault(row["algorithm"], []).append((row["size"], row["bus"]))
         axes.set_visible(bool(series))  # some pairs are not measured
         if series:
             draw_lines(

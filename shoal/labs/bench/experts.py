@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, all_met, make_table
 from shoal.labs.bench.learning import switch
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES
@@ -32,31 +31,6 @@ KINDS = ("grouped", "loop")
 
 TARGETS = {8: 1.0, 64: 1.5}
 """How many times as fast as the loop the grouped experts are at least, on CPU, by experts of a layer."""
-
-
-@dataclass(frozen=True)
-class ExpertsTiming:
-    """One number of experts.
-
-    Attributes:
-        seconds: by kind, of a forward and backward in every turn, router included.
-        difference: largest difference of outputs and gradients, relative to the largest of each.
-        target: how many times as fast as the loop the grouped experts should be; None if there is no target.
-    """
-
-    experts: int
-    seconds: dict[str, list[float]]
-    difference: float
-    target: float | None
-
-    @property
-    def ratios(self) -> list[float]:
-        """Of the loop's time to the grouped one's, in every turn."""
-        return [slow / fast for fast, slow in zip(self.seconds["grouped"], self.seconds["loop"], strict=True)]
-
-    @property
-    def met(self) -> bool:
-        return self.target is None or median(self.ratios) >= self.target
 
 
 class ExpertsBenchmark(Benchmark):
@@ -120,20 +94,16 @@ class ExpertsBenchmark(Benchmark):
         tune_process()  # as training does, for both
         timings = [self.measure(count, device) for count in self.experts]
         title = f"{self.tokens} tokens, k {self.per_token}, h {self.hidden}, {self.precision} on {device.type}"
-        console.print(make_table(title, timings, {
-            "experts": lambda timing: timing.experts,
-            "width": lambda timing: self.width // timing.experts,
-            "loop ms": lambda timing: f"{1e3 * median(timing.seconds['loop']):.2f}",
-            "grouped ms": lambda timing: f"{1e3 * median(timing.seconds['grouped']):.2f}",
-            "loop / grouped": lambda timing: f"{median(timing.ratios):.2f}",
-            "quartiles": lambda timing: "{:.2f}-{:.2f}".format(*quartiles(timing.ratios)),
-            "wanted": lambda timing: timing.target or "",
-            "off": lambda timing: f"{timing.difference:.0e}",
-        }))
-        return all(timing.met for timing in timings)
+        console.print(make_table(title, timings))
+        return all_met(timings)
 
-    def measure(self, count: int, device: torch.device) -> ExpertsTiming:
-        """Time both in turn on the same weights and tokens."""
+    def measure(self, count: int, device: torch.device) -> Row:
+        """Time both in turn on the same weights and tokens.
+
+        Returns:
+            Median times of a forward and backward, router included; the median of the turns' ratios; and the largest
+            difference of outputs and gradients, relative to the largest of each.
+        """
         experts = Experts(count=count, per_token=self.per_token, ffn=self.width // count)
         shape = model_shape("tiny").model_copy(update={"hidden": self.hidden, "experts": experts})
         generator = torch.Generator().manual_seed(0)
@@ -164,7 +134,14 @@ class ExpertsBenchmark(Benchmark):
         stacked = [*results["loop"][:3], *(torch.stack(results["loop"][3 + part :: 3]) for part in range(3))]
         difference = max(float((a - b).abs().max() / b.abs().max())
                          for a, b in zip(results["grouped"], stacked, strict=True))
-        return ExpertsTiming(count, seconds, difference, TARGETS.get(count) if device.type == "cpu" else None)
+        ratios = [slow / fast for fast, slow in zip(seconds["grouped"], seconds["loop"], strict=True)]
+        target = TARGETS.get(count) if device.type == "cpu" else None
+        return {
+            "experts": count, "width": self.width // count, "loop ms": 1e3 * median(seconds["loop"]),
+            "grouped ms": 1e3 * median(seconds["grouped"]), "loop / grouped": median(ratios),
+            "quartiles": "{:.2f}-{:.2f}".format(*quartiles(ratios)), "target": target, "difference": difference,
+            "met": None if target is None else median(ratios) >= target,
+        }
 
 
 def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -93,12 +93,10 @@ class LongContextBenchmark(Benchmark):
             f"{config.parallel.describe()}: losses {', '.join(f'{loss:.4f}' for loss in ranks[0].loss)}; "
             f"{show_seconds(max(rank.seconds for rank in ranks))} a step", highlight=False, soft_wrap=True,
         )
-        kept = {"one device, by formula": alone, "fullest rank, counted": most}
-        console.print(make_table(f"activations kept for backward; budget {show_bytes(budget)}", kept, {
-            "": str,
-            "bytes": lambda where: show_bytes(kept[where]),
-            "of the budget": lambda where: f"{kept[where] / budget:.2f}",
-        }))
+        console.print(make_table(f"activations kept for backward; budget {show_bytes(budget)}", [
+            {"": where, "bytes": show_bytes(size), "of the budget": size / budget}
+            for where, size in (("one device, by formula", alone), ("fullest rank, counted", most))
+        ]))  # fmt: skip
         console.print(f"largest process: {show_bytes(max(rank.peak for rank in ranks))} in all", highlight=False)
         return makes_room(alone, most, budget)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -23,7 +22,7 @@ from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import RULES, build, compilable, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.labs.bench.benchmark import VERDICTS, Benchmark, Say, choose_names, make_table
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, choose_names, make_table
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.planning.cost.parameters import StagePart, units_of
 from shoal.spec.catalog import ModelShape, model_shape
@@ -40,45 +39,21 @@ WARM_UP = 7
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class OptimizerTiming:
-    """One rule on one size, as one of shoal's contenders computes it, beside all rivals.
+def compare(rule: str, count: int, name: str, ours: list[float], rivals: dict[str, list[float]]) -> Row:
+    """One of shoal's contenders beside the fastest rival.
 
-    Attributes:
-        name: of shoal's contender.
-        ours: its seconds of a step in every turn.
-        rivals: those of each rival.
+    Args:
+        count: parameters.
+        ours, rivals: seconds of a step in every turn.
     """
-
-    rule: str
-    parameters: int
-    name: str
-    ours: list[float]
-    rivals: dict[str, list[float]]
-
-    @property
-    def rival(self) -> str:
-        """The fastest rival."""
-        return min(self.rivals, key=lambda name: median(self.rivals[name]))
-
-    @property
-    def ratio(self) -> float:
-        """Time of the fastest rival over ours."""
-        return median(self.rivals[self.rival]) / median(self.ours)
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The quartiles of that ratio over the turns."""
-        return quartiles([theirs / ours for ours, theirs in zip(self.ours, self.rivals[self.rival], strict=True)])
-
-    @property
-    def target(self) -> float:
-        """What the ratio of the best of ours should be."""
-        return 1.0 if self.rule in FUSED else 2.0
-
-    @property
-    def met(self) -> bool:
-        return self.ratio >= self.target
+    rival, theirs = min(rivals.items(), key=lambda each: median(each[1]))
+    ratio, target = median(theirs) / median(ours), 1.0 if rule in FUSED else 2.0
+    low, high = quartiles([b / a for a, b in zip(ours, theirs, strict=True)])
+    return {
+        "rule": rule, "parameters": f"{count / 1e6:.1f} M", "shoal": name, "ms": 1e3 * median(ours), "rival": rival,
+        "rival ms": 1e3 * median(theirs), "ratio": ratio, "quartiles": f"{low:.2f} to {high:.2f}", "target": target,
+        "met": ratio >= target,
+    }
 
 
 class OptimizersBenchmark(Benchmark):
@@ -112,28 +87,17 @@ class OptimizersBenchmark(Benchmark):
             raise UsageError(f"bench optimizers --model {self.model}: it has experts; take a model without.")
         tune_process()
         torch.set_num_threads(self.threads)
-        timings = []  # for each rule and size those of ours
+        timings = []
         for count in self.parameters:
             for rule in rules:
                 say(f"{rule}, {count:,} parameters")
                 shapes = shapes_of(count, shape)
                 timings.append(measure(rule, shapes, self.turns, products=self.products == "equal"))
         title = f"one update on {self.threads} threads: shoal's on the flat shard, torch's by tensor"
-        console.print(make_table(title, [each for ours in timings for each in ours], {
-            "rule": lambda timing: timing.rule,
-            "parameters": lambda timing: f"{timing.parameters / 1e6:.1f} M",
-            "shoal": lambda timing: timing.name,
-            "ms": lambda timing: f"{median(timing.ours) * 1e3:.1f}",
-            "rival": lambda timing: timing.rival,
-            "rival ms": lambda timing: f"{median(timing.rivals[timing.rival]) * 1e3:.1f}",
-            "ratio": lambda timing: f"{timing.ratio:.2f}",
-            "quartiles": lambda timing: "{:.2f} to {:.2f}".format(*timing.spread),
-            "target": lambda timing: f"{timing.target:.0f}",
-            "met": lambda timing: VERDICTS[timing.met],
-        }))
+        console.print(make_table(title, [row for rows in timings for row in rows]))
         if self.products == "torch":
             console.print("The rivals multiply by the library that torch has by itself.")
-        return all(any(timing.met for timing in ours) for ours in timings)
+        return all(any(row["met"] for row in rows) for rows in timings)
 
 
 def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
@@ -149,10 +113,8 @@ def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tup
     return {held.name: held.whole for unit in units for held in unit}
 
 
-def measure(
-    rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True
-) -> list[OptimizerTiming]:
-    """Time one step of each contender in each turn, on parameters of these shapes; returns a timing of each of ours.
+def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:
+    """Time one step of each contender in each turn, on parameters of these shapes; returns a row for each of ours.
 
     Args:
         products: whether the rivals' are made as ours, or by the library that torch has by itself.
@@ -173,7 +135,7 @@ def measure(
             seconds[name] += times
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     theirs = {name: seconds[name] for name in others}
-    return [OptimizerTiming(rule, count, name, seconds[name], theirs) for name in ours]
+    return [compare(rule, count, name, seconds[name], theirs) for name in ours]
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -232,8 +194,8 @@ def _rival(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str
     def step() -> list[Tensor]:
         nonlocal count
         count += 1
-        for name, w, g, state in zip(shapes, weights, gradients, states, strict=True):
-            loop(name, w, g, state, count, weight_decay(config, tuple(w.shape)), config)
+        for w, g, state in zip(weights, gradients, states, strict=True):
+            loop(w, g, state, count, weight_decay(config, tuple(w.shape)), config)
         return weights
 
     return step
@@ -246,23 +208,20 @@ def _torch(config: OptimizerConfig, weights: list[Tensor], gradients: list[Tenso
         parameter.grad = gradient
         groups.setdefault(weight_decay(config, tuple(weight.shape)), []).append(parameter)
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
-    fused, foreach, betas, eps = way == "fused", way == "foreach", config.betas, config.eps
+    fused, betas, eps = way == "fused", config.betas, config.eps
+    common: dict[str, Any] = {"lr": RATE, "foreach": way == "foreach"}
     match config.name:
         case "sgd" | "momentum":
             momentum = config.momentum if config.name == "momentum" else 0.0
-            nesterov = config.nesterov
-            return torch.optim.SGD(params, RATE, momentum, nesterov=nesterov, fused=fused, foreach=foreach)
+            return torch.optim.SGD(params, momentum=momentum, nesterov=config.nesterov, fused=fused, **common)
         case "adagrad":
-            return torch.optim.Adagrad(params, lr=RATE, eps=eps, fused=fused, foreach=foreach)
-        case "adam":
-            return torch.optim.Adam(params, lr=RATE, betas=betas, eps=eps, fused=fused, foreach=foreach)
-        case "adamw":
-            return torch.optim.AdamW(params, lr=RATE, betas=betas, eps=eps, fused=fused, foreach=foreach)
+            return torch.optim.Adagrad(params, eps=eps, fused=fused, **common)
         case "radam":
-            return torch.optim.RAdam(
-                params, lr=RATE, betas=betas, eps=eps, decoupled_weight_decay=True, foreach=False
-            )
-    return torch.optim.Adafactor(params, lr=RATE, foreach=False)
+            return torch.optim.RAdam(params, betas=betas, eps=eps, decoupled_weight_decay=True, **common)
+        case "adafactor":
+            return torch.optim.Adafactor(params, **common)
+    kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+    return kind(params, betas=betas, eps=eps, fused=fused, **common)
 
 
 # ---- plain loops: what one would write for one tensor, in the way of torch's own -----------------------------------
@@ -282,7 +241,7 @@ def _adam(w: Tensor, m: Tensor, v: Tensor, t: int, decay: float, config: Optimiz
     w.addcdiv_(m, (v / (1 - beta2**t)).sqrt_().add_(config.eps), value=-RATE / (1 - beta1**t))
 
 
-def _sage(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
+def _sage(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
     beta1, beta2 = config.betas
     m, v = _moments(g, state, config)
     sensitivity = (w * g).abs()
@@ -292,7 +251,7 @@ def _sage(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, co
     w.mul_(1 - RATE * decay).addcdiv_(scale * m, root, value=-RATE / (1 - beta1**t))
 
 
-def _sophia(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
+def _sophia(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
     if not state:
         state |= {"m": torch.zeros_like(w), "h": g.abs() * (1 - config.betas[1])}
     m = state["m"].mul_(config.betas[0]).add_(g, alpha=1 - config.betas[0])
@@ -300,7 +259,7 @@ def _sophia(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, 
     w.sub_((m / (config.hessian_scale * state["h"]).clamp(min=config.eps)).clamp(-1, 1), alpha=RATE)
 
 
-def _muon(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
+def _muon(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
     if w.dim() != 2:
         _adam(w, *_moments(g, state, config), t, decay, config)
         return
@@ -314,7 +273,7 @@ def _muon(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, co
     w.mul_(1 - RATE * decay).sub_(x, alpha=RATE * 0.2 * max(w.shape) ** 0.5)
 
 
-def _adam8bit(name: str, w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
+def _adam8bit(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
     if w.dim() != 2:
         _adam(w, *_moments(g, state, config), t, decay, config)
         return

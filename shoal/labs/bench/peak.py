@@ -63,20 +63,6 @@ def product(workload: MatmulWorkload, rank: int, ranks: int) -> Step:
     return step
 
 
-@dataclass(frozen=True)
-class PeakTiming:
-    """Square products of one size.
-
-    Attributes:
-        library: what multiplies, in words.
-        rate: FLOP/s.
-    """
-
-    workload: MatmulWorkload
-    library: str
-    rate: float
-
-
 class PeakBenchmark(Benchmark):
     """FLOP/s of square matrix products on the CPU: the peak that shares are measured against."""
 
@@ -103,11 +89,7 @@ class PeakBenchmark(Benchmark):
                 step = partial(product(workload, 0, 1), 0)
                 with context():
                     (seconds,) = time_in_turns({library: step}, REPEATS).values()
-                found.append(PeakTiming(workload, library, workload.flops / median(seconds)))
-        console.print(make_table(f"matrix products, {torch.get_num_threads()} threads", found, {
-            "dtype": lambda timing: timing.workload.precision,
-            "by": lambda timing: timing.library,
-            "side": lambda timing: timing.workload.side,
-            "GFLOP / s": lambda timing: f"{timing.rate / 1e9:.1f}",
-        }))
+                rate = workload.flops / median(seconds)
+                found.append({"dtype": precision, "by": library, "side": side, "GFLOP / s": rate / 1e9})
+        console.print(make_table(f"matrix products, {torch.get_num_threads()} threads", found))
         return True

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from shoal.engine.device import synchronize
-from shoal.labs.bench.benchmark import Say
+from shoal.labs.bench.benchmark import Row, Say
 from shoal.labs.bench.contender import Contender, ContenderProcesses, ContenderTurn
 
 K = TypeVar("K")
@@ -54,35 +54,6 @@ class Race:
     bounds: tuple[Contender, ...] = ()
     tolerance: float | None = 1e-3
     fastest: bool = False
-
-
-@dataclass(frozen=True)
-class ContenderResult:
-    """One contender's result.
-
-    Attributes:
-        seconds: of a step, median.
-        cpu_seconds: of a step over all threads and ranks, median.
-        tokens_per_second: from that median.
-        ratio: speed as a multiple of the best reference's; for the share of a peak, FLOP/s over the peak's.
-        spread: first and third quartile of that ratio over the turns.
-        target: what ``ratio`` must reach; None for a contender that must reach nothing.
-        memory: peak bytes of its largest process.
-    """
-
-    race: str
-    contender: str
-    seconds: float
-    cpu_seconds: float
-    tokens_per_second: float
-    ratio: float
-    spread: tuple[float, float]
-    target: float | None
-    memory: int = 0
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.target is None else self.ratio >= self.target
 
 
 @dataclass
@@ -138,7 +109,7 @@ def slowest_rank(ranks: Sequence[Mapping[K, Sequence[float]]]) -> dict[K, list[f
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
-def run(race: Race, turns: int, steps: int, warmup: int, say: Say) -> list[ContenderResult]:
+def run(race: Race, turns: int, steps: int, warmup: int, say: Say) -> list[Row]:
     """Let the contenders of a race take turns, and compare them.
 
     Args:
@@ -195,26 +166,31 @@ def check_agreement(laps: list[Lap], tolerance: float) -> None:
                 )
 
 
-def rows(race: Race, laps: list[Lap]) -> list[ContenderResult]:
-    """Everyone against the fastest reference."""
+def rows(race: Race, laps: list[Lap]) -> list[Row]:
+    """Compare everyone with the fastest reference.
+
+    Returns:
+        For each contender the median seconds of a step, on the clock and over all threads and ranks; the ratio of its
+        speed to the best reference's (for the share of a peak, FLOP/s over the peak's), with the first and third
+        quartile over the turns ("spread_low", "spread_high"); what the ratio must reach, None for a contender that must
+        reach nothing; and the peak bytes of its largest process.
+    """
     best = min((lap for lap in laps if lap.contender in race.references), key=lambda lap: lap.median)
     judged = [lap for lap in laps if lap.contender in race.ours]
     if race.fastest:
         judged = [min(judged, key=lambda lap: lap.median)]
-    return [
-        ContenderResult(
-            race.name,
-            lap.contender.name,
-            lap.median,
-            median(second for turn in lap.turns for second in turn.cpu_seconds),
-            lap.contender.workload.tokens / lap.median,
-            lap.rate() / best.rate(),
-            quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))]),
-            race.target if lap in judged else None,
-            max(turn.memory for turn in lap.turns),
-        )
-        for lap in laps
-    ]
+    found: list[Row] = []
+    for lap in laps:
+        ratio, target = lap.rate() / best.rate(), race.target if lap in judged else None
+        low, high = quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))])
+        found.append({
+            "race": race.name, "contender": lap.contender.name, "seconds": lap.median,
+            "cpu_seconds": median(second for turn in lap.turns for second in turn.cpu_seconds),
+            "tokens_per_second": lap.contender.workload.tokens / lap.median, "ratio": ratio, "spread_low": low,
+            "spread_high": high, "target": target, "memory": max(turn.memory for turn in lap.turns),
+            "met": None if target is None else ratio >= target,
+        })
+    return found
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -57,12 +57,10 @@ class SlicesBenchmark(Benchmark):
             tune_process()
         measured = self.measure(device)
         title = f"a slice through one layer of {self.model}, forward and backward, on {device}"
-        console.print(make_table(title, measured, {
-            "tokens": lambda timing: timing[0],
-            "tokens before": lambda timing: timing[1],
-            "ms": lambda timing: f"{timing[2] * 1e3:.2f}",
-            "us / token": lambda timing: f"{timing[2] / timing[0] * 1e6:.1f}",
-        }))
+        console.print(make_table(title, [
+            {"tokens": tokens, "tokens before": before, "ms": 1e3 * seconds, "us / token": 1e6 * seconds / tokens}
+            for tokens, before, seconds in measured
+        ]))  # fmt: skip
         times, shortest = fitted(measured), min(tokens for tokens, _, _ in measured)
         cuts = [*range(0, self.length - shortest + 1, shortest), self.length]  # none shorter than what was measured
         for stages in self.stages:

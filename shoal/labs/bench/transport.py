@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -18,7 +17,7 @@ from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, make_table
 from shoal.labs.bench.race import CPU, time_in_turns
 from shoal.launch.worker_pool import Pool
 from shoal.spec.layout import Layout
@@ -26,24 +25,6 @@ from shoal.spec.layout import Layout
 IN_A_ROW = 5  # all-reduces in one measurement, as many layers make them
 WAYS = ("shared memory", "common memory", "gloo")
 """Through rings in shared memory (as activations go), of tensors that lie in it (as gradients do), and by gloo."""
-
-
-@dataclass(frozen=True)
-class TransportTiming:
-    """One size of tensor.
-
-    Attributes:
-        size: bytes, float32.
-        seconds: of one all-reduce by way, median.
-    """
-
-    ranks: int
-    size: int
-    seconds: dict[str, float]
-
-    def gain(self, way: str) -> str:
-        """Time of gloo over that of another way."""
-        return f"{self.seconds['gloo'] / self.seconds[way]:.1f}"
 
 
 class TransportBenchmark(Benchmark):
@@ -64,22 +45,20 @@ class TransportBenchmark(Benchmark):
             raise UsageError("bench transport --ranks 1: one rank has nobody to exchange with; give 2 or more.")
         sizes = [size * 1024 for size in self.sizes]
         timings = [timing for ranks in self.ranks for timing in measure(ranks, sizes, self.repeats)]
-        console.print(make_table("all-reduce between CPU ranks of one host", timings, {
-            "ranks": lambda timing: timing.ranks,
-            "KiB": lambda timing: f"{timing.size // 1024:,}",
-            **{f"{way} us": partial(lambda way, timing: f"{timing.seconds[way] * 1e6:,.0f}", way) for way in WAYS},
-            "gloo / shared": lambda timing: timing.gain("shared memory"),
-            "gloo / common": lambda timing: timing.gain("common memory"),
-        }))
+        console.print(make_table("all-reduce between CPU ranks of one host", timings))
         return True
 
 
-def measure(ranks: int, sizes: Sequence[int], repeats: int) -> list[TransportTiming]:
+def measure(ranks: int, sizes: Sequence[int], repeats: int) -> list[Row]:
     """Time all `WAYS` in turn, on processes of one thread each."""
     with Pool(ranks, setup=tune_process) as pool:
         found = pool.run(time_all_reduces, ranks, sizes, repeats, timeout=seconds_at_most(ranks, sizes, repeats))[0]
-    return [TransportTiming(ranks, size, {way: median(seconds) for way, seconds in ways.items()})
-            for size, ways in found.items()]
+    rows: list[Row] = []
+    for size, seconds in found.items():
+        us = {way: 1e6 * median(times) for way, times in seconds.items()}
+        gains = {f"gloo / {way}": us["gloo"] / us[way] for way in WAYS[:2]}
+        rows.append({"ranks": ranks, "KiB": size // 1024, **{f"{way} us": us[way] for way in WAYS}, **gains})
+    return rows
 
 
 def seconds_at_most(ranks: int, sizes: Sequence[int], repeats: int) -> float:

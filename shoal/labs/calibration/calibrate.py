@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import host_memory, usable_cores
-from shoal.labs.calibration.check import Compared, compare, drawn_layouts
-from shoal.labs.calibration.measure import measure
-from shoal.labs.calibration.pick import pick
+from shoal.labs.calibration.check import Compared, compare, drawn_layouts, pick
+from shoal.labs.calibration.measure import Say, measure
 from shoal.labs.calibration.profile import profile
 from shoal.launch.worker_pool import Pool
 from shoal.spec.catalog.clusters import nodes
@@ -26,9 +25,6 @@ from shoal.spec.catalog.tables import add_catalog
 NAME = "here"  # of the machine in its profile
 MOST_CORES = 8  # that are measured, all at once
 ROUNDS, CHECK_ROUNDS = 9, 5  # where none are given: of a measurement, and of a check
-
-Say = Callable[[float, str], None]
-"""Called with the share that is done, from 0 to 1, and what comes next."""
 
 
 def _silent(done: float, what: str) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
+from scipy.stats import spearmanr
 
 from shoal.base.files import write_whole
 from shoal.base.units import show_seconds
+from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.shoal_engine import engine
 from shoal.labs.bench.step.workload import Workload
-from shoal.labs.calibration.measure import reference
+from shoal.labs.calibration.measure import Say, reference
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
@@ -30,6 +31,9 @@ STEPS = 2  # of a turn, behind one that does not count
 TIMEOUT = 300.0
 RANKS = (1, 2, 3, 4)
 NEAR = 0.10  # median error, up to which estimates are right
+ROUND_TWO, FINAL = 12, 3
+"""Layouts that are measured again: one step says too little of those that are nearly as fast, and the fastest of twelve
+is so by luck in part, which measurements of its own do not have."""
 ORDERED = 0.9  # Spearman's correlation, from which on an order is right
 
 
@@ -102,7 +106,7 @@ def every_layout(ranks: int) -> list[Layout]:
 
 
 def compare(
-    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Callable[[float, str], None], steps: int = STEPS
+    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Say, steps: int = STEPS
 ) -> list[Compared]:
     """Measure all layouts in turn, and estimate them.
 
@@ -137,28 +141,42 @@ def _speed(pool: Pool, layout: Layout, name: str) -> float:
 
 
 def _steps(layout: Layout, steps: int) -> list[float]:
-    """Seconds of some steps on one rank."""
+    """Seconds of some steps on one rank, after one that does not count."""
     fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
-    step = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields)
-    step(0)
-    found = []
-    for number in range(1, steps + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        step(number)
-        found.append(time.perf_counter() - begin)
-    return found
+    step, numbers = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields), count()
+    return time_in_turns({layout: lambda: step(next(numbers))}, steps, prepare=lambda key: dist.barrier())[layout]
+
+
+def pick(pool: Pool, ranks: int, rounds: int, name: str, say: Say) -> list[Compared]:
+    """Measure every layout for a step, then in turn the fastest of them, then by new measurements the fastest of these;
+    the one estimated fastest is among them each time.
+
+    Args:
+        rounds: turns of each that is measured again, and a third of those of the last.
+        name: of the machine in the catalog.
+
+    Returns:
+        Those that were measured last, the one that is estimated fastest first.
+    """
+    found = compare(pool, every_layout(ranks), 1, name, lambda done, what: say(0.8 * done, what), steps=1)
+    picked = min(found, key=lambda one: one.estimated).layout
+    again = _fastest(found, picked, ROUND_TWO)
+    found = compare(pool, again, rounds, name, lambda done, what: say(0.8 + 0.1 * done, what))
+    last = _fastest(found, picked, FINAL)
+    return compare(pool, last, 3 * rounds, name, lambda done, what: say(0.9 + 0.1 * done, what))
+
+
+def _fastest(found: list[Compared], picked: Layout, most: int) -> list[Layout]:
+    """The picked layout, and the fastest others."""
+    others = [one.layout for one in sorted(found, key=lambda one: one.measured) if one.layout != picked]
+    return [picked, *others[:most]]
 
 
 def spearman(found: list[Compared]) -> float:
-    """Correlation of the ranks in both orders."""
-    n = len(found)
-    places = [
-        {id(one): place for place, one in enumerate(sorted(found, key=key))}
-        for key in (lambda one: one.measured, lambda one: one.estimated)
-    ]
-    squares = sum((places[0][id(one)] - places[1][id(one)]) ** 2 for one in found)
-    return 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0
+    """Correlation of the ranks in both orders; 1 of a single layout."""
+    if len(found) < 2:
+        return 1.0
+    return spearmanr([one.measured for one in found], [one.estimated for one in found]).statistic
 
 
 def lost(found: list[Compared]) -> float:

@@ -9,22 +9,23 @@ ranks, by the one on the wall.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.precision.policy import POLICIES
+from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.transport import IN_A_ROW, WAYS, time_all_reduces
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
@@ -58,12 +59,12 @@ SPLIT = {
 SPLIT_MODELS = ((4, 128, 128), (4, 256, 128), (4, 256, 512))
 """Layers, hidden, tokens of a rank's micro-batch: so little that collectives weigh."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
-IN_A_ROW = 5  # collectives in one measurement
 LONG = 0.1  # seconds, of which one is as sure as several shorter ones
 PRODUCTS_BETWEEN, MEETINGS = 4, 20  # products between two meetings of all ranks: some 5 ms
 
 Times = dict[str, dict[tuple, float]]
 Say = Callable[[float, str], None]
+"""Called with the share that is done, from 0 to 1, and what comes next."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +217,9 @@ def _attention(q: torch.Tensor) -> None:
 def reference(repeats: int) -> list[float]:
     """Seconds on the clock of the model of `REFERENCE`, forward and backward, beside the other ranks."""
     layers, hidden, tokens = REFERENCE
-    model, ids = _model(layers, hidden), torch.randint(2048, (tokens // 128, 128))
-    model(ids, ids).backward()
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin = time.perf_counter()
-        model(ids, ids).backward()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+    ids = torch.randint(2048, (tokens // 128, 128))
+    step = partial(_passes, _model(layers, hidden), ids)
+    return time_in_turns({REFERENCE: step}, repeats, prepare=lambda key: dist.barrier())[REFERENCE]
 
 
 def waits(rounds: int) -> float:
@@ -253,42 +248,32 @@ def waits(rounds: int) -> float:
 
 def on_two_ranks(rounds: int) -> dict[tuple[str, int, int, int], float]:
     """Seconds of a micro-batch of each of `SPLIT_MODELS` in each way of `SPLIT`, as those before the last of a step."""
-    found: dict[tuple[str, int, int, int], list[float]] = {}
+    found: dict[tuple[str, int, int, int], float] = {}
     for layers, hidden, tokens in SPLIT_MODELS:
         ids = torch.randint(2048, (tokens // 128, 128))
-        stages = {
-            name: _stage(model_shape_of(layers, hidden), layout, dist.get_rank()) for name, layout in SPLIT.items()
-        }
-        for turn in range(rounds + 1):
-            for name, stage in stages.items():
-                stage.parameters.last_microbatch = False
-                dist.barrier()
-                seconds = []
-                for _ in range(IN_A_ROW):
-                    begin = time.perf_counter()
-                    stage.module(ids, ids).backward()
-                    stage.parameters.backward_done()
-                    seconds.append(time.perf_counter() - begin)
-                if turn:
-                    found.setdefault((name, layers, hidden, tokens), []).append(median(seconds))
-    return {key: median(seconds) for key, seconds in found.items()}
+        steps = {way: _split_step(layout, model_shape_of(layers, hidden), ids) for way, layout in SPLIT.items()}
+
+        def begin_together(way: str, steps: Mapping[str, Callable[[], None]] = steps) -> None:
+            dist.barrier()
+            steps[way]()  # with its code and data in the caches again
+
+        seconds = time_in_turns(steps, rounds, prepare=begin_together, in_a_row=IN_A_ROW)
+        found |= {(way, layers, hidden, tokens): median(times) for way, times in seconds.items()}
+    return found
+
+
+def _split_step(layout: Layout, shape: ModelShape, ids: torch.Tensor) -> Callable[[], None]:
+    stage = _stage(shape, layout, dist.get_rank())
+
+    def step() -> None:
+        stage.parameters.last_microbatch = False
+        _passes(stage.module, ids)
+        stage.parameters.backward_done()
+
+    return step
 
 
 def reductions(rounds: int) -> dict[int, float]:
     """Seconds of an all-reduce by its bytes, as activations and gradients take it: the mean of both ways."""
-    group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
-    found: dict[int, float] = {}
-    for size in REDUCED:
-        tensors = [torch.zeros(size // 4), allocate(size // 4, torch.float32, torch.device("cpu"), group)]
-        seconds: list[list[float]] = [[], []]
-        for turn in range(rounds + 1):
-            for x, times in zip(tensors, seconds, strict=True):
-                dist.barrier()
-                all_reduce(x, group)  # all ranks begin together
-                begin = time.perf_counter()
-                for _ in range(IN_A_ROW):
-                    all_reduce(x, group)
-                if turn:
-                    times.append((time.perf_counter() - begin) / IN_A_ROW)
-        found[size] = sum(median(times) for times in seconds) / len(seconds)
-    return found
+    ways = time_all_reduces(REDUCED, rounds, WAYS[:2])
+    return {size: mean(median(times) for times in seconds.values()) for size, seconds in ways.items()}

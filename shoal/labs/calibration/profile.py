@@ -7,11 +7,11 @@ held: products give a rate and how short sides slow it down, then attention, the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import product
 from math import log2
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
 from shoal.labs.calibration.measure import (
     ATTENTION,
@@ -230,18 +230,12 @@ def links(found: CoreMeasurements) -> tuple[float, float]:
 
 
 def fit(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The factors of some columns, none negative, whose sum comes closest: of all choices of columns the best.
+    """The factors of some columns, none negative, whose sum comes closest.
 
     >>> fit(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.5, 2.0, 2.5])).round(9).tolist()
     [1.0, 0.5]
     >>> fit(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 1.0])).round(9).tolist()
     [1.5, 0.0]
     """
-    best = np.zeros(design.shape[1])
-    for chosen in product((False, True), repeat=design.shape[1]):
-        factors = np.zeros(design.shape[1])
-        if any(chosen):
-            factors[list(chosen)] = np.linalg.lstsq(design[:, chosen], wanted, rcond=None)[0]
-        if (factors >= 0).all() and np.linalg.norm(design @ factors - wanted) < np.linalg.norm(design @ best - wanted):
-            best = factors
-    return best
+    scale = np.maximum(np.linalg.norm(design, axis=0), np.finfo(float).tiny)  # units differ: seconds beside bytes
+    return nnls(design / scale, wanted)[0] / scale

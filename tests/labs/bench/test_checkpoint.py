@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shoal.cli.main import main
-from shoal.labs.bench.checkpoint import KINDS, TARGET, SavingCost
+from shoal.labs.bench.checkpoint import KINDS, TARGET, describe_cost
 
 
 def test_every_way_of_saving_is_measured_and_nothing_is_left(tmp_path, capsys, monkeypatch):
@@ -25,10 +25,13 @@ def test_every_way_of_saving_is_measured_and_nothing_is_left(tmp_path, capsys, m
 
 def test_the_share_is_of_a_step_that_saves_nothing():
     """And the first save, which allocates its memory, does not count."""
-    plain, saves = (SavingCost("", 0.4, 0.2, [1.0], stalls) for stalls in ([], [0.5, 0.01, 0.01]))
-    assert plain.share is None and plain.met is None
-    assert saves.share == pytest.approx(0.05) and saves.met
-    assert not SavingCost("", 0.4, 0.2, [1.0], [0.01, 0.02, 0.02]).met
+    plain, saves, slow = (
+        describe_cost("", [0.4, 0.8], [0.4, 0.4], stalls, every=2)
+        for stalls in ([], [0.5, 0.01, 0.01], [0.01, 0.02, 0.02])
+    )
+    assert plain["of a step"] is None and plain["met"] is None and plain["ms / step"] == pytest.approx(300)
+    assert saves["of a step"] == "5.0%" and saves["met"] is True and saves["time"] == "x 1.500"
+    assert slow["of a step"] == "10.0%" and slow["met"] is False
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from shoal.cli.bench import main as main_of_bench
 from shoal.cli.main import main
 from shoal.labs.bench import collectives
-from shoal.labs.bench.collectives import CollectiveTiming
+from shoal.labs.bench.benchmark import Row
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK
 from shoal.launch.worker_pool import RankError
@@ -38,17 +38,19 @@ def test_every_collective_and_algorithm_is_measured(tmp_path, capsys):
 def test_sizes_are_rounded_up_and_measured_once(pool, monkeypatch):
     monkeypatch.setattr(collectives, "Pool", lambda *_: nullcontext(pool))
     rows = list(collectives.measure([Collective.BROADCAST], [3], [1000, 1004], 1, str))
-    assert {row.size for row in rows} == {1008}
-    assert len(rows) == len({row.algorithm for row in rows})
+    assert {row["size"] for row in rows} == {1008}
+    assert len(rows) == len({row["algorithm"] for row in rows})
 
 
 @pytest.mark.parametrize("end", [RankError("x", 1, [(0, "other result")]), KeyboardInterrupt()])
 def test_what_is_measured_is_told_whatever_ends_the_rest(end, tmp_path, monkeypatch, capsys):
-    def measure(*_: object) -> Iterator[CollectiveTiming]:
-        yield from (
-            CollectiveTiming("all-reduce", n, 64, name, 1e-3, 1e6, 1.0) for n in (2, 4) for name in ("backend", "ring")
-        )
-        yield from (CollectiveTiming("reduce", 2, 64, name, 1e-3, 1e6, 1.0) for name in ("backend", "chain"))
+    def measure(*_: object) -> Iterator[Row]:
+        timing = {"size": 64, "seconds": 1e-3, "bus": 1e6, "ratio": 1.0}
+        for collective, ranks, names in (
+            ("all-reduce", 2, ("backend", "ring")), ("all-reduce", 4, ("backend", "ring")),
+            ("reduce", 2, ("backend", "chain")),
+        ):
+            yield from ({"collective": collective, "ranks": ranks, "algorithm": name, **timing} for name in names)
         raise end
 
     monkeypatch.setattr(collectives, "measure", measure)

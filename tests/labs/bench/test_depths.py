@@ -5,7 +5,7 @@ import torch
 
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.learning.experiment import TrainedRun, one_by_one
+from shoal.labs.bench.learning.experiment import TrainedRun, one_by_one, records
 from shoal.labs.bench.learning.mixture_of_depths import (
     DENSE,
     EQUAL,
@@ -15,7 +15,6 @@ from shoal.labs.bench.learning.mixture_of_depths import (
     SHORTER,
     config_of,
     draw_kinds,
-    records,
     training_flops,
 )
 
@@ -54,14 +53,15 @@ def test_a_dense_model_loses_nothing_token_by_token() -> None:
 
 def test_the_plot_is_over_flops_and_the_table_has_every_validation() -> None:
     runs = [
-        TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], {"layers": 4, "flops": 10**6})
+        TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], {"layers": 4, "flops_per_token": 10**6})
         for seed in range(2) for kind in KINDS
     ]
     assert training_flops(runs[0])[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
     picture = draw_kinds(runs, "Depths")
     assert all(f">{kind}, 4 layers<" in picture for kind in KINDS)
-    first, *others = records(runs)
+    first, *others = records(runs, "model", ("layers", "flops_per_token"))
     assert first == {
-        "model": "dense", "layers": 4, "flops_per_token": 10**6, "seed": 0, "step": 10, "validation_loss": "3.0000",
+        "model": "dense", "layers": 4, "flops_per_token": 10**6, "seed": 0, "step": "10", "training_loss": "",
+        "validation_loss": 3.0,
     }
     assert len(others) == 15

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, train
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, records, train
 from shoal.labs.bench.learning.numerics import (
     FAILS,
     FAMILIES,
@@ -24,7 +24,6 @@ from shoal.labs.bench.learning.numerics import (
     config_of,
     distances,
     draw_formats,
-    records,
     within,
     wrong,
 )
@@ -75,7 +74,7 @@ def test_every_run_is_drawn_and_can_be_made():
     svg = ET.fromstring(draw_formats(CURVES, "title"))
     text = [element.text for element in svg.iter() if element.text]
     assert "16 bits" in text and "float16 without a loss scale" in text and "bf16" in text
-    lines = records(CURVES)
+    lines = records(CURVES, "format")
     assert len(lines) == 6 * 100 and [bool(line["validation_loss"]) for line in lines[98:101]] == [False, True, False]
 
 

@@ -7,7 +7,7 @@ from shoal.cli.main import main
 from shoal.engine.models import products
 from shoal.engine.optim.build import RULES
 from shoal.labs.bench import optimizers
-from shoal.labs.bench.optimizers import FUSED, OptimizerTiming, flat, rivals, shapes_of
+from shoal.labs.bench.optimizers import FUSED, compare, flat, rivals, shapes_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig
 
@@ -68,11 +68,11 @@ def test_shapes_have_at_least_the_parameters_asked_for():
 def test_a_ratio_is_of_the_medians_and_the_fastest_rival():
     rivals = {"fused": [5.0, 4.0, 9.0], "foreach": [6.0, 6.0, 6.0]}
     ours, compiled = (
-        OptimizerTiming("adam", 1, name, seconds, rivals)
+        compare("adam", 1, name, seconds, rivals)
         for name, seconds in (("as it is", [1.0, 3.0, 2.0]), ("compiled", [8.0] * 3))
     )
-    assert (ours.rival, ours.target, ours.ratio, ours.met) == ("fused", 1.0, 2.5, True)
-    assert (compiled.ratio, compiled.met) == (0.625, False)
+    assert (ours["rival"], ours["target"], ours["ratio"], ours["met"]) == ("fused", 1.0, 2.5, True)
+    assert (compiled["ratio"], compiled["met"]) == (0.625, False)
 
 
 def test_the_command(capsys, monkeypatch):

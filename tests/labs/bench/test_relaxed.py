@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.labs.bench.learning.experiment import TrainedRun, compare
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, records
 from shoal.labs.bench.learning.relaxed import (
     METHODS,
     OVER_LINKS,
@@ -17,7 +17,6 @@ from shoal.labs.bench.learning.relaxed import (
     RelaxedBenchmark,
     config_of,
     draw_methods,
-    records,
     seconds_at_most,
 )
 from shoal.training.check import check
@@ -49,9 +48,9 @@ def test_the_plot_and_the_records_hold_every_run():
     assert {"a < b", REFERENCE, "hogwild", "seconds in steps"} <= set(words) and "diloco" not in words
     lines = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-linejoin")]
     assert len(lines) == 2 * 3  # for each method the mean and two seeds
-    rows = records(RUNS)
+    rows = records(RUNS, "method", x="seconds")
     assert len(rows) == 12 and rows[-1] == {
-        "method": "hogwild", "seed": 1, "seconds": "2.000", "training_loss": "3.2000", "validation_loss": "3.5000"}
+        "method": "hogwild", "seed": 1, "seconds": "2", "training_loss": 3.2, "validation_loss": 3.5}
 
 
 @pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])

@@ -16,6 +16,7 @@ from shoal.labs.calibration.check import (
     drawn_layouts,
     is_right,
     lines,
+    pick,
     run_of,
     spearman,
     write_scatter,
@@ -36,7 +37,6 @@ from shoal.labs.calibration.measure import (
     on_two_ranks,
     waits,
 )  # fmt: skip
-from shoal.labs.calibration.pick import pick
 from shoal.labs.calibration.profile import PASSES, _both, _kernels, fit, profile
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
@@ -207,7 +207,7 @@ def test_the_table_says_how_far_off_and_whether_the_order_isis_right(tmp_path: P
 
 def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [Layout(micro_batch=n) for n in (12, 4)]
-    monkeypatch.setattr("shoal.labs.calibration.pick.every_layout", lambda ranks: layouts)
+    monkeypatch.setattr("shoal.labs.calibration.check.every_layout", lambda ranks: layouts)
     monkeypatch.setattr("shoal.labs.calibration.check.REFERENCES", 1)
     found = pick(pool, 1, 1, "here", lambda done, what: None)
     assert {one.layout.micro_batch for one in found} == {4, 12}
@@ -226,8 +226,8 @@ def test_the_fastest_are_measured_again_and_the_last_by_new_numbers(monkeypatch:
         return [Compared(layout, 100 - m if backwards else m, estimated[layout])
                 for layout, m in ((layout, layout.micro_batch) for layout in chosen)]  # fmt: skip
 
-    monkeypatch.setattr("shoal.labs.calibration.pick.every_layout", lambda ranks: every)
-    monkeypatch.setattr("shoal.labs.calibration.pick.compare", compare)
+    monkeypatch.setattr("shoal.labs.calibration.check.every_layout", lambda ranks: every)
+    monkeypatch.setattr("shoal.labs.calibration.check.compare", compare)
     said: list[float] = []
     found = pick(None, 4, 5, "here", lambda done, what: said.append(done))
     assert asked == [(1, set(range(1, 31))), (5, {20, *range(1, 13)}), (15, {20, 12, 11, 10})]

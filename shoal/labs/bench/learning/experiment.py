@@ -24,7 +24,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import usable_cores
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.bench.benchmark import Say, write_records
+from shoal.labs.bench.benchmark import Row, Say, write_records
 from shoal.launch.worker_pool import Pool
 from shoal.report.charts import Points, draw_means, new_figure, to_svg
 from shoal.spec.config import RunConfig, build_config
@@ -130,10 +130,27 @@ def draw_validations(
                 y="validation loss, nats per token", highest=highest)
 
 
-def write_files(out: Path | None, name: str, records: Sequence[Mapping[str, object]], picture: str) -> None:
-    """Write the curves as CSV and SVG to a folder, if there is one."""
+def records(runs: Sequence[TrainedRun], who: str, facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
+    """Every loss of every run, for a file.
+
+    Args:
+        who, x: what the columns of the names and of x are called.
+        facts: of the run, in columns of their own.
+    """
+    lines: list[Row] = []
+    for run in runs:
+        trained, validated = dict(run.losses), dict(run.validations)
+        about = {who: run.name, **{fact: run.facts[fact] for fact in facts}, "seed": run.seed}
+        for place in sorted(trained | validated):
+            lines.append({**about, x: f"{place:.10g}", "training_loss": trained.get(place, ""),
+                          "validation_loss": validated.get(place, "")})
+    return lines
+
+
+def write_files(out: Path | None, name: str, lines: Sequence[Row], picture: str) -> None:
+    """Write the losses as CSV and SVG to a folder, if there is one."""
     if out is not None:
-        write_records(records, out / f"{name}.csv")
+        write_records(lines, out / f"{name}.csv")
         write_whole(out / f"{name}.svg", picture)
 
 
@@ -164,7 +181,7 @@ def train_all(
 def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dict[str, float]]:
     """Train one model; returns the losses, validations and facts of `TrainedRun`, up to where a number is not finite.
 
-    The facts: "layers", "parameters" and "flops" (per token) of the model; "skipped", the steps without an update since
+    The facts: "layers", "parameters" and "flops_per_token" of the model; "skipped", the steps without an update since
     a gradient overflowed; "dropped", the mean part of the tokens that experts had no room for since the validation
     before the last; of mixture of depths "one by one", the loss at the end with each token decided by itself, as in
     sampling, and how well that was predicted in the last step: "accuracy" and "recall".
@@ -187,7 +204,7 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
     except NonFinite:
         return losses, [], {"skipped": skipped}
     flops = shape.flops_per_token(config.data.sequence_length)
-    facts: dict[str, float] = {"layers": shape.layers, "parameters": shape.parameters(), "flops": flops}
+    facts: dict[str, float] = {"layers": shape.layers, "parameters": shape.parameters(), "flops_per_token": flops}
     facts |= {"skipped": skipped, "dropped": mean(dropped[1:] or dropped)}
     if engine.depths:
         predicted = engine.routing_metrics()

@@ -18,6 +18,7 @@ from shoal.labs.bench.learning.experiment import (
     TrainedRun,
     compare,
     draw_validations,
+    records,
     train_all,
     write_files,
 )
@@ -57,21 +58,19 @@ class DepthsBenchmark(Benchmark):
 
         runs = train_all(KINDS, self.seeds, config, say, validations=20)
         title = f"capacity {self.capacity:g} in every other layer, {self.steps} steps, mean of {self.seeds} seeds"
-        console.print(make_table(title, compare(runs, DENSE), {
-            "model": lambda kind: kind.name,
-            "layers": lambda kind: f"{kind.mean('layers'):.0f}",
-            "parameters": lambda kind: f"{kind.mean('parameters'):,.0f}",
-            "FLOPs a token": lambda kind: f"{kind.mean('flops'):,.0f}",
-            "steps": lambda kind: kind.runs[0].validations[-1][0],
-            "loss": lambda kind: f"{kind.loss:.3f}",
-            "predicted": lambda kind: predicted(kind, "one by one", ".3f"),
-            "right": lambda kind: predicted(kind, "accuracy", ".1%"),
-            "recall": lambda kind: predicted(kind, "recall", ".1%"),
-        }))
+        console.print(make_table(title, [
+            {
+                "model": kind.name, "layers": round(kind.mean("layers")), "parameters": round(kind.mean("parameters")),
+                "FLOPs a token": round(kind.mean("flops_per_token")), "steps": kind.runs[0].validations[-1][0],
+                "loss": f"{kind.loss:.3f}", "predicted": predicted(kind, "one by one", ".3f"),
+                "right": predicted(kind, "accuracy", ".1%"), "recall": predicted(kind, "recall", ".1%"),
+            } for kind in compare(runs, DENSE)
+        ]))  # fmt: skip
         console.print("predicted: the loss with each token decided by itself, as in sampling; right: part of the "
                       "tokens of which that was predicted, recall: of the chosen ones")
         title = f"Every other layer takes {self.capacity:g} of the tokens, {self.seeds} seeds"
-        write_files(self.out, "depths", records(runs), draw_kinds(runs, title))
+        lines = records(runs, "model", ("layers", "flops_per_token"))
+        write_files(self.out, "depths", lines, draw_kinds(runs, title))
         return True
 
 
@@ -117,16 +116,7 @@ def _flops(config: RunConfig) -> int:
 
 def training_flops(run: TrainedRun) -> Points:
     """Training FLOPs [TFLOP] and validation loss."""
-    return [(step * BATCH * LENGTH * run.facts["flops"] / 1e12, loss) for step, loss in run.validations]
-
-
-def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
-    """Every validation of every run, for a file."""
-    return [
-        {"model": run.name, "layers": run.facts["layers"], "flops_per_token": run.facts["flops"], "seed": run.seed,
-         "step": step, "validation_loss": f"{loss:.4f}"}
-        for run in runs for step, loss in run.validations
-    ]  # fmt: skip
+    return [(step * BATCH * LENGTH * run.facts["flops_per_token"] / 1e12, loss) for step, loss in run.validations]
 
 
 def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:

@@ -16,7 +16,7 @@ from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, choose_names, make_table
-from shoal.labs.bench.learning.experiment import LossSummary, TrainedRun, compare, draw, train_all, write_files
+from shoal.labs.bench.learning.experiment import LossSummary, TrainedRun, compare, draw, records, train_all, write_files
 from shoal.report.charts import Points
 from shoal.spec.config import RunConfig, build_config
 
@@ -81,18 +81,17 @@ class NumericsBenchmark(Benchmark):
         names = [name for name in RUNS if name in wanted or name == REFERENCE]
         runs = train_all(names, self.seeds, lambda name, seed: config_of(name, seed, self.steps), say)
         found, apart = compare(runs, REFERENCE), distances(runs)
-        console.print(make_table(f"{self.steps} steps, {self.seeds} seeds, nats per token", found, {
-            "": lambda each: each.name,
-            "validation loss": lambda each: f"{each.loss:.4f}",
-            "std": lambda each: f"{each.spread:.4f}",
-            "from float32's": lambda each: f"{each.difference:+.4f}",
-            "most apart, training": lambda each: f"{apart[each.name]:.4f}",
-            "skipped steps": lambda each: sum(run.facts["skipped"] for run in each.runs) or "",
-            "band": lambda each: ("within" if within(each, apart, self.band) else "beyond")
-            + " (should be beyond)" * (each.name in FAILS) + " (not judged)" * (each.name in SHOWN),
-        }))
+        console.print(make_table(f"{self.steps} steps, {self.seeds} seeds, nats per token", [
+            {
+                "": each.name, "validation loss": f"{each.loss:.4f}", "std": f"{each.spread:.4f}",
+                "from float32's": f"{each.difference:+.4f}", "most apart, training": f"{apart[each.name]:.4f}",
+                "skipped steps": sum(run.facts["skipped"] for run in each.runs) or None,
+                "band": ("within" if within(each, apart, self.band) else "beyond")
+                + " (should be beyond)" * (each.name in FAILS) + " (not judged)" * (each.name in SHOWN),
+            } for each in found
+        ]))  # fmt: skip
         title = f"Number formats: {self.steps} steps of 512 tokens, {self.seeds} seeds"
-        write_files(self.out, "numerics", records(runs), draw_formats(runs, title))
+        write_files(self.out, "numerics", records(runs, "format"), draw_formats(runs, title))
         bad = wrong(found, apart, self.band)
         console.print(
             f"not as stated: {'; '.join(bad)}" if bad else f"all within {self.band:g} nats of float32, and what should "
@@ -143,15 +142,6 @@ def wrong(found: Sequence[LossSummary], apart: Mapping[str, float], band: float)
     """What is not as stated: beyond the band, or inside it where it should fail."""
     return [each.name for each in found
             if each.name not in SHOWN and within(each, apart, band) == (each.name in FAILS)]
-
-
-def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
-    """Every step of every run, for a file."""
-    return [
-        {"format": run.name, "seed": run.seed, "step": step, "training_loss": f"{loss:.4f}",
-         "validation_loss": f"{run.end:.4f}" if step == len(run.losses) else ""}
-        for run in runs for step, loss in run.losses
-    ]  # fmt: skip
 
 
 def draw_formats(runs: Sequence[TrainedRun], title: str) -> str:

@@ -24,7 +24,7 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, choose_names, make_table
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, write_files
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, records, write_files
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
@@ -101,23 +101,22 @@ class RelaxedBenchmark(Benchmark):
         runs = self.train([name for name in METHODS if name in wanted or name == REFERENCE], say)
         rows = compare(runs, REFERENCE)
         margins = {row.name: self.margin or MARGINS[row.name] for row in rows}
-        seconds = {row.name: row.mean("seconds") for row in rows}
+        base = rows[0].mean("seconds")
         setting = f"{self.ranks} replicas"
         if self.straggler > 1:
             setting += f", one {self.straggler:g} x slower"
         if self.link_gbs:
             setting += f", {1000 * self.link_gbs:g} MB/s between them"
-        console.print(make_table(f"{self.steps} steps on {setting}", rows, {
-            "sync": lambda row: row.name,
-            "validation loss": lambda row: f"{row.loss:.3f}",
-            "std": lambda row: f"{row.spread:.3f}",
-            "against all-reduce": lambda row: f"{row.difference:+.3f}",
-            "margin": lambda row: f"{margins[row.name]:.2f}",
-            "seconds": lambda row: f"{seconds[row.name]:.1f}",
-            "all-reduce's / these": lambda row: f"{seconds[REFERENCE] / seconds[row.name]:.2f}",
-        }))
+        console.print(make_table(f"{self.steps} steps on {setting}", [
+            {
+                "sync": row.name, "validation loss": f"{row.loss:.3f}", "std": f"{row.spread:.3f}",
+                "against all-reduce": f"{row.difference:+.3f}", "margin": f"{margins[row.name]:.2f}",
+                "seconds": f"{row.mean('seconds'):.1f}", "all-reduce's / these": f"{base / row.mean('seconds'):.2f}",
+            } for row in rows
+        ]))  # fmt: skip
         name = "relaxed-link" if self.link_gbs else "relaxed"
-        write_files(self.out, name, records(runs), draw_methods(runs, f"Loss against time: {setting}"))
+        lines = records(runs, "method", x="seconds")
+        write_files(self.out, name, lines, draw_methods(runs, f"Loss against time: {setting}"))
         far = [row.name for row in rows if not row.difference <= margins[row.name]]  # also one that is not a number
         console.print(f"beyond their margin: {', '.join(far)}" if far else "all within their margins")
         return not far
@@ -198,15 +197,6 @@ def _read(folder: Path, method: str, seed: int, config: RunConfig) -> TrainedRun
     validation = records[-1].validation_loss
     assert validation is not None, "a run ends with a validation"
     return TrainedRun(method, seed, losses, [(seconds, validation)], {"seconds": seconds})
-
-
-def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
-    """Every logged step of every run, for a file."""
-    return [
-        {"method": run.name, "seed": run.seed, "seconds": f"{seconds:.3f}", "training_loss": f"{loss:.4f}",
-         "validation_loss": f"{run.end:.4f}" if i + 1 == len(run.losses) else ""}
-        for run in runs for i, (seconds, loss) in enumerate(run.losses)
-    ]  # fmt: skip
 
 
 def draw_methods(runs: Sequence[TrainedRun], title: str) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.labs.bench.benchmark import Say, check_folder, make_table
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw_validations, train_all, write_files
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw_validations, records, train_all, write_files
 from shoal.report.charts import Points
 from shoal.spec.config import RunConfig, build_config
 
@@ -44,19 +44,18 @@ def run(
         validations=20,
     )
     for kind in compare(runs, "dense"):
+        parameters, flops = kind.mean("parameters"), kind.mean("flops_per_token")
         console.print(
-            f"{kind.name:<7} {kind.mean('parameters'):,.0f} parameters, {kind.mean('flops'):,.0f} FLOPs per token, "
-            f"validation loss after {steps} steps {kind.loss:.3f}, dropped {kind.mean('dropped'):.1%}"
+            f"{kind.name:<7} {parameters:,.0f} parameters, {flops:,.0f} FLOPs per token, validation loss after {steps} "
+            f"steps {kind.loss:.3f}, dropped {kind.mean('dropped'):.1%}"
         )
     rows = steps_to_dense(runs)
-    console.print(make_table("steps of Switch until it has the dense model's last loss", rows, {
-        "seed": lambda row: row[0],
-        "dense model's loss": lambda row: f"{row[1]:.3f}",
-        f"steps, of {steps}": lambda row: f"{row[2]:.0f}",
-        "times fewer": lambda row: f"{steps / row[2]:.2f}",
-    }))
+    console.print(make_table("steps of Switch until it has the dense model's last loss", [
+        {"seed": seed, "dense model's loss": end, f"steps, of {steps}": needed, "times fewer": steps / needed}
+        for seed, end, needed in rows
+    ]))  # fmt: skip
     title = f"Switch ({experts} experts) against dense, {seeds} seeds"
-    write_files(out, "switch", records(runs), draw_kinds(runs, title))
+    write_files(out, "switch", records(runs, "model"), draw_kinds(runs, title))
     return all(needed < steps for _, _, needed in rows)
 
 
@@ -91,12 +90,6 @@ def reach(loss: float, points: Points) -> float:
         if low <= loss:
             return before + (after - before) * max(0.0, (high - loss) / (high - low))
     return float("inf")
-
-
-def records(runs: Sequence[TrainedRun]) -> list[dict[str, object]]:
-    """Every validation of every run, for a file."""
-    return [{"model": run.name, "seed": run.seed, "step": step, "validation_loss": f"{loss:.4f}"}
-            for run in runs for step, loss in run.validations]
 
 
 def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +17,9 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.engine.cpu_tuning import allocator_environment
-from shoal.labs.bench.benchmark import (
-    VERDICTS,
-    Benchmark,
-    Say,
-    choose_names,
-    make_table,
-    write_records,
-)
+from shoal.labs.bench.benchmark import Benchmark, Row, Say, all_met, choose_names, make_table, write_records
 from shoal.labs.bench.contender import Failed
-from shoal.labs.bench.race import ContenderResult, Disagreement, Race, run
+from shoal.labs.bench.race import Disagreement, Race, run
 from shoal.labs.bench.step import shoal_engine
 from shoal.labs.bench.step.comparisons import NAMES, races
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES
@@ -75,7 +67,7 @@ class StepBenchmark(Benchmark):
         check_writable(self.out, "bench step --out", ".csv", ".json", new=True)
         wanted = self.choose_races()
         turns, steps = (2, 1) if self.quick else (self.turns, self.steps)
-        rows: list[ContenderResult] = []
+        rows: list[Row] = []
         failed = False
         try:
             for race in wanted:
@@ -87,16 +79,16 @@ class StepBenchmark(Benchmark):
                     continue
                 rows += found
                 for row in found:
-                    if row.target is not None:
-                        console.print(Text(f"{race.name}: {row.contender} at {row.ratio:.2f} of {row.target:.2f}"))
+                    if row["target"] is not None:
+                        console.print(Text("{race}: {contender} at {ratio:.2f} of {target:.2f}".format(**row)))
         finally:
             if rows:
                 console.print(table(rows))
                 if self.products == "torch":
                     console.print("Torch's contenders multiply by the library that torch has by itself.")
                 if self.out:
-                    write_records([record(row) for row in rows], self.out)
-        return not failed and (self.quick or all(row.met is not False for row in rows))
+                    write_records(rows, self.out)
+        return not failed and (self.quick or all_met(rows))
 
     def choose_races(self) -> list[Race]:
         """The races that are asked for, ready to run.
@@ -144,27 +136,14 @@ def _print_failure(race: str, error: Failed | Disagreement, console: Console) ->
         print(error, file=sys.stderr)
 
 
-def table(rows: Sequence[ContenderResult]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """The results for people, at most 80 columns wide."""
-    return make_table(
-        "one training step: shoal beside torch", rows,
+    return make_table("one training step: shoal beside torch", [
         {
-            "contender": lambda row: row.contender,
-            "ms": lambda row: f"{row.seconds * 1e3:.1f}",
-            "CPU ms": lambda row: f"{row.cpu_seconds * 1e3:.1f}",
-            "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
-            "MB": lambda row: f"{row.memory / 1e6:.0f}",
-            "ratio": lambda row: f"{row.ratio:.2f}",
-            "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row.spread),
-            "target": lambda row: "" if row.target is None else f"{row.target:.2f}",
-            "met": lambda row: VERDICTS[row.met],
-        },
-        heading=lambda row: row.race,
-    )
-
-
-def record(row: ContenderResult) -> dict[str, object]:
-    """The result for a file."""
-    fields = asdict(row)
-    fields["spread_low"], fields["spread_high"] = fields.pop("spread")
-    return fields | {"met": row.met}
+            "race": row["race"], "contender": row["contender"], "ms": f"{row['seconds'] * 1e3:.1f}",
+            "CPU ms": f"{row['cpu_seconds'] * 1e3:.1f}", "tokens/s": round(row["tokens_per_second"]),
+            "MB": round(row["memory"] / 1e6), "ratio": f"{row['ratio']:.2f}",
+            "quartiles": f"{row['spread_low']:.2f}-{row['spread_high']:.2f}",
+            "target": "" if row["target"] is None else f"{row['target']:.2f}", "met": row["met"],
+        } for row in rows
+    ], above="race")  # fmt: skip

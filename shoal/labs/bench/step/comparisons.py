@@ -7,12 +7,16 @@ write it, on those as the system and torch set them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from shoal.labs.bench.contender import Contender
 from shoal.labs.bench.peak import MatmulWorkload, product
 from shoal.labs.bench.race import Race
-from shoal.labs.bench.step import shoal_engine, torch_baselines
+from shoal.labs.bench.step.shoal_engine import engine
+from shoal.labs.bench.step.torch_baselines import ddp, dtensor, fsdp, independent, plain, threaded
 from shoal.labs.bench.step.torch_pipelining import MICROBATCHES, SCHEDULES, pipeline
 from shoal.labs.bench.step.workload import BenchPrecision, Workload
 from shoal.spec.sync_methods import COMPRESSED
@@ -20,182 +24,155 @@ from shoal.spec.sync_methods import COMPRESSED
 LINK_GBS = 0.1  # with which the gradients of the default workload take more than a quarter of its step
 TENSOR_GBS = 0.2  # and the activations
 SLOW_GBS = 0.02  # with which they take longer than all else of it
+DEVICE_SECONDS = 0.004  # of each layer's forward, in which the cores are free
+PEAK_SHARES: dict[BenchPrecision, float] = {"fp32": 0.77, "bf16": 0.60}  # of the peak, in compiled steps
 FEW_TOKENS = 512  # of a step, in which what is not computing weighs more
 FASTEST = ("interleaved-1f1b", "zb-v", "dualpipev", "dualpipe")  # of ours, one of which takes on all of torch's
+
+
+@dataclass(frozen=True)
+class ContenderFactory:
+    """Makes contenders of one workload.
+
+    Attributes:
+        ranks: of each contender, or its threads.
+        products: whether torch's contenders have the library of products that shoal's have, or the one of torch.
+    """
+
+    workload: Workload
+    ranks: int
+    products: bool
+
+    def shoal(self, name: str, **how: Any) -> Contender:
+        """Shoal's engine on so many ranks, as `shoal.labs.bench.step.shoal_engine.build` takes it."""
+        return Contender(f"shoal{name}", partial(engine, **how), self.workload, self.ranks)
+
+    def torch(self, name: str, build: Callable[..., Any], **how: Any) -> Contender:
+        """One of torch's ways on so many ranks."""
+        return Contender(name, partial(build, **how), self.workload, self.ranks, products=self.products)
+
+    def bound(self, **how: Any) -> Contender:
+        """Processes that exchange nothing."""
+        return Contender("independent processes", partial(independent, **how), self.workload, self.ranks)
+
+    def threads(self, name: str, build: Callable[..., Any], **how: Any) -> Contender:
+        """One process with so many threads."""
+        return Contender(name, build, self.workload, threads=self.ranks, **how)
 
 
 def races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[Race]:
     """All races over one workload, on so many ranks or threads.
 
     Args:
-        products: whether torch's contenders have the library of products that shoal's have, or the one of torch.
+        products: as of `ContenderFactory`.
     """
-    several = partial(Contender, workload=workload, ranks=ranks)
-    torchs = partial(several, products=products)
-    one = partial(Contender, workload=workload, threads=ranks)
-    pipe = partial(shoal_engine.engine, pp=ranks, micro_batch=workload.sequences // MICROBATCHES)
-    few = workload.tokens <= FEW_TOKENS
-    replicated = several("shoal zero 0", partial(shoal_engine.engine, dp=ranks, bucket_mb=8))
-    sharded = several("shoal zero 1", partial(shoal_engine.engine, dp=ranks, zero=1, bucket_mb=8))
-    ddp = tuple(torchs(f"DDP, buckets of {mb} MB", partial(torch_baselines.ddp, bucket_mb=mb)) for mb in (8, 64))
-    alone = several("independent processes", torch_baselines.independent)
-    pipelines = tuple(several(f"shoal {name}", partial(pipe, schedule=name)) for name in FASTEST)
-    threaded = one(f"one process of {ranks} threads", shoal_engine.engine)
-    replicas = partial(torch_baselines.threaded, replicas=ranks)
+    make = ContenderFactory(workload, ranks, products)
+    return [*_data_parallel(make), *_overlap(make), *_tensor_parallel(make), *_pipelines(make), *_one_process(make)]
+
+
+def _data_parallel(make: ContenderFactory) -> list[Race]:
+    ranks, reference = make.ranks, tuple(make.torch(f"DDP, buckets of {mb} MB", ddp, bucket_mb=mb) for mb in (8, 64))
+    replicated, sharded = (make.shoal(f" zero {zero}", dp=ranks, zero=zero, bucket_mb=8) for zero in (0, 1))
+    target = 1.2 if make.workload.tokens <= FEW_TOKENS else 1.05
+    gathered = (
+        make.shoal(" zero 2", dp=ranks, zero=2, bucket_mb=8),
+        make.shoal(" zero 3, kept", dp=ranks, zero=3, reshard_after_forward=False),
+    )
+    kept = make.torch("FSDP2, kept after forward", fsdp, reshard=False)
+    process = make.threads(
+        f"one process, {ranks} replicas", partial(threaded, replicas=ranks), products=make.products
+    )
     return [
-        Race(
-            "dp",
-            (sharded,),
-            ddp,
-            target=1.2 if few else 1.05,
-            also=(replicated,),
-            bounds=(alone,),
-        ),
-        Race("dp independent", (sharded,), (alone,), target=0.97, tolerance=None),
-        Race("zero 0", (replicated,), ddp, target=1.0),
-        Race(
-            "fsdp",
-            (several("shoal zero 3", partial(shoal_engine.engine, dp=ranks, zero=3)),),
-            (torchs("FSDP2 fully_shard", torch_baselines.fsdp),),
-            target=1.1,
-        ),
-        Race(
-            "zero 2",
-            (
-                several("shoal zero 2", partial(shoal_engine.engine, dp=ranks, zero=2, bucket_mb=8)),
-                several(
-                    "shoal zero 3, kept", partial(shoal_engine.engine, dp=ranks, zero=3, reshard_after_forward=False)
-                ),
-            ),
-            (torchs("FSDP2, kept after forward", partial(torch_baselines.fsdp, reshard=False)),),
-            target=1.0,
-        ),
-        Race(
-            "threads",
-            (replicated,),
-            (one(f"one process, {ranks} replicas", replicas, products=products),),
-            target=1.0,
-            also=ddp[:1],
-        ),
-        _overlap("overlap", workload, ranks, device_seconds=0.0, products=products),
-        _overlap("overlap-device", workload, ranks, device_seconds=0.004, products=products),
-        _overlap_on_network(workload, ranks),
-        _compressed(workload, ranks),
-        Race(
-            "tp",
-            (several("shoal tp", partial(shoal_engine.engine, tp=ranks)),),
-            (torchs("DTensor, projections alone", partial(torch_baselines.dtensor, prepared=False)),
-             torchs("DTensor, inputs prepared", partial(torch_baselines.dtensor, prepared=True))),
-            target=1.6 if ranks > 2 else 1.9 if few else 1.4,
-        ),
-        *(
-            _tensor_overlap(f"{race} {name}", workload, ranks, sequence_parallel=name == "ring", link_gbs=gbs)
-            for race, gbs in (("tp-overlap", 0.0), ("tp-overlap-network", TENSOR_GBS))
-            for name in ("all-reduce", "ring")
-        ),
-        Race(
-            "pp best",
-            pipelines,
-            tuple(torchs(f"torch {theirs}", partial(pipeline, schedule=theirs)) for theirs in SCHEDULES.values()),
-            target=1.1,
-            fastest=True,
-        ),
-        Race("pp one-process", pipelines, (threaded,), target=0.93, fastest=True),
-        *(
-            Race(
-                f"pp {name}",
-                (several(f"shoal {name}", partial(pipe, schedule=name)),),
-                (torchs(f"torch {theirs}", partial(pipeline, schedule=theirs)),),
-                target=1.0,
-                also=(threaded,),
-            )
-            for name, theirs in SCHEDULES.items()
-        ),
-        Race(
-            "single",
-            (one("shoal", shoal_engine.engine),),
-            (one("plain loop, system allocator", torch_baselines.plain, tuned=False),),
-            target=1.2,
-            also=(one("plain loop, tuned allocator", torch_baselines.plain, products=products),),
-        ),
-        _compiled(workload, ranks, "fp32", 0.77),
-        _compiled(workload, ranks, "bf16", 0.60),
+        Race("dp", (sharded,), reference, target, also=(replicated,), bounds=(make.bound(),)),
+        Race("dp independent", (sharded,), (make.bound(),), target=0.97, tolerance=None),
+        Race("zero 0", (replicated,), reference, target=1.0),
+        Race("fsdp", (make.shoal(" zero 3", dp=ranks, zero=3),), (make.torch("FSDP2 fully_shard", fsdp),), target=1.1),
+        Race("zero 2", gathered, (kept,), target=1.0),
+        Race("threads", (replicated,), (process,), target=1.0, also=reference[:1]),
     ]
 
 
-def _overlap(name: str, workload: Workload, ranks: int, device_seconds: float, *, products: bool) -> Race:
-    """Naive DDP against the same with overlap, on so few tokens a rank and over sockets that communication weighs.
+def _overlap(make: ContenderFactory) -> list[Race]:
+    """Communication that is hidden behind the backward, against the same after it.
 
-    Args:
-        device_seconds: of each layer's forward, in which the cores are free.
+    Over sockets on so few tokens that communication weighs, also with layers that leave the cores free; and between
+    ranks that a network seems to join, whose bytes move while the cores compute. There compressed gradients race
+    against exact ones, too; their losses differ, on purpose.
     """
-    few = Workload(workload.model, sequence_length=32, sequences=ranks, precision=workload.precision)
-    few_on = partial(Contender, workload=few, ranks=ranks)
-    ddp = partial(shoal_engine.engine, dp=ranks, bucket_mb=4, transport="backend", device_seconds=device_seconds)
-    theirs = partial(torch_baselines.ddp, bucket_mb=4, device_seconds=device_seconds)
-    return Race(
-        name,
-        (few_on("shoal zero 0", ddp),),
-        (few_on("shoal, reduced after backward", partial(ddp, overlap=False)),),
-        target=1 / 0.9,
-        also=(few_on("DDP, buckets of 4 MB", theirs, products=products),),
-        bounds=(few_on("independent processes", partial(torch_baselines.independent, device_seconds=device_seconds)),),
+    few = replace(make.workload, sequence_length=32, sequences=make.ranks)
+    on_few, data = replace(make, workload=few), {"dp": make.ranks, "bucket_mb": 4}
+    found = []
+    for name, seconds in (("overlap", 0.0), ("overlap-device", DEVICE_SECONDS)):
+        device = {"device_seconds": seconds}
+        how = {**data, **device, "transport": "backend"}
+        found.append(Race(
+            name, (on_few.shoal(" zero 0", **how),),
+            (on_few.shoal(", reduced after backward", **how, overlap=False),), target=1 / 0.9,
+            also=(on_few.torch("DDP, buckets of 4 MB", ddp, bucket_mb=4, **device),), bounds=(on_few.bound(**device),),
+        ))  # fmt: skip
+    return [
+        *found,
+        Race(
+            "overlap-network", (make.shoal(" zero 0", **data, link_gbs=LINK_GBS),),
+            (make.shoal(", reduced after backward", **data, link_gbs=LINK_GBS, overlap=False),), target=1 / 0.9,
+            also=(make.shoal(", through memory alone", **data),),
+        ),
+        Race(
+            "compression-network",
+            tuple(make.shoal(f" {sync}", **data, link_gbs=SLOW_GBS, sync=sync) for sync in COMPRESSED),
+            (make.shoal(" all-reduce, with overlap", **data, link_gbs=SLOW_GBS),), target=1.0,
+            also=(make.shoal(" all-reduce, after backward", **data, link_gbs=SLOW_GBS, overlap=False),),
+            tolerance=None,
+        ),
+    ]  # fmt: skip
+
+
+def _tensor_parallel(make: ContenderFactory) -> list[Race]:
+    """Against torch's; and collectives and products made part by part against one after the other."""
+    references = tuple(
+        make.torch(f"DTensor, {name}", dtensor, prepared=prepared)
+        for name, prepared in (("projections alone", False), ("inputs prepared", True))
     )
+    target = 1.6 if make.ranks > 2 else 1.9 if make.workload.tokens <= FEW_TOKENS else 1.4
+    found = [Race("tp", (make.shoal(" tp", tp=make.ranks),), references, target)]
+    for name, gbs in (("tp-overlap", 0.0), ("tp-overlap-network", TENSOR_GBS)):
+        for way in ("all-reduce", "ring"):
+            how = {"tp": make.ranks, "sequence_parallel": way == "ring", "link_gbs": gbs}
+            found.append(Race(
+                f"{name} {way}", (make.shoal(", part by part", **how, tp_overlap=True),),
+                (make.shoal(", one after the other", **how, tp_overlap=False),), target=1.0,
+            ))  # fmt: skip
+    return found
 
 
-def _overlap_on_network(workload: Workload, ranks: int) -> Race:
-    """The same between ranks that a network seems to join, whose bytes move while the cores compute."""
-    several = partial(Contender, workload=workload, ranks=ranks)
-    memory = partial(shoal_engine.engine, dp=ranks, bucket_mb=4)
-    network = partial(memory, link_gbs=LINK_GBS)
-    return Race(
-        "overlap-network",
-        (several("shoal zero 0", network),),
-        (several("shoal, reduced after backward", partial(network, overlap=False)),),
-        target=1 / 0.9,
-        also=(several("shoal, through memory alone", memory),),
-    )
+def _pipelines(make: ContenderFactory) -> list[Race]:
+    micro_batch = make.workload.sequences // MICROBATCHES
+    process = make.threads(f"one process of {make.ranks} threads", engine)
+    ours = {
+        name: make.shoal(f" {name}", pp=make.ranks, micro_batch=micro_batch, schedule=name)
+        for name in dict.fromkeys([*FASTEST, *SCHEDULES])
+    }
+    theirs = {name: make.torch(f"torch {schedule}", pipeline, schedule=schedule)
+              for name, schedule in SCHEDULES.items()}
+    fastest = tuple(ours[name] for name in FASTEST)
+    return [
+        Race("pp best", fastest, tuple(theirs.values()), target=1.1, fastest=True),
+        Race("pp one-process", fastest, (process,), target=0.93, fastest=True),
+        *(Race(f"pp {name}", (ours[name],), (theirs[name],), target=1.0, also=(process,)) for name in SCHEDULES),
+    ]
 
 
-def _compressed(workload: Workload, ranks: int) -> Race:
-    """Compressed gradients against exact ones, on a network that is slow for them. Their losses differ, on purpose."""
-    several = partial(Contender, workload=workload, ranks=ranks)
-    network = partial(shoal_engine.engine, dp=ranks, bucket_mb=4, link_gbs=SLOW_GBS)
-    return Race(
-        "compression-network",
-        tuple(several(f"shoal {sync}", partial(network, sync=sync)) for sync in COMPRESSED),
-        (several("shoal all-reduce, with overlap", network),),
-        target=1.0,
-        also=(several("shoal all-reduce, after backward", partial(network, overlap=False)),),
-        tolerance=None,
-    )
-
-
-def _tensor_overlap(
-    name: str, workload: Workload, ranks: int, *, sequence_parallel: bool, link_gbs: float
-) -> Race:
-    """Tensor parallelism whose collectives and products are made part by part, against one after the other."""
-    several = partial(Contender, workload=workload, ranks=ranks)
-    tensor = partial(shoal_engine.engine, tp=ranks, sequence_parallel=sequence_parallel, link_gbs=link_gbs)
-    return Race(
-        name,
-        (several("shoal, part by part", partial(tensor, tp_overlap=True)),),
-        (several("shoal, one after the other", partial(tensor, tp_overlap=False)),),
-        target=1.0,
-    )
-
-
-def _compiled(workload: Workload, ranks: int, precision: BenchPrecision, share: float) -> Race:
-    """``compile = true`` against the peak of the same threads."""
-    work = Workload(workload.model, workload.sequence_length, workload.sequences, precision)
-    peak = MatmulWorkload(precision=precision)
-    return Race(
-        f"compile {precision}",
-        (Contender("shoal, compiled", partial(shoal_engine.engine, compile=True), work, threads=ranks),),
-        (Contender(f"product of {peak.side} x {peak.side}", product, peak, threads=ranks),),
-        target=share,
-        tolerance=None,
-    )
+def _one_process(make: ContenderFactory) -> list[Race]:
+    """Against a plain loop; and ``compile = true`` against the peak of the same threads."""
+    system = make.threads("plain loop, system allocator", plain, tuned=False)
+    tuned = make.threads("plain loop, tuned allocator", plain, products=make.products)
+    found = [Race("single", (make.threads("shoal", engine),), (system,), target=1.2, also=(tuned,))]
+    for precision, share in PEAK_SHARES.items():
+        work, peak = replace(make.workload, precision=precision), MatmulWorkload(precision=precision)
+        compiled = replace(make, workload=work).threads("shoal, compiled", partial(engine, compile=True))
+        matmul = Contender(f"product of {peak.side} x {peak.side}", product, peak, threads=make.ranks)
+        found.append(Race(f"compile {precision}", (compiled,), (matmul,), target=share, tolerance=None))
+    return found
 
 
 NAMES = (
