@@ -46,8 +46,9 @@ def test_the_plot_and_the_records_hold_every_run():
     root = ET.fromstring(draw_methods(RUNS, "a < b"))
     words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", REFERENCE, "hogwild", "seconds in steps"} <= set(words) and "diloco" not in words
-    lines = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-linejoin")]
-    assert len(lines) == 2 * 3  # for each method the mean and two seeds
+    styles = [path.get("style", "") for path in root.iter("{http://www.w3.org/2000/svg}path")]
+    widths = [width for width in ("0.7", "1.8") for style in styles if f"stroke-width: {width}" in style]
+    assert widths == ["0.7"] * 4 + ["1.8"] * 4  # two seeds of each method; the mean, here and in the legend
     rows = records(RUNS, "method", x="seconds")
     assert len(rows) == 12 and rows[-1] == {
         "method": "hogwild", "seed": 1, "seconds": "2", "training_loss": 3.2, "validation_loss": 3.5}
