@@ -145,9 +145,13 @@ class PreforkServer:
                     send_handle(self._orders, pipe, self.pid)
             except OSError:
                 raise self._is_gone() from None
-            while not self._answers:
-                if not self.listen(None):
-                    raise self._is_gone()
+            try:
+                while not self._answers:
+                    if not self.listen(None):
+                        raise self._is_gone()
+            except KeyboardInterrupt:
+                self._process.kill()  # else its answer would be taken for that to the next order
+                raise
             answer = self._answers.pop(0)
         if isinstance(answer, OSError):
             raise answer

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -128,6 +129,15 @@ def test_what_it_cannot_import_is_in_its_log(here, monkeypatch):
     with PreforkServer({**os.environ}, here / "prefork.log") as server, pytest.raises(PreforkServerEnded):
         fork(server, here, "0")
     assert "no shoal here" in (here / "prefork.log").read_text()
+
+
+def test_an_order_that_is_interrupted_ends_the_server(here, monkeypatch):
+    """Its answer, which is still to come, must not be taken for that to the next order."""
+    with started(here) as own:
+        monkeypatch.setattr(own, "listen", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fork(own, here, "0")
+        wait_for(lambda: own.ended, 5)
 
 
 def test_leaving_ends_everything(here):
