@@ -120,10 +120,10 @@ class Trainer:
             while self.step < steps and not stopped:
                 self.beat.phase(Phase.STEP)
                 self.timer.start()
-                if self.profiler:
-                    self.profiler.before_step(self.step)
                 with self._failures_explained():
-                    self.guard.before_step(self.step)
+                    self.guard.before_step(self.step)  # which may run the step twice without its update
+                    if self.profiler:
+                        self.profiler.before_step(self.step)
                     with self.histograms.recording(self.step) if self.histograms else nullcontext():
                         result = self.engine.step(self.step, stop=self.stop.count > 0)
                 self.timer.stop()

@@ -67,6 +67,13 @@ def test_every_action_is_recorded_once_in_order_and_on_one_clock(parallel, corpu
     assert (messages > 0) == (layout.pp > 1)
 
 
+def test_a_step_that_is_computed_twice_is_recorded_once(corpus, pool, tmp_path):
+    config = small_config(
+        corpus, {"dp": 2}, train={"steps": 3, "validate_every": 0}, metrics=PROFILED, failover={"reexecute_every": 1}
+    )
+    assert read_profile(train_in(pool, config, tmp_path / "run")).ranks[0].steps == (1, 2)
+
+
 def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(corpus, pool, tmp_path):
     config = small_config(corpus, {"pp": 2}, train={"steps": 4, "validate_every": 0})
     folder = train_in(pool, config, tmp_path / "run")
