@@ -6,7 +6,6 @@ memory, is printed apart. The slowdown is that of matrix products on the main th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import tyro
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.checkpoint import Checkpointer, load, verify
@@ -21,24 +21,24 @@ from shoal.engine.checkpoint.manifest import checksum
 from shoal.labs.bench.race import time_in_turns
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure saving and loading on this machine.")
-    parser.add_argument("--mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--folder", type=Path, help="on which disk (default: the system's temporary folder)")
-    parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+def main(mib: int = 512, folder: Path | None = None, repeats: int = 5) -> None:
+    """Measure saving and loading on this machine.
 
-    rows = given.mib * 256
+    Args:
+        mib: size of the state.
+        folder: on which disk (default: the system's temporary folder).
+        repeats: measurements of each; medians count.
+    """
+    rows = mib * 256
     values = torch.rand(rows, 1024)
     state = {"w": [Piece((rows, 1024), Box.whole((rows, 1024)), values)]}
     size = values.nbytes
     torch.set_num_threads(1)
 
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        checkpointer = Checkpointer(Path(folder), group=None, keep=1, asynchronous=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        checkpointer = Checkpointer(Path(scratch), group=None, keep=1, asynchronous=True)
         stalls, totals, slowdowns = [], [], []
-        for step in range(given.repeats + 1):
+        for step in range(repeats + 1):
             alone = _products_per_second(lambda elapsed: elapsed < 0.5)
             begin = time.perf_counter()
             stalls.append(checkpointer.save(step, state, {}))
@@ -47,7 +47,7 @@ def main() -> None:
             totals.append(time.perf_counter() - begin)
         checkpointer.close()
         assert path is not None, "every save was waited for"
-        print(f"{size / 2**20:.0f} MiB of fp32, one process, one torch thread, medians of {given.repeats}")
+        print(f"{size / 2**20:.0f} MiB of fp32, one process, one torch thread, medians of {repeats}")
         print(f"first save stalls    {stalls[0]:7.3f} s  {_rate(size, stalls[:1])} (allocates the staging memory)")
         print(f"a save stalls        {statistics.median(stalls[1:]):7.3f} s  {_rate(size, stalls[1:])}")
         print(f"until it is on disk  {statistics.median(totals[1:]):7.3f} s  {_rate(size, totals[1:])}")
@@ -55,7 +55,7 @@ def main() -> None:
         actions = {
             "checksum": lambda: checksum(values), "verify": lambda: verify(path), "load": lambda: load(path, state),
         }
-        for name, seconds in time_in_turns(actions, given.repeats, warmup=0).items():
+        for name, seconds in time_in_turns(actions, repeats, warmup=0).items():
             print(f"{name:<20} {statistics.median(seconds):7.3f} s  {_rate(size, seconds)}")
 
 
@@ -72,4 +72,4 @@ def _rate(size: int, seconds: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -83,11 +83,7 @@ class CollectivesBenchmark(Benchmark):
 
 
 def measure(
-    collectives: Sequence[Collective],
-    ranks: Sequence[int],
-    sizes: Sequence[float],
-    turns: int,
-    say: Say,
+    collectives: Sequence[Collective], ranks: Sequence[int], sizes: Sequence[float], turns: int, say: Say
 ) -> Iterator[Row]:
     """Measure every algorithm of some collectives, in float32.
 

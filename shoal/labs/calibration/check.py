@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -34,6 +33,8 @@ NEAR = 0.10  # median error, up to which estimates are right
 ROUND_TWO, FINAL = 12, 3
 """Layouts that are measured again: one step says too little of those that are nearly as fast, and the fastest of twelve
 is so by luck in part, which measurements of its own do not have."""
+WORK = Workload("tiny", sequence_length=128, sequences=12)
+"""12 sequences, which 1 to 4 replicas share evenly, through a model that a step of takes well under a second."""
 ORDERED = 0.9  # Spearman's correlation, from which on an order is right
 
 
@@ -65,17 +66,10 @@ class Compared:
         return f"{self.layout.describe()}, micro-batch {self.layout.micro_batch}{again}{kept}"
 
 
-@cache
-def workload() -> Workload:
-    """12 sequences, which 1 to 4 replicas share evenly, through a model that a step of takes well under a second."""
-    return Workload("tiny", sequence_length=128, sequences=12)
-
-
 def run_of(layout: Layout, name: str) -> EstimatedRun:
-    """As it is estimated, on as many ranks as it has."""
-    work = workload()
+    """The estimate of a layout on as many ranks of a machine as it has."""
     machine = cluster(f"{layout.world_size}x{name}")
-    return EstimatedRun(work.shape, layout, machine, work.sequence_length, work.sequences, work.precision)
+    return EstimatedRun(WORK.shape, layout, machine, WORK.sequence_length, WORK.sequences, WORK.precision)
 
 
 def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
@@ -90,24 +84,15 @@ def drawn_layouts(count: int, seed: int = 0) -> list[Layout]:
     return found
 
 
-@cache
-def _space() -> LayoutSpace:
-    schedules = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
-    return LayoutSpace(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
-
-
 def every_layout(ranks: int) -> list[Layout]:
     """All that so many ranks can have, without context parallelism and uneven stages."""
-    work = workload()
-    space, shape = _space(), work.shape
-    machine = cluster(f"{ranks}xH100" if ranks > 1 else "1xH100")  # only its size counts
-    run = EstimatedRun(shape, Layout(), machine, work.sequence_length, work.sequences, work.precision)
+    schedules = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
+    space = LayoutSpace(schedules, most_virtual=2, uneven=False, fixed={"cp": 1})
+    run = run_of(Layout(dp=ranks), "H100")  # only the size of the cluster counts
     return [layout for layout in layouts(run, space) if layout.dp * layout.tp * layout.pp == ranks]
 
 
-def compare(
-    pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Say, steps: int = STEPS
-) -> list[Compared]:
+def compare(pool: Pool, chosen: list[Layout], rounds: int, name: str, say: Say, steps: int = STEPS) -> list[Compared]:
     """Measure all layouts in turn, and estimate them.
 
     Args:
@@ -143,7 +128,7 @@ def _speed(pool: Pool, layout: Layout, name: str) -> float:
 def _steps(layout: Layout, steps: int) -> list[float]:
     """Seconds of some steps on one rank, after one that does not count."""
     fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
-    step, numbers = engine(workload(), dist.get_rank(), dist.get_world_size(), **fields), count()
+    step, numbers = engine(WORK, dist.get_rank(), dist.get_world_size(), **fields), count()
     return time_in_turns({layout: lambda: step(next(numbers))}, steps, prepare=lambda key: dist.barrier())[layout]
 
 
@@ -196,14 +181,13 @@ def _median_error(found: list[Compared]) -> float:
 
 def lines(found: list[Compared]) -> list[str]:
     """The table of a check."""
-    work = workload()
     rows = [
         f"{one.slower:>7.2f}{show_seconds(one.measured):>10}{show_seconds(one.estimated):>11}"
         f"{100 * one.error:>+8.1f} %  {one.words}"
         for one in sorted(found, key=lambda one: one.measured)
     ]
     return [
-        f"{work.model}, {work.sequences} sequences of {work.sequence_length} tokens a step, {work.precision}; "
+        f"{WORK.model}, {WORK.sequences} sequences of {WORK.sequence_length} tokens a step, {WORK.precision}; "
         "medians of turns, over how much slower the machine was just then than when it was calibrated",
         f"{'slower':>7}{'measured':>10}{'estimated':>11}{'off':>10}  layout", *rows,
         f"median error {100 * _median_error(found):.1f} %; order (Spearman) {spearman(found):.3f}; the layout that is "
