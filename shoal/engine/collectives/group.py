@@ -134,7 +134,7 @@ def share(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
     """Give the ranks of a group memory to share; None on all of them if one cannot map it. To be called by all."""
     ranks, index = dist.get_process_group_ranks(backend), backend.rank()
     layout = SharedGroup.layout(len(ranks))
-    return _map(backend, *layout, lambda region: SharedGroup(region, ranks, index, progress))
+    return map_region(backend, *layout, lambda file, region: SharedGroup(region, ranks, index, progress))
 
 
 def allocate(
@@ -151,12 +151,19 @@ def allocate(
     if group is not None and isinstance(shared := group.shared, SharedGroup) and numel:
         rows = 1 if one else shared.size
         size = shared.common_bytes(numel, dtype, rows)
-        mine = _map(group.backend, 0, size, lambda region: shared.adopt(region, numel, dtype, rows))
+        mine = map_region(group.backend, 0, size, lambda file, region: shared.adopt(region, numel, dtype, rows))
     return torch.zeros(numel, dtype=dtype, device=device) if mine is None else mine
 
 
-def _map(backend: dist.ProcessGroup, counters: int, size: int, use: Callable[[Region], T]) -> T | None:
-    """What each rank of a group makes of one new region, before any of them returns; None on all if one cannot."""
+def map_region(backend: dist.ProcessGroup, counters: int, size: int, use: Callable[[int, Region], T]) -> T | None:
+    """Have each rank of a group make something of one new region, before any of them returns.
+
+    Args:
+        use: from the region's file, which is closed after it, and the region.
+
+    Returns:
+        What this rank made; None on all if one of them cannot map the region.
+    """
     ranks, index = dist.get_process_group_ranks(backend), backend.rank()
     file, where = -1, torch.zeros(2, dtype=torch.int64)
     if index == 0:
@@ -169,7 +176,7 @@ def _map(backend: dist.ProcessGroup, counters: int, size: int, use: Callable[[Re
         if where[1] >= 0:
             if index > 0:
                 file = os.open(f"/proc/{where[0]}/fd/{where[1]}", os.O_RDWR)
-            made = use(Region(file, counters, size))
+            made = use(file, Region(file, counters, size))
     all_have = torch.tensor([made is not None], dtype=torch.int32)
     dist.all_reduce(all_have, dist.ReduceOp.MIN, group=backend)  # after it, nobody needs the creator's file
     if file >= 0:

@@ -7,7 +7,7 @@ Each pair is a function and its conjugate (Shoeybi et al. 2019, section 3; Korth
     `reduce_from`     all-reduce         identity
     `gather_from`     all-gather         reduce-scatter
     `scatter_to`      reduce-scatter     all-gather
-    `exchange`        all-to-all         all-to-all, the other way
+    `all_to_all_dims` all-to-all         all-to-all, the other way
 
 A group of None has one rank, and every function here is then the identity. Between CPU ranks of one host all goes
 through memory (`shoal.engine.collectives.shm.transport`), elsewhere through the group's backend.
@@ -269,28 +269,30 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
 
 # ---- autograd pairs --------------------------------------------------------------------------------------------
 
+Pass = Callable[[Tensor], Tensor]
 Meanwhile = Callable[[], object]
 """What backward does while the collective of an entry is on its way."""
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> None: ...
 
 
-class _CopyTo(torch.autograd.Function):
+class _Conjugate(torch.autograd.Function):
+    """A function of one tensor, and in backward the one that is its conjugate."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, meanwhile: Meanwhile) -> Tensor:
-        ctx.group, ctx.meanwhile = group, meanwhile
-        return x.view_as(x)
+    def forward(ctx, x: Tensor, function: Pass, conjugate: Pass) -> Tensor:
+        ctx.conjugate = conjugate
+        return function(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        # A fresh buffer is not needed: the gradient comes from matrix products that only this node reads.
-        gradient = gradient.contiguous()
-        work = start_all_reduce(gradient, ctx.group)
-        ctx.meanwhile()
-        work.wait()
-        return gradient, None, None
+        return ctx.conjugate(gradient), None, None
+
+
+def with_conjugate(x: Tensor, function: Pass, conjugate: Pass) -> Tensor:
+    """Apply a function whose backward is another function, of the gradient."""
+    return _Conjugate.apply(x, function, conjugate)
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -304,54 +306,20 @@ class _ReduceFrom(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, dim: int, meanwhile: Meanwhile) -> Tensor:
-        ctx.group, ctx.dim, ctx.meanwhile = group, dim, meanwhile
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        out, work = start_reduce_scatter(gradient, ctx.group, ctx.dim)
-        ctx.meanwhile()
-        work.wait()
-        return out, None, None, None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, split: int, join: int, lengths: Sequence[Sequence[int]]) -> Tensor:
-        ctx.group, ctx.split, ctx.join, ctx.lengths = group, split, join, lengths
-        return _exchanged(x, group, split, join, *lengths)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _exchanged(gradient, ctx.group, ctx.join, ctx.split, *ctx.lengths[::-1]), None, None, None, None
-
-
-def _exchanged(
-    x: Tensor, group: Group, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
-) -> Tensor:
-    shape = list(x.shape)
-    shape[split] = parts[group.rank()]
-    shapes = [[*shape[:join], length, *shape[join + 1 :]] for length in pieces]
-    return torch.cat(all_to_all(x.split(tuple(parts), split), shapes, group), join)
-
-
 def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> Tensor:
     """Enter a region whose ranks each use all of ``x``: their gradients of it add up."""
-    return x if group is None else _CopyTo.apply(x, group, meanwhile)
+    if group is None:
+        return x
+
+    def total(gradient: Tensor) -> Tensor:
+        # A fresh buffer is not needed: the gradient comes from matrix products that only this node reads.
+        gradient = gradient.contiguous()
+        work = start_all_reduce(gradient, group)
+        meanwhile()
+        work.wait()
+        return gradient
+
+    return with_conjugate(x, lambda x: x.view_as(x), total)
 
 
 def reduce_from(x: Tensor, group: Group | None) -> Tensor:
@@ -361,15 +329,26 @@ def reduce_from(x: Tensor, group: Group | None) -> Tensor:
 
 def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile = _nothing) -> Tensor:
     """Enter a region with all parts of ``x``, which the ranks hold split along ``dim``."""
-    return x if group is None else _GatherFrom.apply(x, group, dim, meanwhile)
+    if group is None:
+        return x
+
+    def own_part(gradient: Tensor) -> Tensor:
+        out, work = start_reduce_scatter(gradient, group, dim)
+        meanwhile()
+        work.wait()
+        return out
+
+    return with_conjugate(x, lambda x: all_gather(x, group, dim), own_part)
 
 
 def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
     """Leave a region of partial sums, keeping this rank's part along ``dim`` of the total."""
-    return x if group is None else _ScatterTo.apply(x, group, dim)
+    if group is None:
+        return x
+    return with_conjugate(x, lambda x: reduce_scatter(x, group, dim), lambda gradient: all_gather(gradient, group, dim))
 
 
-def exchange(
+def all_to_all_dims(
     x: Tensor, group: Group | None, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
 ) -> Tensor:
     """From having all of dim ``split`` and a piece of dim ``join`` to having a part of ``split`` and all of ``join``.
@@ -378,4 +357,16 @@ def exchange(
         parts: how much of ``split`` each rank gets.
         pieces: how much of ``join`` each rank has.
     """
-    return x if group is None else _Exchange.apply(x, group, split, join, (parts, pieces))
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _exchange(x, group, split, join, parts, pieces),
+        lambda gradient: _exchange(gradient, group, join, split, pieces, parts),
+    )
+
+
+def _exchange(x: Tensor, group: Group, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]) -> Tensor:
+    shape = list(x.shape)
+    shape[split] = parts[group.rank()]
+    shapes = [[*shape[:join], length, *shape[join + 1 :]] for length in pieces]
+    return torch.cat(all_to_all(x.split(tuple(parts), split), shapes, group), join)

@@ -1,12 +1,12 @@
 """Collectives on parts and rows of which ranks have different numbers, and their autograd pairs.
 
-    forward                              backward
-    `part_of`         own part           all-gather
-    `whole_of`        all-gather         own part
-    `exchange_rows`   all-to-all         all-to-all, the other way
-    `gather_rows`     all-gather         reduce-scatter
-    `scatter_rows`    reduce-scatter     all-gather
-    `permuted`        another order      the order before
+    forward                                  backward
+    `shard_of`            own part           all-gather
+    `all_gather_uneven`   all-gather         own part
+    `exchange_rows`       all-to-all         all-to-all, the other way
+    `gather_rows`         all-gather         reduce-scatter
+    `scatter_rows`        reduce-scatter     all-gather
+    `permute_rows`        another order      the order before
 
 With a group of None, of one rank, each is the identity.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_gather, all_to_all
+from shoal.engine.collectives.ops import all_gather, all_to_all, with_conjugate
 
 
 def part_lengths(n: int, ranks: int) -> list[int]:
@@ -47,104 +47,69 @@ def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-class _PartOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
-        ctx.args = group, dim, lengths
-        return _own_part(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _gather_parts(gradient, *ctx.args), None, None, None
+def shard_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
+    """Take this rank's part of what all ranks have alike, and whose full gradient they all need."""
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _own_part(x, group, dim, lengths), lambda gradient: _gather_parts(gradient, group, dim, lengths)
+    )
 
 
-class _WholeOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
-        ctx.args = group, dim, lengths
-        return _gather_parts(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _own_part(gradient, *ctx.args), None, None, None
-
-
-def part_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Take this rank's part of what all ranks have alike, and whose gradient they all need whole."""
-    return x if group is None else _PartOf.apply(x, group, dim, lengths)
-
-
-def whole_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
+def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
     """Put the ranks' parts together, for each to compute the same from: of the gradient each takes its own part.
 
     Args:
         lengths: of every rank's part along ``dim``.
     """
-    return x if group is None else _WholeOf.apply(x, group, dim, lengths)
-
-
-def _exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    return torch.cat(all_to_all(x.split(list(send)), [(n, *x.shape[1:]) for n in receive], group))
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-        ctx.args = receive, send, group
-        return _exchanged(x, send, receive, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _exchanged(gradient, *ctx.args), None, None, None
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _gather_parts(x, group, dim, lengths), lambda gradient: _own_part(gradient, group, dim, lengths)
+    )
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
     """All-to-all of rows: ``send[i]`` of them go to the i-th rank, in order, ``receive[i]`` come from it."""
-    return x if group is None else _ExchangeRows.apply(x, send, receive, group)
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _exchange(x, send, receive, group), lambda gradient: _exchange(gradient, receive, send, group)
+    )
 
 
-def _gathered(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    return torch.cat(all_to_all([x] * group.size(), [(n, *x.shape[1:]) for n in counts], group))
-
-
-def _scattered(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    own = (counts[group.rank()], *x.shape[1:])
-    return torch.stack(all_to_all(x.split(list(counts)), [own] * group.size(), group)).sum(0)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        ctx.args = counts, group
-        return _gathered(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _scattered(gradient, *ctx.args), None, None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        ctx.args = counts, group
-        return _scattered(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _gathered(gradient, *ctx.args), None, None
+def _exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    return torch.cat(all_to_all(x.split(list(send)), [(n, *x.shape[1:]) for n in receive], group))
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """The rows of all ranks, the i-th of which has ``counts[i]``, in rank order; their gradients add up."""
-    return x if group is None else _GatherRows.apply(x, counts, group)
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _gather(x, counts, group), lambda gradient: _scatter(gradient, counts, group)
+    )
 
 
 def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Sum the ranks' rows and keep this one's ``counts[index]`` of them."""
-    return x if group is None else _ScatterRows.apply(x, counts, group)
+    if group is None:
+        return x
+    return with_conjugate(
+        x, lambda x: _scatter(x, counts, group), lambda gradient: _gather(gradient, counts, group)
+    )
 
 
-class _Permuted(torch.autograd.Function):
+def _gather(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    return torch.cat(all_to_all([x] * group.size(), [(n, *x.shape[1:]) for n in counts], group))
+
+
+def _scatter(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    own = (counts[group.rank()], *x.shape[1:])
+    return torch.stack(all_to_all(x.split(list(counts)), [own] * group.size(), group)).sum(0)
+
+
+class _PermuteRows(torch.autograd.Function):
     """Their gradients go back by the inverse, which is a copy and no sum."""
 
     @staticmethod
@@ -157,10 +122,10 @@ class _Permuted(torch.autograd.Function):
         return gradient.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows in another order: row i is x's row ``order[i]``.
 
     Args:
         back: the inverse.
     """
-    return _Permuted.apply(x, order, back)
+    return _PermuteRows.apply(x, order, back)

@@ -24,13 +24,13 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, read
 from shoal.engine.collectives.uneven import (
+    all_gather_uneven,
     exchange_rows,
     gather_rows,
     part_lengths,
-    part_of,
-    permuted,
+    permute_rows,
     scatter_rows,
-    whole_of,
+    shard_of,
 )
 from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
@@ -131,16 +131,16 @@ class TokenShares(TokenPlaces):
                 self.mine = places[mesh.index("cp")][self.here]  # sequence; and the places in it of what is here
 
     def take(self, x: Tensor) -> Tensor:
-        return x if self.split_already else part_of(x, self.tp, SEQUENCE, self.lengths)
+        return x if self.split_already else shard_of(x, self.tp, SEQUENCE, self.lengths)
 
     def join(self, y: Tensor) -> Tensor:
-        return y if self.split_already else whole_of(y, self.tp, SEQUENCE, self.lengths)
+        return y if self.split_already else all_gather_uneven(y, self.tp, SEQUENCE, self.lengths)
 
     def gather(self, scores: Tensor) -> Tensor:
-        scores = whole_of(scores, self.tp, SEQUENCE, self.lengths)
+        scores = all_gather_uneven(scores, self.tp, SEQUENCE, self.lengths)
         if self.order is None:
             return scores
-        return whole_of(scores, self.cp, SEQUENCE, self.sizes).index_select(SEQUENCE, self.order)
+        return all_gather_uneven(scores, self.cp, SEQUENCE, self.sizes).index_select(SEQUENCE, self.order)
 
     def own(self, made: Tensor) -> Tensor:
         return made[:, self.here] if self.order is None else made.index_select(SEQUENCE, self.mine)
@@ -197,9 +197,9 @@ class DistributedExperts(GroupedExperts):
         # One name: what backward does not need is gone at the next step.
         rows = exchange_rows(rows, send, receive, at.group)
         rows = gather_rows(rows, gathered, at.tensor)
-        rows = permuted(rows, *order)
+        rows = permute_rows(rows, *order)
         rows = self.blocks(rows, everywhere.sum((0, 1)).tolist())
-        rows = permuted(rows, *order[::-1])
+        rows = permute_rows(rows, *order[::-1])
         rows = scatter_rows(rows, gathered, at.tensor)
         return exchange_rows(rows, receive, send, at.group)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.uneven import exchange_rows, permuted, whole_of
+from shoal.engine.collectives.uneven import all_gather_uneven, exchange_rows, permute_rows
 from shoal.engine.models.mixture_of_depths import ChosenPlaces, TokenRoute
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import places_of
@@ -51,7 +51,7 @@ class SharedPlaces(ChosenPlaces):
     def gather(self, scores: Tensor) -> Tensor:
         order = torch.cat(list(self.tokens)).argsort()
         sizes = [len(places) for places in self.tokens]
-        return whole_of(scores, self.group, SEQUENCE, sizes).index_select(SEQUENCE, order)
+        return all_gather_uneven(scores, self.group, SEQUENCE, sizes).index_select(SEQUENCE, order)
 
     def own(self, made: Tensor) -> Tensor:
         return made.index_select(SEQUENCE, self.tokens[self.rank])
@@ -76,10 +76,10 @@ class SharedPlaces(ChosenPlaces):
         shape = (len(taken), sizes[self.rank], -1)
 
         def there(rows: Tensor) -> Tensor:
-            return permuted(exchange_rows(rows, send, receive, self.group), back, order).view(shape)
+            return permute_rows(exchange_rows(rows, send, receive, self.group), back, order).view(shape)
 
         def home(rows: Tensor) -> Tensor:
-            return exchange_rows(permuted(rows.flatten(0, 1), order, back), receive, send, self.group)
+            return exchange_rows(permute_rows(rows.flatten(0, 1), order, back), receive, send, self.group)
 
         return TokenRoute(torch.cat(index), there, home)
 

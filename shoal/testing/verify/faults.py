@@ -179,7 +179,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "capacity-per-rank": Fault(
         "each rank of a split sequence decides who finds room by its own part",
-        expert, "whole_of", fault_patches.own_scores, {"tp": 2, "sequence_parallel": True}, model="experts",
+        expert, "all_gather_uneven", fault_patches.own_scores, {"tp": 2, "sequence_parallel": True}, model="experts",
     ),
     "rows-astray": Fault(
         "what experts computed is sent back in the order of the experts, to other tokens",
@@ -191,7 +191,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "chosen-order": Fault(
         "tokens that pass through a layer are computed in the order in which they come from other ranks",
-        mixture_of_depths, "permuted", lambda right: lambda x, order, back: x,
+        mixture_of_depths, "permute_rows", lambda right: lambda x, order, back: x,
         {"tp": 2, "sequence_parallel": True}, model="depths",
     ),
     "places-of-chosen": Fault(

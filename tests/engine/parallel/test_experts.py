@@ -12,7 +12,14 @@ from shoal.base.section import plain
 from shoal.engine.checkpoint import Checkpointer, load
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.uneven import exchange_rows, gather_rows, part_lengths, part_of, scatter_rows, whole_of
+from shoal.engine.collectives.uneven import (
+    all_gather_uneven,
+    exchange_rows,
+    gather_rows,
+    part_lengths,
+    scatter_rows,
+    shard_of,
+)
 from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
@@ -68,8 +75,8 @@ def rows_and_back() -> list[float]:
 
     x = torch.arange(5, dtype=torch.float64).view(1, 5).requires_grad_()
     lengths = part_lengths(5, 3)
-    part = part_of(x, group, 1, lengths)
-    together = whole_of(part, group, 1, lengths)
+    part = shard_of(x, group, 1, lengths)
+    together = all_gather_uneven(part, group, 1, lengths)
     found.append(together - x)
     (gradient,) = torch.autograd.grad((together * torch.arange(5.0)).sum(), x)
     found.append(gradient - torch.arange(5.0))

@@ -156,7 +156,7 @@ class SharedGroup:
             return self._start("reduce-scatter", whole, self._post(whole[self.other], pieces), take)
         pieces = self._pieces(part.numel(), part.element_size() * self.size)
         return self._start(
-            "reduce-scatter", whole, self._post_columns(whole, pieces), self._take_column(part, whole, pieces)
+            "reduce-scatter", whole, self._post(whole, pieces), self._take_column(part, whole, pieces)
         )
 
     def send(self, x: Tensor, to: int) -> Operation:
@@ -251,11 +251,12 @@ class SharedGroup:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _post(self, x: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+        """Write [n] to the ring, or [size, n], of which each rank takes a row."""
         for start, count in pieces:
-            length = count * x.element_size()
-            yield from self._room(length)
-            self._mine(x.dtype, self._posted, (count,), self.index).copy_(x[start : start + count])
-            yield self._count_written(length)
+            piece = x.narrow(-1, start, count)
+            yield from self._room(piece.nbytes)
+            self._mine(x.dtype, self._posted, piece.shape, self.index).copy_(piece)
+            yield self._count_written(piece.nbytes)
 
     def _take_other(self, out: Tensor, own: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
         """Reduce what this rank has and what the other one has posted."""
@@ -294,14 +295,6 @@ class SharedGroup:
             else:
                 out[:, start : start + count].copy_(self._all(out.dtype, self._taken, count))
             yield self._count_consumed(length)
-
-    def _post_columns(self, whole: Tensor, pieces: list[tuple[int, int]]) -> Steps:
-        for start, count in pieces:
-            length = count * whole.element_size() * self.size
-            yield from self._room(length)
-            columns = whole[:, start : start + count]
-            self._mine(whole.dtype, self._posted, (self.size, count), self.index).copy_(columns)
-            yield self._count_written(length)
 
     def _take_column(self, part: Tensor, whole: Tensor, pieces: list[tuple[int, int]]) -> Steps:
         for start, count in pieces:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import UsageError
-from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.group import Group, map_region
 from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.shm.progress import PeerLost, nap
 from shoal.engine.collectives.shm.region import LINE, Region, alive, host_identity
@@ -47,9 +47,8 @@ class Window:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group.backend)
         counters += self.size  # the processes
         size = -(-size // LINE) * LINE
-        self._file = self._open(group, counters, size)
+        self._file, region = self._open(group, counters, size)
         weakref.finalize(self, os.close, self._file)
-        region = Region(self._file, counters, size)
         self._counters, self._data, self._used = region.counters, region.data, 0
         self._next_counter = self._next_lock = 0
         self._process = counters - self.size
@@ -59,34 +58,27 @@ class Window:
         self._dead: set[int] = set()
         self._looked = [0.0] * self.size
 
-    def _open(self, group: Group | None, counters: int, size: int) -> int:
+    def _open(self, group: Group | None, counters: int, size: int) -> tuple[int, Region]:
+        """The file, whose locks these are, and its memory."""
         hosts = set(all_gather(host_identity(), None if group is None else group.backend))
         if None in hosts or len(hosts) > 1:
             raise UsageError(
                 f"ranks {self.ranks} cannot share memory as they must: they are not all on one host with Linux on "
                 f"x86-64, in one space of processes.\n  {MEND}"
             )
-        file, where = -1, torch.zeros(2, dtype=torch.int64)
-        if self.index == 0:
+        made = None
+        if group is not None:
+            made = map_region(group.backend, counters, size, lambda file, region: (os.dup(file), region))
+        else:
             with suppress(OSError):
                 file = Region.create(counters, size)
-            where[:] = torch.tensor([os.getpid(), file])
-        if group is None:
-            if file < 0:
-                raise UsageError(f"the system gives no memory that can be shared.\n  {MEND}")
-            return file
-        dist.broadcast(where, self.ranks[0], group=group.backend)
-        if self.index > 0 and where[1] >= 0:
-            with suppress(OSError):
-                file = os.open(f"/proc/{where[0]}/fd/{where[1]}", os.O_RDWR)
-        every = torch.tensor([file >= 0], dtype=torch.int32)
-        dist.all_reduce(every, dist.ReduceOp.MIN, group=group.backend)
-        if not every:
+                made = file, Region(file, counters, size)
+        if made is None:
             raise UsageError(
                 f"ranks {self.ranks} cannot share memory: the system gives none, or they may not see each other."
                 f"\n  {MEND}"
             )
-        return file
+        return made
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next tensor [numel], zeros at first, the same memory on all ranks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import exchange
+from shoal.engine.collectives.ops import all_to_all_dims
 
 HEADS, TOKENS = 1, 2  # dims of [b, a, s, d]
 
@@ -52,7 +52,7 @@ class Ulysses:
         # Each rank's part of the keys' heads and of the values' lie together, so that one exchange moves both.
         both = torch.cat([x.unflatten(HEADS, (self.ranks, -1)) for x in (k, v)], dim=2).flatten(1, 2)
         q, both = (
-            exchange(x, self.group, HEADS, TOKENS, self._heads(x.shape[HEADS]), lengths)
+            all_to_all_dims(x, self.group, HEADS, TOKENS, self._heads(x.shape[HEADS]), lengths)
             for x, lengths in ((q, queries), (both, keys))
         )
         k, v = both.chunk(2, dim=HEADS)
@@ -62,7 +62,7 @@ class Ulysses:
         """[b, a/n, sum of queries, d] back to [b, a, s, d]."""
         if self.group is None:
             return out
-        return exchange(out, self.group, TOKENS, HEADS, queries, self._heads(self.ranks * out.shape[HEADS]))
+        return all_to_all_dims(out, self.group, TOKENS, HEADS, queries, self._heads(self.ranks * out.shape[HEADS]))
 
     def _heads(self, heads: int) -> list[int]:
         """Of each rank."""
