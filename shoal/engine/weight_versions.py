@@ -66,10 +66,10 @@ class WeightVersions:
     def _use(self, version: int) -> None:
         copies: Sequence[Tensor | None] = self.copies.get(version) or [None] * len(self.buckets)
         for bucket, copy in zip(self.buckets, copies, strict=True):
-            bucket.use(copy)
+            bucket.swap_weights(copy)
 
     def _copy_newest(self) -> None:
-        copies = self._free.pop() if self._free else [torch.empty_like(bucket.held) for bucket in self.buckets]
+        copies = self._free.pop() if self._free else [torch.empty_like(bucket.resident) for bucket in self.buckets]
         for bucket, copy in zip(self.buckets, copies, strict=True):
-            copy.copy_(bucket.held)
+            copy.copy_(bucket.resident)
         self.copies[self.newest] = copies

@@ -21,7 +21,7 @@ from shoal.base.files import read_json, write_whole
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import broadcast, world
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Dataset
 from shoal.engine.device import synchronize
 from shoal.spec.catalog import ModelShape
@@ -69,10 +69,10 @@ def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) ->
         candidate = _with(config, size)
         engine = Engine(candidate, shape, mesh.with_layout(candidate.parallel), samples)
         count = torch.tensor(len(engine.parameters.buckets), device=mesh.device)
-        before, cuts = cuts, read(all_reduce(count, mesh.group("world")))
+        before, cuts = cuts, to_host(all_reduce(count, mesh.group("world")))
         if cuts != before:
             slowest = torch.tensor(_time(engine), dtype=torch.float64, device=mesh.device)
-            seconds[size] = read(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
+            seconds[size] = to_host(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
         del engine
         gc.collect()  # its modules and hooks are cyclic garbage, and the next engine needs the memory
     return seconds

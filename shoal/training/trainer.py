@@ -17,7 +17,7 @@ from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Dataset
 from shoal.engine.device import peak_memory
 from shoal.engine.peak_flops import peak_flops
@@ -193,7 +193,7 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
-        memory = read(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
+        memory = to_host(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
         steps, seconds = self.timer.lap()
         stalled = self.states.take_stalled()
         if not self.first:
@@ -238,7 +238,7 @@ class Trainer:
         native = float8 is not None and float8.native(compute, self.mesh.device)
         own = peak_flops(torch.float8_e4m3fn if native else compute, self.mesh.device, self.local_ranks)
         total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
-        rate, unknown = read(all_reduce(total, self.mesh.group("world")))
+        rate, unknown = to_host(all_reduce(total, self.mesh.group("world")))
         return None if unknown else rate
 
     def _check_and_maybe_rollback(self, result: StepResult) -> bool:

@@ -70,7 +70,7 @@ class Nowhere:
 class DryGroup(Group):
     """A group of which this process is the only member that is there."""
 
-    alone = True
+    is_dry_run = True
 
     def __init__(self, ranks: Sequence[int], rank: int, *, by_gloo: bool = False):
         super().__init__(None, Nowhere(ranks, by_gloo=by_gloo))
@@ -115,6 +115,6 @@ class DryMesh(Mesh):
             self._named[key] = DryGroup(ranks, self.rank, by_gloo=self.by_gloo)
         return self._named[key]
 
-    def numbers(self) -> AbstractContextManager[object]:
+    def real_index_tensors(self) -> AbstractContextManager[object]:
         """In it are made real tensors, not fake ones."""
         return unset_fake_temporarily()

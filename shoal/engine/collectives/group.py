@@ -33,10 +33,10 @@ class Group:
         sent: bytes that this rank has sent, by kind of collective (see `count`).
         calls: how often each was started, by kind and the bytes of the tensor that it takes.
         link: the network that is imitated between the ranks, or None.
-        alone: whether the other ranks are not there (a dry run); what they would give is then left out.
+        is_dry_run: whether the other ranks are not there (a dry run); what they would give is then left out.
     """
 
-    alone = False
+    is_dry_run = False
     backend: dist.ProcessGroup
 
     def __init__(
@@ -62,7 +62,7 @@ class Group:
         if self.link is not None:
             self.link.send(size * times)
 
-    def carried(self, work: Pending) -> Pending:
+    def throttled(self, work: Pending) -> Pending:
         """The collective that was counted last, as it was started; with a `ThrottledLink`, no faster than it allows."""
         return work if self.link is None else self.link.carry(work)
 
@@ -92,7 +92,7 @@ def leave_groups() -> None:
     _progress.clear()
 
 
-def announce(device: torch.device) -> None:
+def publish_host(device: torch.device) -> None:
     """Tell the other ranks of the world where this one runs, without waiting for them."""
     if device.type == "cpu" and dist.get_backend() == "gloo":
         _store().set(f"shoal/host/{dist.get_rank()}", host_identity() or "")
@@ -103,7 +103,7 @@ def local_progress(device: torch.device) -> Progress | None:
 
     It is the world that counts and not the single group: nothing moves in shared memory while a rank waits for the
     network, so that a run which uses both could wait in a circle. For the same reason there is one for all groups:
-    whoever waits anywhere drives whatever this process has under way. Waits until every rank has called `announce`.
+    whoever waits anywhere drives whatever this process has under way. Waits until every rank has called `publish_host`.
     """
     if not _progress:
         _progress.append(_local_progress(device))
@@ -130,7 +130,7 @@ def _store() -> dist.Store:
     return world().get_group_store()
 
 
-def share(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
+def create_shared(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
     """Give the ranks of a group memory to share; None on all of them if one cannot map it. To be called by all."""
     ranks, index = dist.get_process_group_ranks(backend), backend.rank()
     layout = SharedGroup.layout(len(ranks))
@@ -151,7 +151,7 @@ def allocate(
     if group is not None and isinstance(shared := group.shared, SharedGroup) and numel:
         rows = 1 if one else shared.size
         size = shared.common_bytes(numel, dtype, rows)
-        mine = map_region(group.backend, 0, size, lambda file, region: shared.adopt(region, numel, dtype, rows))
+        mine = map_region(group.backend, 0, size, lambda file, region: shared.map_common(region, numel, dtype, rows))
     return torch.zeros(numel, dtype=dtype, device=device) if mine is None else mine
 
 

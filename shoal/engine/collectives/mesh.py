@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from shoal.engine.collectives.group import Group, announce, local_progress, share, world
+from shoal.engine.collectives.group import Group, create_shared, local_progress, publish_host, world
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
@@ -44,7 +44,7 @@ class Mesh:
         self.device = torch.device(device)
         self.transport, self.link = transport, link
         if dist.is_initialized() and transport == "auto":
-            announce(self.device)
+            publish_host(self.device)
         self.grid = torch.arange(layout.world_size).view(layout.shape)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._named: dict[tuple[str, str, tuple[int, ...]], Group] = {}  # the same, each axis with its own count
@@ -146,7 +146,7 @@ class Mesh:
             shared = None
             if len(ranks) > 1 and self._progress is not None:
                 with torch.device("cpu"):  # the caller may be building a model on the meta device
-                    shared = share(backend, self._progress)
+                    shared = create_shared(backend, self._progress)
             self._groups[key] = Group(backend, shared)
         if outside:
             return None
@@ -173,7 +173,7 @@ class Mesh:
             total.update({(axis, kind, size): number for (kind, size), number in group.calls.items()})
         return total
 
-    def numbers(self) -> AbstractContextManager[object]:
+    def real_index_tensors(self) -> AbstractContextManager[object]:
         """What is made in it has numbers, also where others have none (`shoal.engine.collectives.dry_groups`): indices
         that decide how much is sent."""
         return nullcontext()

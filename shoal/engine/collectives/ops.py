@@ -49,7 +49,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dis
         work = group.shared.all_reduce(x, op)
     else:
         work = dist.all_reduce(x, op, group=group.backend, async_op=True)
-    group.carried(work).wait()
+    group.throttled(work).wait()
     return x
 
 
@@ -61,7 +61,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     add it while this one goes on. The sum of two numbers has the same bits in either order.
     """
     group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
-    return group.carried(_start_sum(x, group))
+    return group.throttled(_start_sum(x, group))
 
 
 def _start_sum(x: Tensor, group: Group) -> Pending:
@@ -75,23 +75,26 @@ def _start_sum(x: Tensor, group: Group) -> Pending:
     return dist.all_reduce(x, group=group.backend, async_op=True)
 
 
-def read(x: Tensor) -> Any:
-    """The numbers of what a collective made, as `Tensor.tolist`. Where the device only queues collectives it is here
-    that the host waits for the other ranks, and its stack shows it (`shoal.launch.watch.watchdog`)."""
+def to_host(x: Tensor) -> Any:
+    """Read the numbers of what a collective made, as `Tensor.tolist`.
+
+    Where the device only queues collectives, it is here that the host waits for the other ranks, and its stack shows it
+    (`shoal.launch.watch.watchdog`).
+    """
     return x.tolist()
 
 
 def in_host_memory(x: Tensor) -> Tensor:
-    """The same as `read`, as a tensor."""
+    """The same as `to_host`, as a tensor."""
     return x.cpu()
 
 
-def first_of(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
+def broadcast_ints(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
     """The numbers that the group's first rank has, on all of them; equally many on each."""
     if group is None:
         return list(numbers)
     first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
-    return list(numbers) if group.alone else read(first)
+    return list(numbers) if group.is_dry_run else to_host(first)
 
 
 def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
@@ -160,7 +163,7 @@ def all_gather_flat(out: Tensor, part: Tensor, group: Group) -> Pending:
         work = group.shared.all_gather(out, part)
     else:
         work = _all_gather(out, part, group=group.backend, async_op=True)
-    return group.carried(work)
+    return group.throttled(work)
 
 
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group) -> Pending:
@@ -170,7 +173,7 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group) -> Pending:
     grew with every call while several were on their way.
     """
     group.count("reduce-scatter", part, group.size() - 1)
-    return group.carried(_start_parts(part, whole, group))
+    return group.throttled(_start_parts(part, whole, group))
 
 
 def _start_parts(part: Tensor, whole: Tensor, group: Group) -> Pending:
@@ -231,7 +234,7 @@ def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> P
         works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, x, to, group.backend), dist.P2POp(dist.irecv, out, source, group.backend)
         ])
-    return group.carried(_Several(works, (x, out)))
+    return group.throttled(_Several(works, (x, out)))
 
 
 def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group | None) -> list[Tensor]:
@@ -256,14 +259,14 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
         others = [rank for rank in range(group.size()) if rank != mine]
         works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
         works += [group.shared.receive(out[rank], rank) for rank in others]
-        group.carried(_Several(works, ())).wait()
+        group.throttled(_Several(works, ())).wait()
         return out
     sizes = [math.prod(shape) for shape in shapes]
     received = parts[mine].new_empty(sum(sizes))
     sent = torch.cat([part.view(-1) for part in parts])
     sent_sizes = [part.numel() for part in parts]
     work = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group.backend, async_op=True)
-    group.carried(work).wait()
+    group.throttled(work).wait()
     return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
 
 

@@ -12,7 +12,7 @@ from shoal.engine.models.attention import Kernel
 from shoal.engine.models.initial import fill
 from shoal.engine.models.transformer import Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel
-from shoal.engine.parallel.context.token_order import Spread
+from shoal.engine.parallel.context.token_order import TokenAssignment
 from shoal.engine.parallel.expert import apply_expert_parallel
 from shoal.engine.parallel.float8 import Float8, apply_float8
 from shoal.engine.parallel.linear import EmbeddingTable, Linear
@@ -21,8 +21,8 @@ from shoal.engine.parallel.pipeline_stage import keep_stage, share_copies, share
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.tensor import apply_tensor_parallel
 from shoal.engine.parallel.weight_grad import GradSink
-from shoal.engine.parallel.zero.rank_parameters import HeldParameters
-from shoal.engine.parallel.zero.zero3_hooks import GatherOnUse
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
+from shoal.engine.parallel.zero.zero3_hooks import PrefetchHooks
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
 from shoal.pipeline.partition import layers_of
@@ -46,9 +46,9 @@ class LocalStage:
 
 
 def build_stages(
-    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: Spread,
+    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: TokenAssignment,
     *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, float8: Float8 | None = None,
-) -> tuple[list[LocalStage], HeldParameters]:
+) -> tuple[list[LocalStage], RankParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
@@ -80,11 +80,11 @@ def build_stages(
         )
         for stage in program.stages_of(here)
     ]
-    return stages, HeldParameters([stage.parameters for stage in stages], ends)
+    return stages, RankParameters([stage.parameters for stage in stages], ends)
 
 
 def _build_stage(
-    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: Spread, *,
+    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: TokenAssignment, *,
     copies: str, kernel: Kernel, seed: int, compile: bool, float8: Float8 | None,
 ) -> LocalStage:
     """One stage, with this rank's shard of it allocated."""
@@ -129,7 +129,7 @@ def _build_stage(
             for unit in owned
         ]
         keep = len(units) if not layout.reshard_after_forward else 1 if _backward_follows(program, stage) else 0
-        GatherOnUse(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
+        PrefetchHooks(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
     return LocalStage(stage, part, model, parameters)
 
 
@@ -152,7 +152,7 @@ def _backward_follows(program: Program, stage: int) -> bool:
     return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
 
 
-def initialise(parameters: HeldParameters, shape: ModelShape, seed: int) -> None:
+def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None:
     """Fill this rank's shards with the model's initial values, which depend on (seed, name, index) alone."""
     with torch.no_grad():
         for name, pieces in parameters.weights().items():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_gather, read
+from shoal.engine.collectives.ops import all_gather, to_host
 from shoal.engine.collectives.uneven import (
     all_gather_uneven,
     exchange_rows,
@@ -36,7 +36,7 @@ from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import Spread, count
+from shoal.engine.parallel.context.token_order import TokenAssignment, count
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
@@ -64,7 +64,8 @@ class ExpertParallel:
 
 
 def apply_expert_parallel(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, spread: Spread, chosen: Spread | None = None
+    model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, spread: TokenAssignment,
+    chosen: TokenAssignment | None = None,
 ) -> dict[str, ParamPlacement]:
     """Split the experts of a model on the meta device in place, and have its tokens sent to them.
 
@@ -113,7 +114,7 @@ class TokenShares(TokenPlaces):
         spread: of the sequences over the ranks of cp; each rank's tokens are in equal parts over those of tp.
     """
 
-    def __init__(self, mesh: Mesh, spread: Spread):
+    def __init__(self, mesh: Mesh, spread: TokenAssignment):
         self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
         self.split_already = mesh.layout.sequence_parallel
         parts, rank = mesh.size("tp"), mesh.index("tp")
@@ -125,7 +126,7 @@ class TokenShares(TokenPlaces):
         self.here = slice(start, start + self.lengths[rank])
         self.order: Tensor | None = None
         if self.cp is not None:
-            with mesh.numbers():
+            with mesh.real_index_tensors():
                 places = [places_of(spread.chunks(other), mesh.device) for other in ranks]
                 self.order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the
                 self.mine = places[mesh.index("cp")][self.here]  # sequence; and the places in it of what is here
@@ -191,8 +192,8 @@ class DistributedExperts(GroupedExperts):
         coming = per_rank[:, at.index].contiguous()  # [from, expert here]
         everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
         send = counts.view(at.size, -1).sum(1).tolist()
-        receive = read(coming.sum(1))
-        gathered = read(everywhere.sum((1, 2)))
+        receive = to_host(coming.sum(1))
+        gathered = to_host(everywhere.sum((1, 2)))
         order = _by_expert(everywhere.flatten(0, 1))
         # One name: what backward does not need is gone at the next step.
         rows = exchange_rows(rows, send, receive, at.group)

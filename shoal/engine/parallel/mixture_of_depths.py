@@ -25,7 +25,7 @@ from shoal.engine.collectives.uneven import all_gather_uneven, exchange_rows, pe
 from shoal.engine.models.mixture_of_depths import ChosenPlaces, TokenRoute
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import Spread, spread
+from shoal.engine.parallel.context.token_order import TokenAssignment, spread
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s]
@@ -92,7 +92,7 @@ class SharedPlaces(ChosenPlaces):
         return empty.index_copy(0, everywhere, ranks), empty.index_copy(0, everywhere, numbers)
 
 
-def chosen_spread(shape: ModelShape, mesh: Mesh, whole: Spread) -> Spread | None:
+def chosen_spread(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> TokenAssignment | None:
     """How the chosen tokens of a sequence are spread over the context-parallel ranks; None where all are taken.
 
     Args:
@@ -102,7 +102,7 @@ def chosen_spread(shape: ModelShape, mesh: Mesh, whole: Spread) -> Spread | None
 
 
 def apply_mixture_of_depths(
-    model: Transformer, shape: ModelShape, mesh: Mesh, whole: Spread, chosen: Spread | None
+    model: Transformer, shape: ModelShape, mesh: Mesh, whole: TokenAssignment, chosen: TokenAssignment | None
 ) -> None:
     """Have the layers that take some tokens, in place, decide for whole sequences and share the work evenly.
 
@@ -122,13 +122,13 @@ def apply_mixture_of_depths(
         depth.counts = parts > 1 or mesh.index("tp") == 0
         if group is None:
             continue
-        with mesh.numbers():
+        with mesh.real_index_tensors():
             tokens, of_chosen = (by_rank(each, parts, mesh.device) for each in (whole, chosen))
             context = places_of(chosen.chunks(mesh.index("cp")), mesh.device)
         depth.places = SharedPlaces(group, mesh.index(axis), tokens, of_chosen, context)
 
 
-def by_rank(each: Spread, parts: int, device: torch.device) -> list[Tensor]:
+def by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:
     """The places of every rank: those of context-parallel ranks, which tensor-parallel ones share evenly, or all."""
     ranks = range(each.ring * each.ulysses)
     return [part for rank in ranks for part in places_of(each.chunks(rank), device).chunk(parts)]

@@ -18,7 +18,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.parallel.context.causal_blocks import Sight
+from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.labs.bench.benchmark import Benchmark, Say, make_table
@@ -131,7 +131,7 @@ def _time(case: ContextBenchmark) -> dict[str, list[float]]:
     k, v = (numbers(case.kv_heads, lengths[ring.place]) for _ in range(2))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     blocks = {place: torch.stack([numbers(case.kv_heads, length)] * 2) for place, length in enumerate(lengths)}
-    sight = Sight(chunks[ring.place], chunks, None)
+    sight = CausalBlocks(chunks[ring.place], chunks, None)
 
     def attend(ring: RingPosition) -> None:
         out = RingAttention.apply(*inputs, ring, sight, "sdpa")

@@ -13,7 +13,7 @@ from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import pieces
-from shoal.engine.parallel.context.token_order import ORDERS, Spread, count, spread
+from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, count, spread
 from shoal.labs.explain.blocks import hue
 from shoal.labs.explain.figures.context import Walk, figure
 from shoal.planning.cost.context import layer_bytes
@@ -87,7 +87,7 @@ def explain(options: ContextOptions, console: Console) -> int:
     return 0
 
 
-def work_of(held: Spread) -> list[list[int]]:
+def work_of(held: TokenAssignment) -> list[list[int]]:
     """For each step of the ring and each place, the scores of a head that it computes."""
     places = range(held.ring)
     slices = range(len(held.held))
@@ -103,7 +103,7 @@ def slowness(work: list[list[int]]) -> float:
     return sum(map(max, work)) / (sum(map(sum, work)) / len(work[0]))
 
 
-def _bar(held: Spread) -> Text:
+def _bar(held: TokenAssignment) -> Text:
     """A sequence of few tokens from left to right, each with the rank that has it."""
     owner = {token: rank for rank in range(held.ring * held.ulysses) for c in held.chunks(rank) for token in c}
     bar = Text("  ")
@@ -113,7 +113,7 @@ def _bar(held: Spread) -> Text:
     return bar
 
 
-def _table(held: Spread, work: list[list[int]], unit: int) -> Table:
+def _table(held: TokenAssignment, work: list[list[int]], unit: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("place" if held.ulysses > 1 else "rank", justify="right")
     if held.ulysses > 1:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.engine.parallel.context.token_order import Spread, spread
+from shoal.engine.parallel.context.token_order import TokenAssignment, spread
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
 from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
 from shoal.planning.cost.memory.optimizer_state import in_order
@@ -71,7 +71,7 @@ class RankCounts:
         chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
         return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
 
-    def _seen(self, spread: Spread) -> Seen:
+    def _seen(self, spread: TokenAssignment) -> Seen:
         """What this rank's attention computes of sequences that are spread so; no document ends inside one, where ranks
         share them."""
         if self.run.layout.cp == 1:
@@ -120,7 +120,7 @@ class RankCounts:
         sent.add(self._once())
         return Sent({key: size for key, size in sent.items() if size})
 
-    def _share(self, spread: Spread, number: int) -> Share:
+    def _share(self, spread: TokenAssignment, number: int) -> Share:
         """The tokens of a slice (-1: the whole) of sequences that are spread so."""
         cp, place = self.mesh.index("cp"), self.mesh.index("ring")
         slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
@@ -149,7 +149,7 @@ class RankCounts:
             sent.add(expert_parallel(run, layers, share.tokens)[which])
         return sent
 
-    def _moved(self, layers: int, chosen: Spread) -> tuple[Sent, Sent]:
+    def _moved(self, layers: int, chosen: TokenAssignment) -> tuple[Sent, Sent]:
         """What it takes that as many of each rank's own tokens pass through some layers as a dry run has, and as many
         of the shorter sequences' as any rank computes."""
         parts = self.run.layout.token_multiple
@@ -161,7 +161,7 @@ class RankCounts:
         moved = sum((of_token[place] == here) != (rank == here) for place, rank in zip(taken, of_chosen, strict=True))
         return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
 
-    def _holders(self, spread: Spread) -> list[int]:
+    def _holders(self, spread: TokenAssignment) -> list[int]:
         """By place in a sequence, which of the ranks that share it has the token, as
         `shoal.engine.parallel.mixture_of_depths` counts them."""
         parts, holders = self.run.layout.token_multiple, [0] * spread.tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Dataset
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
@@ -152,7 +152,7 @@ class LocalEngine(ReplicaEngine):
         self.complete_gradients()
         tokens = max(1, tokens)
         mine = torch.stack((loss * (self.mesh.index("tp") == 0), self.parameters.square_norm()))
-        total, square = read(all_reduce(mine, self.sync_mesh.group("world")))
+        total, square = to_host(all_reduce(mine, self.sync_mesh.group("world")))
         if not (math.isfinite(total) and math.isfinite(square)):
             raise Diverged(f"step {step}: replica {self.replica} has loss {total / tokens:g}, the others go on")
         norm = math.sqrt(square)
@@ -161,7 +161,7 @@ class LocalEngine(ReplicaEngine):
         result = StepResult(total / tokens, norm, rate, tokens, met=False)
         if self.method.due(step + 1, self.config.train.steps):
             self.method.average()
-            loss_sum, count, norms, steps, stops = read(all_reduce(self._since, self.mesh.group("world")))
+            loss_sum, count, norms, steps, stops = to_host(all_reduce(self._since, self.mesh.group("world")))
             self._since.zero_()
             result = StepResult(loss_sum / count, norms / steps, rate, round(count), stop=stops > 0)
         self.refresh_parameters()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.data.batches import Dataset
 from shoal.engine.optim.build import build as build_optimizer
@@ -107,7 +107,7 @@ class FreeEngine(ReplicaEngine):
         if batches:
             sums[0] = self.runtime_of(build_forwards(self.program, len(batches))).evaluate(batches)
             sums[1] = sum(batch.unmasked() for batch in batches)
-        loss, tokens = read(all_reduce(sums, self.living))
+        loss, tokens = to_host(all_reduce(sums, self.living))
         return loss / max(1.0, tokens)
 
     def common_state(self) -> dict[str, list[Piece]]:

@@ -33,7 +33,7 @@ from shoal.engine.models.experts.gates import Choice
 from shoal.engine.models.experts.router import Router, RoutingContext
 from shoal.engine.models.mixture_of_depths import depths_of
 from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import Spread, spread
+from shoal.engine.parallel.context.token_order import TokenAssignment, spread
 from shoal.engine.parallel.mixture_of_depths import chosen_spread
 from shoal.pipeline.program import Action
 from shoal.planning.cost.optional_parts import experts_of
@@ -124,7 +124,7 @@ class DryEngine(Engine):
 
 
 def _evenly(
-    router: Router, choose: Callable, spread: Spread, logits: Tensor, context: RoutingContext
+    router: Router, choose: Callable, spread: TokenAssignment, logits: Tensor, context: RoutingContext
 ) -> tuple[Choice, Tensor]:
     """A gate without scores: the tokens of each rank take the next experts in turn."""
     choice, logits = choose(logits, context)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.collectives.ops import all_gather, all_reduce, read
+from shoal.engine.collectives.ops import all_gather, all_reduce, to_host
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.labels import draw, key_of_step
@@ -51,7 +51,7 @@ def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: i
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for part in found:
         total += torch.linalg.vector_norm(part, dtype=torch.float64).to(total.device)
-    if not math.isfinite(read(all_reduce(total, engine.mesh.group("world")))):
+    if not math.isfinite(to_host(all_reduce(total, engine.mesh.group("world")))):
         raise NonFinite(f"step {step}: Sophia's estimate of the Hessian is not finite")
     return found
 
@@ -129,7 +129,7 @@ def _root_mean_square(engine: EngineState) -> float:
         for part in shard.parts:
             if part.primary:
                 total += torch.linalg.vector_norm(shard.weights[part.slice]).double().square().to(total.device)
-    return math.sqrt(read(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
+    return math.sqrt(to_host(all_reduce(total, engine.mesh.group("world"))) / engine.shape.parameters())
 
 
 def _backward(engine: EngineState, batches: Sequence[Batch], tokens: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
@@ -119,7 +119,7 @@ class Engine(EngineState):
         counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)
         for batch, update in zip(batches, update_of, strict=True):
             counts[update] += batch.unmasked()
-        return read(all_reduce(counts.to(self.mesh.device), replicas))
+        return to_host(all_reduce(counts.to(self.mesh.device), replicas))
 
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Engine(EngineState):
         loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         if self.routing:
             self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
-        return read(all_reduce(loss, self.mesh.group("world"))) / tokens
+        return to_host(all_reduce(loss, self.mesh.group("world"))) / tokens
 
     def routing_metrics(self) -> dict[str, Any]:
         """What routers did in the last step, as fields of `StepMetrics`."""

@@ -18,7 +18,7 @@ from shoal.engine.parallel.apply import build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.parallel.float8 import Float8
-from shoal.engine.parallel.zero.optimizer_shards import shards_of
+from shoal.engine.parallel.zero.optimizer_shards import build_optimizer_shards
 from shoal.engine.precision.loss_scale import LossScale
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.runtime import Runtime
@@ -80,7 +80,9 @@ class EngineState:
         self.layer_counts = [counts for counts in (self.routing, self.depths) if counts]
         self.validated: dict[str, Any] = {}
         mixed = shape.experts is not None
-        shards = shards_of(self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed)
+        shards = build_optimizer_shards(
+            self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed
+        )
         self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
         self.observe: Callable[[], object] | None = None
         self.estimating = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.collectives.json_collectives import all_gather, world
-from shoal.engine.collectives.ops import all_reduce, read
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.pipeline.program import Action
 from shoal.training.step.engine_state import EngineState
 
@@ -56,7 +56,7 @@ def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Ten
     """Sum over all ranks: the loss, whether one was asked to stop, and squared gradient norms. Collective."""
     loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
     mine = torch.stack((loss, torch.full_like(loss, stop), *square_norms))
-    total, stops, *squares = read(all_reduce(mine, engine.mesh.group("world")))
+    total, stops, *squares = to_host(all_reduce(mine, engine.mesh.group("world")))
     return total, stops > 0, squares
 
 
@@ -90,7 +90,7 @@ class StageUpdates:
         stage = share.clone()
         for axis in ("tp", "replicas"):  # so that all ranks of the stage decide alike
             all_reduce(stage, self.engine.mesh.group(axis))
-        if not self.spoilt and math.isfinite(read(stage)):
+        if not self.spoilt and math.isfinite(to_host(stage)):
             self.engine.optimizer.step(rate)
             self.engine.refresh_parameters()
         elif not self.spoilt:

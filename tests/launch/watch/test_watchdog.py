@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.engine.collectives.ops import read
+from shoal.engine.collectives.ops import to_host
 from shoal.launch.watch.watchdog import (
     LONGEST_GAP,
     SLOW_SECONDS,
@@ -147,7 +147,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_sum_waits(tmp_path):
             with open(tmp_path / "stack", "w") as file:
                 faulthandler.dump_traceback(file)
 
-    read(Summed())
+    to_host(Summed())
     assert is_waiting((tmp_path / "stack").read_text())
 
 

@@ -60,7 +60,7 @@ class ElsewhereMesh(DryMesh):
         Mesh.__init__(self, layout, rank, device, transport="dry")
         self.by_gloo = False
 
-    def numbers(self) -> AbstractContextManager[object]:
+    def real_index_tensors(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -106,7 +106,7 @@ def main(names: list[str]) -> int:
     _setup_privateuseone_for_python_backend("elsewhere")
     device = torch.device("elsewhere", 0)
     dry_run._Numberless.__torch_dispatch__ = no_mixes(device)
-    zero_engine.first_of = lambda numbers, group, device: list(numbers)
+    zero_engine.broadcast_ints = lambda numbers, group, device: list(numbers)
     low_precision_state._BLOCK[device.type] = low_precision_state._BLOCK["cuda"]
     torch.tensor = made_on(torch.tensor, device)
     bad = 0

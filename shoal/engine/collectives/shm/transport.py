@@ -5,7 +5,7 @@ piece: a rank *posts* a piece of its numbers into its ring and counts it as writ
 as they are written, and counts the piece as consumed, whereupon the place is free again. All ranks make the same
 collectives on a group in the same order (as with any backend), so that a piece lies at the same place of each ring and
 no message needs a header. Two neighbours of a pipeline have a ring for themselves in each direction. What lies in
-*common memory* (`SharedGroup.adopt`) is not posted, but read where it is.
+*common memory* (`SharedGroup.map_common`) is not posted, but read where it is.
 
 A collective that was started is posted as far as the ring has room, and the rest is done where this process waits next
 (`shoal.engine.collectives.shm.progress`).
@@ -97,7 +97,7 @@ class SharedGroup:
         """Of a region with so many rows of ``numel`` elements, each of which begins on a page of its own."""
         return rows * -(-numel * dtype.itemsize // PAGESIZE) * PAGESIZE
 
-    def adopt(self, region: Region, numel: int, dtype: torch.dtype, rows: int) -> Tensor:
+    def map_common(self, region: Region, numel: int, dtype: torch.dtype, rows: int) -> Tensor:
         """This rank's row of a new region of `common_bytes`, or the one that all have.
 
         Collectives on a whole row read the others' in place. Where all have the same row, what one writes the others

@@ -4,7 +4,7 @@ A rank has a part of every sequence. Embeddings, norms, feed-forward blocks, the
 itself, so they need not know. What does:
 
     positions    of this rank's tokens, which are not consecutive
-    mask         not a matrix, but what each place of the ring sees of each other (`Sight`)
+    mask         not a matrix, but what each place of the ring sees of each other (`CausalBlocks`)
     core         attention: heads for tokens among the ranks at one place (`ulysses`), then round the ring (`ring`)
 
 Both together are the "unified sequence parallelism" of Fang & Zhao 2024.
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.attention import Kernel
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.context.causal_blocks import Sight, places_of
+from shoal.engine.parallel.context.causal_blocks import CausalBlocks, places_of
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
-from shoal.engine.parallel.context.token_order import Spread
+from shoal.engine.parallel.context.token_order import TokenAssignment
 from shoal.engine.parallel.context.ulysses import Ulysses
 
 
@@ -37,7 +37,7 @@ class ContextParallel:
     """
 
     rank: int
-    spread: Spread
+    spread: TokenAssignment
     ring: RingPosition
     ulysses: Ulysses
 
@@ -50,13 +50,13 @@ class ContextParallel:
         ends = [0, *accumulate(self.spread.lengths(self.rank))]
         return range(ends.index(start), ends.index(start + s))
 
-    def sight(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Sight:
+    def sight(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> CausalBlocks:
         """As `Mask`: what these tokens see of all up to them."""
         slices = self.slices(start, s)
         keys = [self.spread.place_chunks(place, range(slices.stop)) for place in range(self.spread.ring)]
-        return Sight(self.spread.place_chunks(self.ring.place, slices), keys, documents)
+        return CausalBlocks(self.spread.place_chunks(self.ring.place, slices), keys, documents)
 
-    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sight: CausalBlocks) -> Tensor:
         """As `AttentionCore`, of this rank's tokens to all that they see.
 
         Args:
@@ -71,7 +71,9 @@ class ContextParallel:
         return self.ulysses.tokens_for_heads(out, queries)
 
 
-def apply_context_parallel(model: Transformer, mesh: Mesh, spread: Spread, chosen: Spread | None = None) -> None:
+def apply_context_parallel(
+    model: Transformer, mesh: Mesh, spread: TokenAssignment, chosen: TokenAssignment | None = None
+) -> None:
     """Have a model, in place, take a part of each sequence over the mesh's cp axis.
 
     Args:
@@ -103,13 +105,13 @@ class ContextPositions(nn.Module):
 
 
 class ContextMask(nn.Module):
-    """`Mask` of a rank's own tokens: a `Sight`."""
+    """`Mask` of a rank's own tokens: a `CausalBlocks`."""
 
     def __init__(self, at: ContextParallel):
         super().__init__()
         self.at = at
 
-    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Sight:
+    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> CausalBlocks:
         return self.at.sight(start, s, documents, device)
 
 
@@ -120,5 +122,5 @@ class ContextAttention(nn.Module):
         super().__init__()
         self.at, self.kernel = at, kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Sight) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks) -> Tensor:
         return self.at.attend(self.kernel, q, k, v, mask)

@@ -116,7 +116,7 @@ def _merged(found: Sequence[ScoreBlock], same: Side, along: Side) -> list[ScoreB
     return merged
 
 
-class Sight:
+class CausalBlocks:
     """What the queries of one place of a ring see of the keys of every place, in one forward pass.
 
     Args:

@@ -21,7 +21,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
 from shoal.engine.models.attention import Kernel
-from shoal.engine.parallel.context.causal_blocks import Sight
+from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.engine.parallel.context.token_order import count
 
@@ -81,7 +81,9 @@ class RingAttention(torch.autograd.Function):
     """Attention of this place's queries to the keys of all places."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, sight: Sight, kernel: Kernel) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, sight: CausalBlocks, kernel: Kernel
+    ) -> Tensor:
         """softmax(q k^T / sqrt(d)) v.
 
         Args:
@@ -156,7 +158,7 @@ def merge(out: Tensor, total: Tensor, piece_out: Tensor, piece_total: Tensor) ->
     torch.logaddexp(total, piece_total.to(total.dtype), out=total)
 
 
-def _lengths(sight: Sight) -> list[int]:
+def _lengths(sight: CausalBlocks) -> list[int]:
     return [count(chunks) for chunks in sight.keys]
 
 

@@ -98,7 +98,7 @@ def cut(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class TokenAssignment:
     """How sequences are spread over the context-parallel ranks, slice by slice where they are cut into slices.
 
     Attributes:
@@ -148,7 +148,7 @@ def count(chunks: Chunks) -> int:
     return sum(map(len, chunks))
 
 
-def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> Spread:
+def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> TokenAssignment:
     """How a layout spreads sequences of this length.
 
     Args:
@@ -165,4 +165,4 @@ def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> 
             ]
         held.append(tuple(ranks))
         start += length
-    return Spread(layout.ring, layout.ulysses, tuple(held))
+    return TokenAssignment(layout.ring, layout.ulysses, tuple(held))

@@ -186,7 +186,7 @@ class Bucket:
             self._gathering.wait()
             self._gathering, self.gathered = None, True
 
-    def stale(self) -> None:
+    def mark_dirty(self) -> None:
         """The masters changed: `full` no longer holds the parameters."""
         self.wait()
         self.gathered = False
@@ -202,14 +202,14 @@ class Bucket:
     # ---- versions of the weights -------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Tensor:
+    def resident(self) -> Tensor:
         """The memory of the weights between uses: `full`, or in ZeRO-3 `shard` or `master`."""
         if self.keep_full:
             return self.full
         return self.master if self.shard is None else self.shard
 
-    def use(self, version: Tensor | None) -> None:
-        """Have the parameters be those of a copy of `held`; None goes back to the ones that the optimizer updates."""
+    def swap_weights(self, version: Tensor | None) -> None:
+        """Use a copy of `resident` as the parameters; None goes back to the ones that the optimizer updates."""
         if version is self._used:
             return
         self._used = version

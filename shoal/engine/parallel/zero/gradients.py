@@ -28,8 +28,8 @@ class Gradients:
         update: what the optimizer reads: ``shard``, or its copy in host memory.
         views: each slot's part of ``whole``.
         terms: gradients that one backward gives: one for each slot, two where a weight is used twice.
-        unmade: those that the backward under way has yet to produce.
-        unadded: those that are yet to be added, of the backward that is.
+        pending_backward: those that the backward under way has yet to produce.
+        pending_accumulation: those that are yet to be added, of the backward that is.
         filled: slots of which something was accumulated in ``whole``.
         unreduced: nothing was accumulated in ``shard`` yet.
     """
@@ -55,7 +55,7 @@ class Gradients:
     def expect(self, given: Mapping[Tensor, int]) -> None:
         """How many gradients each backward gives of these parameters; of others it gives one."""
         self.terms = sum(given.get(slot.parameter, 1) for slot in self.bucket.slots)
-        self.unmade = self.unadded = self.terms
+        self.pending_backward = self.pending_accumulation = self.terms
 
     def begin(self) -> None:
         """Forget the step before."""
@@ -70,7 +70,7 @@ class Gradients:
         views = self.views[slot : slot + together]
         term(end_to_end(views), slot not in self.filled)
         self.filled.update(range(slot, slot + together))
-        self.unadded -= together
+        self.pending_accumulation -= together
         return views
 
     def make_room(self) -> Tensor:
@@ -98,12 +98,12 @@ class Gradients:
         self.unreduced = False
         return whole, shard
 
-    def arrived(self) -> None:
+    def on_reduced(self) -> None:
         """``shard`` is the sum over all replicas. The norms of what is complete are taken now, while it is in the
         caches and other buckets are on their way."""
         self._squares = {run: _square(self.shard[run.slice]) for run in self.bucket.runs if not run.sum_over}
 
-    def complete(self) -> None:
+    def finalise(self) -> None:
         """What was yet to be summed, of numbers whose norms were not taken, is."""
         if self.update is not self.shard:
             self.update.copy_(self.shard)

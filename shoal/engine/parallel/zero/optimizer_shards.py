@@ -16,11 +16,11 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather_flat, all_reduce, reduce_scatter_flat
 from shoal.engine.optim.build import rate_factor, weight_decay
 from shoal.engine.optim.shards import Alone, Holders, Shard, ShardPart, Shards
-from shoal.engine.parallel.zero.rank_parameters import HeldParameters
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.spec.config import OptimizerConfig
 
 
-class MeshHolders:
+class ShardGroup:
     """`Holders` along an axis of a mesh. The group is made at the first use: element-wise rules need none."""
 
     def __init__(self, mesh: Mesh, axis: str):
@@ -41,7 +41,7 @@ class MeshHolders:
 
     def collect(self, x: Any) -> list[Any]:
         """As `Holders`."""
-        if self.group.alone:
+        if self.group.is_dry_run:
             return [x if i == self.index else type(x)() for i in range(self.ranks)]
         return all_gather(x, self.group.backend)
 
@@ -54,8 +54,8 @@ class MeshHolders:
         all_gather_flat(whole, part, self.group).wait()
 
 
-def shards_of(
-    parameters: HeldParameters, mesh: Mesh, config: OptimizerConfig, dtype: torch.dtype, *, mixed: bool = False
+def build_optimizer_shards(
+    parameters: RankParameters, mesh: Mesh, config: OptimizerConfig, dtype: torch.dtype, *, mixed: bool = False
 ) -> Shards:
     """The shards of all stages of a rank, each run cut where the learning rate's factor changes.
 
@@ -65,7 +65,7 @@ def shards_of(
         dtype: of the weights that the optimizer updates.
     """
     axis = "stage" if mixed else "holders"
-    holders: Holders = MeshHolders(mesh, axis) if mesh.size(axis) > 1 else Alone()
+    holders: Holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Alone()
     replica = mesh.index("replicate") == 0
     slots = [slot for bucket in parameters.buckets for slot in bucket.slots]
     here = Counter(slot.split.name for slot in slots)  # 2 where the first and the last stage share an embedding

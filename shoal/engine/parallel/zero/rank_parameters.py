@@ -15,7 +15,7 @@ from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
-class HeldParameters:
+class RankParameters:
     """The parameters of every stage of this rank.
 
     Args:

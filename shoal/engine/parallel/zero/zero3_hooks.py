@@ -13,7 +13,7 @@ from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
-class GatherOnUse:
+class PrefetchHooks:
     """Hooks that keep a stage's parameters whole only while they are needed.
 
     Args:
@@ -36,9 +36,9 @@ class GatherOnUse:
         self.buckets = [buckets for _, buckets in units]
         self.parameters, self.ahead = parameters, ahead
         used: set[Bucket] = set()
-        self.first_used: list[list[Bucket]] = []  # buckets of each unit that no unit before it needs
+        self.owned_buckets: list[list[Bucket]] = []  # buckets of each unit that no unit before it needs
         for buckets in self.buckets:
-            self.first_used.append([bucket for bucket in buckets if bucket not in used])
+            self.owned_buckets.append([bucket for bucket in buckets if bucket not in used])
             used.update(buckets)
         self.kept = range(len(units) - keep, len(units))
         for i, (modules, _) in enumerate(units):
@@ -64,7 +64,7 @@ class GatherOnUse:
         # Here backward is past the unit that follows. Its reductions start before the next gathering on every rank,
         # also where they were not complete, since all ranks must start the group's collectives in one order.
         if unit + 1 < len(self.buckets):
-            self.parameters.passed(self.first_used[unit + 1])
+            self.parameters.passed(self.owned_buckets[unit + 1])
         self._use(range(unit, max(-1, unit - self.ahead - 1), -1))
 
     def _after_forward(self, unit: int, output: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import Pending, all_reduce, first_of, reduce_scatter_flat, start_all_reduce
+from shoal.engine.collectives.ops import Pending, all_reduce, broadcast_ints, reduce_scatter_flat, start_all_reduce
 from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, grouped, same_memory
 from shoal.engine.parallel.zero.gradients import Gradients, Term
@@ -204,8 +204,8 @@ class ShardedParameters:
             self._later.append((together, term))
         b, _ = self.places[together[0]]
         gradients = self.gradients[b]
-        gradients.unmade -= len(together)
-        if gradients.unmade == 0 and self.zero == 3:
+        gradients.pending_backward -= len(together)
+        if gradients.pending_backward == 0 and self.zero == 3:
             self.buckets[b].free()
 
     def _made(self, parameter: nn.Parameter) -> None:
@@ -233,20 +233,20 @@ class ShardedParameters:
         if self.watch:
             for parameter, total in zip(parameters, totals, strict=True):
                 self.watch(parameter, total)
-        if gradients.unadded == 0:
+        if gradients.pending_accumulation == 0:
             self._completed.append(b)
             if self.zero >= 2 or self.overlap:
                 self._reduce_complete()
 
     def _end_making(self) -> None:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            if gradients.unmade and self.zero == 3:
+            if gradients.pending_backward and self.zero == 3:
                 bucket.free()
-            gradients.unmade = gradients.terms
+            gradients.pending_backward = gradients.terms
 
     def _end_adding(self) -> None:
         for gradients in self.gradients:
-            gradients.unadded = gradients.terms
+            gradients.pending_accumulation = gradients.terms
         self._complete(self.order)
         if self._shown is None:
             self._shown = self._completed
@@ -265,7 +265,7 @@ class ShardedParameters:
         """Take the order that the first backward has shown on the first of the replicas, or of the stage's ranks."""
         axis = "stage" if "edp" in self.replicas else "replicas"
         assert self._shown is not None  # a backward was before
-        self.order, self._learned = first_of(self._shown, self.mesh.group(axis), self.mesh.device), True
+        self.order, self._learned = broadcast_ints(self._shown, self.mesh.group(axis), self.mesh.device), True
 
     def _reduce_complete(self) -> None:
         """Start the reductions that are next in order, as far as buckets are complete."""
@@ -301,7 +301,7 @@ class ShardedParameters:
             if reduction.last and group is not None:
                 self._replicating.append((reduction.gradients, start_all_reduce(shard, group)))
             elif reduction.last:
-                reduction.gradients.arrived()
+                reduction.gradients.on_reduced()
 
     def finish(self) -> None:
         """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and copies left partial.
@@ -313,7 +313,7 @@ class ShardedParameters:
             self._learn_order()
         for gradients, work in self._replicating:
             work.wait()
-            gradients.arrived()  # while the others are on their way
+            gradients.on_reduced()  # while the others are on their way
         self._replicating.clear()
         partial: dict[str, list[Tensor]] = defaultdict(list)
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -330,7 +330,7 @@ class ShardedParameters:
             for part, summed in zip(parts, total.split([p.numel() for p in parts]), strict=True):
                 part.copy_(summed)
         for gradients in self.gradients:
-            gradients.complete()
+            gradients.finalise()
 
     def square_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's.
@@ -352,7 +352,7 @@ class ShardedParameters:
     def gather(self) -> None:
         """After the step: make the updated parameters whole where they stay whole."""
         for bucket in self.buckets:
-            bucket.stale()
+            bucket.mark_dirty()
             if bucket.keep_full:
                 bucket.gather(self.shard_group(bucket))
         for bucket in self.buckets:

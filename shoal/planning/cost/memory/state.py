@@ -28,7 +28,7 @@ class StateBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        parameters: whole and master, between steps (`HeldParameters.bytes`).
+        parameters: whole and master, between steps (`RankParameters.bytes`).
         gradients: likewise.
         optimizer: of its states (`Rule.bytes`).
         elements: parameters that are here, padding left out.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.zero.rank_parameters import HeldParameters
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
 
 
 class FlatPart(NamedTuple):
@@ -45,7 +45,7 @@ class Flat:
         parts: the place of each parameter in both.
     """
 
-    def __init__(self, parameters: HeldParameters):
+    def __init__(self, parameters: RankParameters):
         self.parameters = parameters
         self.weights = [bucket.master for bucket in parameters.buckets]
         self.gradients = [gradients.shard for stage in parameters.stages for gradients in stage.gradients]

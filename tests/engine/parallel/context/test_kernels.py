@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.parallel.context.causal_blocks import ROWS, Sight, places_of
+from shoal.engine.parallel.context.causal_blocks import ROWS, CausalBlocks, places_of
 from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.engine.parallel.context.ring import merge
 from shoal.engine.parallel.context.token_order import ORDERS, count
@@ -82,7 +82,7 @@ def test_pieces_of_all_blocks_merged_are_attention_both_ways(drawn, kernel: str,
     found = [torch.zeros_like(x) for x in (q, q, k, v)]  # the output, and three gradients
     where = [places_of(chunks, q.device) for chunks in held]
     for place, mine in enumerate(where):
-        sight = Sight(held[place], held, documents)
+        sight = CausalBlocks(held[place], held, documents)
         order = [place, *(other for other in range(len(held)) if other != place)]
         rows, of_rows = q[:, :, mine], gradient[:, :, mine]
         out, total = torch.zeros_like(rows), torch.full(rows.shape[:-1], -math.inf, dtype=q.dtype)
@@ -111,13 +111,13 @@ def test_documents_leave_out_what_no_query_sees() -> None:
     s = 8 * ROWS
     documents = (torch.arange(s) >= s // 2).int()[None]
     whole = (range(s),)
-    computed = sum(piece.scores for piece in Sight(whole, [whole], documents).pieces(0))
+    computed = sum(piece.scores for piece in CausalBlocks(whole, [whole], documents).pieces(0))
     assert computed == 2 * (s // 2) * (s // 2 + 1) // 2
-    assert not any(piece.masked for piece in Sight(whole, [whole], documents).pieces(0))
-    late = Sight((range(s // 2, s),), [(range(s // 2),)], documents)
+    assert not any(piece.masked for piece in CausalBlocks(whole, [whole], documents).pieces(0))
+    late = CausalBlocks((range(s // 2, s),), [(range(s // 2),)], documents)
     assert late.pieces(0) == []
-    one = Sight(whole, [whole], torch.zeros(1, s))
-    assert one.pieces(0) == Sight(whole, [whole], None).pieces(0), "one document is cut nowhere"
+    one = CausalBlocks(whole, [whole], torch.zeros(1, s))
+    assert one.pieces(0) == CausalBlocks(whole, [whole], None).pieces(0), "one document is cut nowhere"
     assert count(whole) == s
 
 
