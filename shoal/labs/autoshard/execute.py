@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.capture.forward import Forward, forward_of
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, Operator, OperatorGraph
+from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, RESHAPES, Operator, OperatorGraph
 from shoal.labs.autoshard.capture.trace import differentiated
 from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of
 from shoal.labs.autoshard.intra.problem import ENDS, GIVEN, UPDATE
-from shoal.labs.autoshard.intra.spaces import RESHAPES
 from shoal.labs.autoshard.notation.notation import Sharding
 from shoal.labs.autoshard.notation.run import Runner, box
 from shoal.labs.autoshard.plan import ShardingPlan, StagePlan

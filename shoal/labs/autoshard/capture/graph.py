@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 FORWARD, BACKWARD = "forward", "backward"
-VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze", "slice",
-         "select"}  # fmt: skip
+RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"}
+VIEWS = RESHAPES | {"permute", "transpose", "t", "expand", "slice", "select"}
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from string import ascii_letters
 
 import torch
 
-from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, overload, phased
+from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, OperatorGraph, Ref, overload, phased
 
 Form = tuple[tuple[int, ...], ...]
 """For each dim of a tensor the sizes that it is kept as; none for a dim of 1."""
 
-RESHAPES = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 ALONG = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "slice": 1, "cat": 1, "gather": 1, "scatter": 1}
 """Operators along one dim, with the place of its number among their arguments."""
 

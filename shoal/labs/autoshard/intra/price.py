@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from shoal.labs.autoshard.capture.graph import VIEWS, Operator
 from shoal.labs.autoshard.intra.choices import sizes_of
-from shoal.labs.autoshard.intra.spaces import RESHAPES
 from shoal.labs.autoshard.notation.cost.network import Network
-from shoal.labs.autoshard.notation.cost.routes import STEP, Planner
+from shoal.labs.autoshard.notation.cost.routes import Planner, Reached
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.route import RoutedMove
 from shoal.labs.collectives.description import Collective
@@ -58,7 +55,8 @@ class Prices:
     peak: float
     bandwidth: float
     itemsize: int
-    _tables: dict[tuple[tuple[int, ...], int], _Table] = field(default_factory=dict)
+    _planners: dict[tuple[tuple[int, ...], int], Planner] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Reached]] = field(default_factory=dict)
 
     @staticmethod
     def on(cluster: Cluster, mesh: NamedMesh, kind: str, itemsize: int) -> Prices:
@@ -76,58 +74,28 @@ class Prices:
 
     def move(self, op: Operator, before: Sharding, after: Sharding) -> float:
         """Seconds of the cheapest moves of a tensor; infinite where there are none."""
-        return 0.0 if before == after else self._table(op).seconds(before, after)
+        if before == after:
+            return 0.0
+        way = self._ways(op, before).get(after)
+        return math.inf if way is None else way.cost
 
     def path(self, op: Operator, before: Sharding, after: Sharding) -> tuple[RoutedMove, ...]:
         """These moves."""
-        return () if before == after else self._table(op).planner.reshard(before, after)
+        return self._ways(op, before)[after].path
 
     def work(self, op: Operator, flops: float, operands: list[tuple[Operator, Sharding]], made: Sharding) -> float:
         """Seconds of one device's part of an operator: the longer of its products and of what it reads and writes."""
-        if op.op in VIEWS or op.op in RESHAPES or op.op == "getitem":
+        if op.op in VIEWS or op.op == "getitem":
             return 0.0
         if op.op == "embedding":  # of the table it reads the rows that it gives
             operands = operands[1:]
         moved = self.local(op, made) + sum(self.local(operand, lies) for operand, lies in operands)
         return OperationCost(flops, moved).seconds(self.peak, self.bandwidth)
 
-    def _table(self, op: Operator) -> _Table:
+    def _ways(self, op: Operator, before: Sharding) -> dict[Sharding, Reached]:
         key = (op.shape, self.bytes_of(op))
-        if key not in self._tables:
-            planner = Planner(self.mesh, sizes_of(op.shape), key[1], self.network, self.peak)
-            self._tables[key] = _Table(planner)
-        return self._tables[key]
-
-
-class _Table:
-    """The cheapest moves between all states of one shape (Floyd 1962, over what `Planner` may do)."""
-
-    def __init__(self, planner: Planner):
-        self.planner = planner
-        self.index: dict[Sharding, int] = {}
-        self.matrix = np.zeros((0, 0))
-
-    def seconds(self, before: Sharding, after: Sharding) -> float:
-        for state in (before, after):
-            if state not in self.index:
-                self._grow(state)
-        return float(self.matrix[self.index[before], self.index[after]])
-
-    def _grow(self, start: Sharding) -> None:
-        todo = [start]
-        self.index.setdefault(start, len(self.index))
-        while todo:
-            for transfer in self.planner.transfers(todo.pop()):
-                if transfer.after not in self.index:
-                    self.index[transfer.after] = len(self.index)
-                    todo.append(transfer.after)
-        n = len(self.index)
-        matrix = np.full((n, n), np.inf)
-        np.fill_diagonal(matrix, 0.0)
-        for state, i in self.index.items():
-            for transfer in self.planner.transfers(state):
-                j = self.index[transfer.after]
-                matrix[i, j] = min(matrix[i, j], transfer.seconds + STEP)
-        for k in range(n):
-            np.minimum(matrix, matrix[:, k : k + 1] + matrix[k : k + 1, :], out=matrix)
-        self.matrix = matrix
+        if key not in self._planners:
+            self._planners[key] = Planner(self.mesh, sizes_of(op.shape), key[1], self.network, self.peak)
+        if (*key, before) not in self._known:
+            self._known[*key, before] = self._planners[key].reach({before: 0.0})
+        return self._known[*key, before]

@@ -18,7 +18,7 @@ import numpy as np
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, VIEWS, Operator, OperatorGraph, Ref
 from shoal.labs.autoshard.intra.choices import OperatorSplit, follow, settled, splits, states, whole
 from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.spaces import LOOKUPS, RESHAPES, IterationSpace, space_of
+from shoal.labs.autoshard.intra.spaces import LOOKUPS, IterationSpace, space_of
 from shoal.labs.autoshard.notation.notation import Sharding
 
 UPDATE, GIVEN = "update ", "given "
@@ -340,6 +340,5 @@ def _stored(graph: OperatorGraph) -> dict[str, str]:
     """Whose memory each tensor lies in: that of the operator which wrote it."""
     found: dict[str, str] = {}
     for name, op in graph.ops.items():
-        shows = op.kind == "call" and (op.op in VIEWS or op.op in RESHAPES)
-        found[name] = found[op.operands[0]] if shows else name
+        found[name] = found[op.operands[0]] if op.op in VIEWS else name
     return found

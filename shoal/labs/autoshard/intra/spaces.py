@@ -18,12 +18,11 @@ from string import ascii_uppercase
 
 import torch
 
-from shoal.labs.autoshard.capture.graph import Operator, Ref, overload
+from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, Ref, overload
 
 Dims = tuple[str, ...]
 """The letter of each dim of a tensor, "" for one that must be whole."""
 
-RESHAPES = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 LOOKUPS = ("embedding", "embedding_dense_backward")
 
 

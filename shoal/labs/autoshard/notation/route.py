@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.labs.autoshard.notation.moves import SLICE, Move, payload
-from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
 from shoal.labs.autoshard.notation.product import ShardedProduct
 from shoal.labs.collectives.description import VECTORS, Description, even
 from shoal.labs.collectives.textbook import describe
@@ -109,19 +109,6 @@ class Route:
     def seconds(self) -> float:
         """Of all, nothing overlapped."""
         return self.compute + self.communication
-
-    def elements(self, mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:
-        """Elements that the busiest device sends, and all of them together."""
-        return elements_of(self.transfers, mesh, sizes)
-
-    def lines(self) -> list[tuple[str, Array, Array]]:
-        """Each step: what is done, to what, and what comes of it. The multiplication is the one named `multiply`."""
-        left, right, out = self.names
-        steps = [(str(t.move), Array(left, t.before), Array(left, t.after)) for t in self.left]
-        steps += [(str(t.move), Array(right, t.before), Array(right, t.after)) for t in self.right]
-        steps.append(("multiply", Array(left, self.multiplied[0]), Array(out, self.local)))
-        steps += [(str(t.move), Array(out, t.before), Array(out, t.after)) for t in self.after]
-        return steps
 
 
 def elements_of(transfers: tuple[RoutedMove, ...], mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from shoal.labs.autoshard.notation.check import compare
 from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
 from shoal.labs.autoshard.notation.product import ShardedProduct
+from shoal.labs.autoshard.notation.route import elements_of
 from tests.labs.autoshard.notation.drawn import SIZE, meshes, planner, run_routes, shardings
 
 SIZES = dict.fromkeys("BDFIJKE", SIZE)
@@ -30,9 +31,9 @@ def test_every_route_gives_the_plain_product_and_sends_what_it_counts(pool, data
     ranks = pool.run(run_routes, mesh.ranks, routes, mesh, SIZES)
     for i, route in enumerate(routes):
         assert route.out == wanted
-        assert max(results[i][0] for results in ranks) < 1e-11, route.lines()
+        assert max(results[i][0] for results in ranks) < 1e-11, route
         sent = [results[i][1] for results in ranks]
-        assert (max(sent), sum(sent)) == route.elements(mesh, SIZES), route.lines()
+        assert (max(sent), sum(sent)) == elements_of(route.transfers, mesh, SIZES), route
 
 
 CHAINS = [

@@ -9,7 +9,7 @@ collective is listed besides where the cheapest moves are several.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.base.errors import UsageError
@@ -68,26 +68,7 @@ class Planner:
 
     def reach(self, starts: Mapping[Sharding, float]) -> dict[Sharding, Reached]:
         """The cheapest way to every state from any of some, each of which costs something already."""
-        best = dict(starts)
-        came: dict[Sharding, RoutedMove] = {}
-        done: dict[Sharding, Reached] = {}
-        queue = [(cost, i, state) for i, (state, cost) in enumerate(starts.items())]
-        heapq.heapify(queue)
-        count = len(queue)  # breaks ties, so that states need no order
-        while queue:
-            cost, _, state = heapq.heappop(queue)
-            if state in done:
-                continue
-            by = came.get(state)
-            before = done[by.before] if by else Reached(cost, state, ())
-            done[state] = Reached(cost, before.origin, (*before.path, by) if by else ())
-            for transfer in self.transfers(state):
-                after, then = transfer.after, cost + transfer.seconds + STEP
-                if after not in done and then < best.get(after, float("inf")):
-                    best[after], came[after] = then, transfer
-                    heapq.heappush(queue, (then, count, after))
-                    count += 1
-        return done
+        return _cheapest(starts, lambda state: [(move.after, move) for move in self.transfers(state)])
 
     def reshard(self, before: Sharding, after: Sharding) -> tuple[RoutedMove, ...]:
         """The cheapest moves from one state of an array to another.
@@ -135,27 +116,31 @@ class Planner:
         return sorted(found, key=lambda item: item[0])
 
     def _to(self, wanted: Sharding, starts: Iterable[Sharding]) -> dict[Sharding, Reached]:
-        """The cheapest way from each of some states to one: Dijkstra against the arrows."""
-        arrows: dict[Sharding, list[RoutedMove]] = {}
-        seen = set(starts)
-        todo = list(seen)
-        while todo:
-            for transfer in self.transfers(todo.pop()):
-                arrows.setdefault(transfer.after, []).append(transfer)
-                if transfer.after not in seen:
-                    seen.add(transfer.after)
-                    todo.append(transfer.after)
-        done: dict[Sharding, Reached] = {}
-        queue: list[tuple[float, int, Sharding, tuple[RoutedMove, ...]]] = [(0.0, 0, wanted, ())]
-        count = 1
-        while queue:
-            cost, _, state, path = heapq.heappop(queue)
-            if state in done:
-                continue
-            done[state] = Reached(cost, state, path)
-            for transfer in arrows.get(state, ()):
-                if transfer.before not in done:
-                    item = (cost + transfer.seconds + STEP, count, transfer.before, (transfer, *path))
-                    heapq.heappush(queue, item)
-                    count += 1
-        return done
+        """The cheapest way from each of some states to one: against the moves."""
+        against: dict[Sharding, list[tuple[Sharding, RoutedMove]]] = {}
+        for state in self.reach(dict.fromkeys(starts, 0.0)):
+            for move in self.transfers(state):
+                against.setdefault(move.after, []).append((state, move))
+        found = _cheapest({wanted: 0.0}, lambda state: against.get(state, []))
+        return {state: Reached(way.cost, state, way.path[::-1]) for state, way in found.items()}
+
+
+def _cheapest(
+    starts: Mapping[Sharding, float], steps: Callable[[Sharding], list[tuple[Sharding, RoutedMove]]]
+) -> dict[Sharding, Reached]:
+    """The cheapest way to every state (Dijkstra 1959), by steps that lead from one to the next."""
+    done: dict[Sharding, Reached] = {}
+    queue = [(cost, i, Reached(cost, state, ()), state) for i, (state, cost) in enumerate(starts.items())]
+    heapq.heapify(queue)
+    count = len(queue)  # breaks ties, so that states need no order
+    while queue:
+        cost, _, way, state = heapq.heappop(queue)
+        if state in done:
+            continue
+        done[state] = way
+        for after, move in steps(state):
+            if after not in done:
+                then = cost + move.seconds + STEP
+                heapq.heappush(queue, (then, count, Reached(then, way.origin, (*way.path, move)), after))
+                count += 1
+    return done

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from shoal.labs.autoshard.notation.cost.bounds import best_fsdp, intensity, least_batch, least_mixed_batch, most_tensor
 from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
 from shoal.labs.autoshard.notation.cost.network import Rings
 from shoal.labs.autoshard.notation.cost.routes import Planner
@@ -15,7 +14,30 @@ from shoal.spec.catalog.links import link
 
 V5P = accelerator("tpu-v5p").peak_flops["bf16"]
 W = 2 * link("ici-v5p").bandwidth
-ALPHA = intensity(V5P, W)
+ALPHA = V5P / W  # FLOPs that a device does while a byte crosses a link
+
+
+# The rules of chapter 5, which docs/sharding.md derives.
+
+
+def least_batch(alpha, axes=1):
+    """B / X, tokens per device, above which data parallelism and FSDP are compute-bound."""
+    return alpha / axes
+
+
+def most_tensor(alpha, hidden, axes=1):
+    """Y, the devices up to which tensor parallelism is compute-bound, whatever the batch."""
+    return axes * hidden / alpha
+
+
+def best_fsdp(batch, hidden, devices, fsdp_axes=1, tensor_axes=1):
+    """X of ``devices`` = X Y for which FSDP and tensor parallelism together communicate least."""
+    return math.sqrt(batch / hidden * fsdp_axes / tensor_axes * devices)
+
+
+def least_mixed_batch(alpha, hidden, fsdp_axes=1, tensor_axes=1, *, overlapped=True):
+    """Tokens per device above which both together, at the best X, are compute-bound."""
+    return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * hidden)
 
 
 def rings(mesh, name="ici-v5p"):
