@@ -39,7 +39,9 @@ def place(tmp_path_factory) -> Place:
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 UNPICKLES = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "yaml"}
-BETWEEN_PROCESSES = {SHOAL / "launch" / "worker_pool.py"}  # a parent and its children, by a pipe that they alone have
+BETWEEN_PROCESSES = {
+    SHOAL / "launch" / name for name in ("worker_pool.py", "pool_worker.py")
+}  # a parent and its children, by a pipe that no one else has
 
 
 OF_OBJECTS = {name for name in dir(torch.distributed) if "object" in name and not name.startswith("_")}

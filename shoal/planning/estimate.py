@@ -185,7 +185,7 @@ class Estimate(StagePrices):
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is enough."""
-        return self.fullest.reserved <= self.capacity
+        return bool(self.fullest.reserved <= self.capacity)
 
 
 NAMES = (
