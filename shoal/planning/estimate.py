@@ -64,7 +64,7 @@ class Estimate(StagePrices):
     def _launched(self) -> float:
         """Seconds that the slowest host needs for a step at least."""
         each = [
-            len(self.program.microbatches_of(stage)) * times.launched + sum(finish)
+            len(self.program.microbatches_of(stage)) * times.launched + float(finish.sum())
             for stage, (times, finish) in enumerate(zip(self.stages, self.finishing, strict=True))
         ]
         return max(sum(each[stage] for stage in self.program.stages_of(rank)) for rank in range(self.program.ranks))
@@ -134,8 +134,9 @@ class Estimate(StagePrices):
             of["context parallelism"] += count * (times.context + times.context_backward)
             of["launches"] += count * (times.launches + times.launches_backward)
             of["gathers and reductions"] += count * (times.gather_forward + times.gather_backward)
-            of["gathers and reductions"] += self.finishing[stage][0] + self.finishing[stage][2]
-            of["optimizer"] += self.finishing[stage][1]
+            reduce, update, gather = self.finishing[stage].tolist()
+            of["gathers and reductions"] += reduce + gather
+            of["optimizer"] += update
         waiting = max(0.0, self._played_seconds - sum(of.values()))
         if self.program.ranks > 1:
             longer = self._played_seconds - self._seconds(simulate(self.columns, self.durations))

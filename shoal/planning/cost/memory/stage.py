@@ -231,7 +231,7 @@ class StageMemory:
             state.parameters, state.gradients, state.optimizer, most, gathered, buffers,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
-        return PeakMemory(*held, self.unused + holes)
+        return PeakMemory(*held, float(self.unused + holes))
 
     def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
         """The most that is alive at those of its times at which gradients or gathered parameters differ."""
