@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.pending import Pending, Transfer
+from shoal.engine.collectives.pending import Pending, Then, Transfer
 from shoal.engine.collectives.shm.transport import REDUCTIONS
 
 # torch 2.13 renamed these two; both names exist in one release or the other.
@@ -71,7 +71,7 @@ def _start_sum(x: Tensor, group: Group) -> Pending:
         received, sizes = torch.empty_like(x), [0, 0]
         sizes[1 - group.rank()] = x.numel()
         work = dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=group.backend, async_op=True)
-        return _Added(work, received, x)
+        return Then(work, lambda: x.add_(received))
     return dist.all_reduce(x, group=group.backend, async_op=True)
 
 
@@ -130,32 +130,6 @@ def _outermost(x: Tensor, dim: int) -> bool:
     return all(n == 1 for n in x.shape[:dim])
 
 
-@dataclass
-class _Exchanged:
-    """The parts of a sum on their way to the rank that adds them, always in rank order."""
-
-    work: dist.Work
-    received: Tensor  # [n, part]
-    part: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.received, 0, out=self.part)
-
-
-@dataclass
-class _Added:
-    """The other rank's numbers on their way to be added to this rank's."""
-
-    work: dist.Work
-    received: Tensor
-    own: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.own.add_(self.received)
-
-
 def all_gather_flat(out: Tensor, part: Tensor, group: Group) -> Pending:
     """Start gathering flat ``part`` from every rank into flat ``out`` (``part`` may be this rank's slice of it)."""
     group.count("all-gather", part, group.size() - 1)
@@ -182,7 +156,7 @@ def _start_parts(part: Tensor, whole: Tensor, group: Group) -> Pending:
     if whole.device.type == "cpu":
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(received, whole, group=group.backend, async_op=True)
-        return _Exchanged(work, received.view(group.size(), -1), part)
+        return Then(work, lambda: torch.sum(received.view(group.size(), -1), 0, out=part))  # always in rank order
     return _reduce_scatter(part, whole, group=group.backend, async_op=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
@@ -13,6 +15,19 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Until its result can be used."""
+
+
+@dataclass
+class Then:
+    """A collective on its way, and what is done after it."""
+
+    work: Pending
+    finish: Callable[[], object]
+
+    def wait(self) -> None:
+        """Until both are done."""
+        self.work.wait()
+        self.finish()
 
 
 class Transfer(Pending, Protocol):

@@ -7,9 +7,8 @@ On a network it is on its way while the cores do something else, and takes as lo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
-from shoal.engine.collectives.pending import Pending
+from shoal.engine.collectives.pending import Pending, Then
 
 
 class ThrottledLink:
@@ -34,14 +33,5 @@ class ThrottledLink:
 
     def carry(self, work: Pending) -> Pending:
         """The same collective, which is not through before what was queued last is."""
-        return _Carried(work, self._free)
-
-
-@dataclass
-class _Carried:
-    work: Pending
-    through: float
-
-    def wait(self) -> None:
-        self.work.wait()
-        time.sleep(max(0.0, self.through - time.monotonic()))
+        through = self._free
+        return Then(work, lambda: time.sleep(max(0.0, through - time.monotonic())))
