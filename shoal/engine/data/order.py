@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -66,51 +65,11 @@ def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-# ---- samplers: which indexes a replica takes -------------------------------------------------------------------------
-
-
-class Sampler(Protocol):
-    """The global sample indexes behind the positions of one replica's own stream, which it reads from 0 on.
-
-    A pure function of the position, so that a run resumes where it was: what is saved is the number of steps. Where
-    replicas take what is next of a common queue, the queue's counter (`shoal.training.async_dp.methods.queue`) says
-    whose positions these are.
-    """
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Indexes [n] of positions [n]."""
-        ...
-
-
-@dataclass(frozen=True)
-class EvenSplit:
-    """An equal part of every global batch: micro-batch m of replica d is number ``m x replicas + d`` of the batch.
-
-    Together the replicas read each index once, whatever their number.
-
-    Attributes:
-        replicas, index: how many, and which of them this is.
-        micro_batch: samples in one forward.
-        batch: samples of this replica in one step.
-    """
-
-    replicas: int
-    index: int
-    micro_batch: int
-    batch: int
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """As `Sampler`."""
-        step, inside = np.divmod(positions, self.batch)
-        microbatch, sample = np.divmod(inside, self.micro_batch)
-        return step * self.replicas * self.batch + (microbatch * self.replicas + self.index) * self.micro_batch + sample
-
-
 @dataclass(frozen=True)
 class OverlappingShards:
-    """A part of each epoch, over and over, which reaches into the next replica's.
+    """The samples of one replica that reads a part of each epoch, which reaches into the next replica's part.
 
-    What two neighbours share keeps replicas nearer to each other that seldom exchange weights.
+    Shared samples keep replicas closer to each other that seldom exchange weights.
 
     Attributes:
         replicas, index: how many, and which of them this is.
@@ -124,7 +83,7 @@ class OverlappingShards:
     overlap: float
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """As `Sampler`."""
+        """Return the global sample indices [n] of positions [n] in the replica's own stream, from 0."""
         first = self.index * self.samples // self.replicas
         own = max(1, (self.index + 1) * self.samples // self.replicas - first)
         length = min(self.samples, own + round(own * self.overlap))

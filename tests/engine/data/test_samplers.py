@@ -6,18 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.data.order import EvenSplit, OverlappingShards
+from shoal.engine.data.order import OverlappingShards
 
 few = st.integers(1, 6)
-
-
-@given(few, few, few, few, st.integers(0, 1000))
-def test_an_even_split_is_the_global_batch_each_index_once(replicas, micro_batch, microbatches, steps, start):
-    batch = micro_batch * microbatches
-    positions = np.arange(start * batch, (start + steps) * batch)
-    taken = np.concatenate([EvenSplit(replicas, r, micro_batch, batch)(positions) for r in range(replicas)])
-    whole = replicas * batch
-    assert sorted(taken) == list(range(start * whole, (start + steps) * whole))
 
 
 @given(few, st.integers(1, 100), st.floats(0, 2), st.integers(0, 5))
