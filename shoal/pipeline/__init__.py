@@ -1,5 +1,5 @@
-"""The program of one training step: for each rank, its ordered actions.
+"""Pipeline programs: the ordered actions of each rank for one training step.
 
-Schedules make programs, the checker proves them complete and free of deadlock, and the simulator plays them. It uses
-`shoal.base` and `shoal.spec`, and no torch: the engine executes the same programs.
+Schedules build programs, the checker proves them complete and free of deadlock, and the simulator times them. The
+package uses `shoal.base` and `shoal.spec` but not torch; the engine executes the same programs.
 """

@@ -1,4 +1,4 @@
-"""Every rule about a run that its config and model alone decide, in one call."""
+"""Validation of a run from its config and model alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.spec.schedules import ASYNCHRONOUS
 
 
 def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None) -> None:
-    """Refuse a run that cannot be: what `shoal train`, `estimate`, `plan` and `verify` all ask.
+    """Validate a run's config against its model; used by `shoal train`, `estimate`, `plan` and `verify`.
 
     Args:
         shape: the config's model.
-        ranks: the number of processes, where it is already decided (torchrun, SLURM, ``--ranks``).
+        ranks: number of processes, if already fixed (torchrun, SLURM, ``--ranks``).
 
     Raises:
-        UsageError: naming the field, its value, why, and the nearest remedy.
+        UsageError: the message names the field, its value, the reason and the nearest remedy.
     """
     layout, batch, length = config.parallel, config.train.global_batch, config.data.sequence_length
     check_layout(layout, shape, global_batch=batch, sequence_length=length, ranks=ranks)
@@ -33,7 +33,7 @@ def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None)
 
 
 def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> Run:
-    """A run with what its pipeline program says, which is built only where some rule reads it."""
+    """Return the run with data from its pipeline program, which is built only if a rule needs it."""
     layout = config.parallel
     if config.train.compile:
         return Run(config, shape, splits_backward=splits_backward(build_layout_program(layout, microbatches)))

@@ -1,4 +1,4 @@
-"""Proof that a program is complete, ordered and free of deadlock; what it costs in memory and idle time."""
+"""Proof that a program is complete, ordered and free of deadlock, with its memory and idle time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.pipeline.program import (
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
-# What a computation has done when it ends: a whole backward is both of its halves.
+# What each computation completes: a full backward completes both halves.
 HALVES = {
     Op.FORWARD: (Op.FORWARD,),
     Op.BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
@@ -35,17 +35,17 @@ HALVES = {
 
 @dataclass(frozen=True)
 class Check:
-    """What a program costs with given times: of its `Timeline`, what tests and papers ask for.
+    """Memory and idle time of a checked program with given times, taken from its `Timeline`.
 
     Attributes:
         peak_live: for each pipeline rank, the most activations alive at once, in activations of one stage for one
-            micro-batch. One is alive from its forward until its weight gradients are done; what the first half of a
-            split backward could free already (Qi et al. 2024, table 1: M_B - M_W) is not taken off.
-        bubble: idle share of a rank's time from its first computation to its last, of the rank where that takes
-            longest: what a step costs where ranks need not wait for one another at its end (Qi et al. 2024, section
-            5.1), and the same as `flushed_bubble` for schedules without a split backward.
-        flushed_bubble: idle share of the step, over all ranks, from the first computation of all to the last of all:
-            what a step costs where every rank waits for all at its end, as a gradient norm over all stages makes it.
+            micro-batch. An activation is alive from its forward until its weight gradients are done. Memory that the
+            first half of a split backward could free (Qi et al. 2024, table 1: M_B - M_W) is not subtracted.
+        bubble: idle share of a rank's time from its first to its last computation, for the rank with the longest such
+            time. It is the cost of a step if ranks need not synchronise at its end (Qi et al. 2024, section 5.1), and
+            equals `flushed_bubble` for schedules without a split backward.
+        flushed_bubble: idle share of the step over all ranks, from the first to the last computation on any rank. It is
+            the cost of a step if all ranks synchronise at its end, as for a global gradient norm.
         peak_versions: for each pipeline rank, the most versions of its weights kept at once.
     """
 
@@ -56,15 +56,15 @@ class Check:
 
 
 def check_program(program: Program, times: StageDurations | None = None, *, tied: bool = False) -> Check:
-    """Prove a program, and play it.
+    """Prove a program correct, and simulate it.
 
     Args:
-        times: of the passes; by default a forward and each half of a backward take 1 and transfers nothing.
-        tied: as `shoal.pipeline.simulator.player.Player` has it.
+        times: times of the passes (default: a forward and each half of a backward take 1, transfers 0).
+        tied: see `shoal.pipeline.simulator.player.Player`.
 
     Raises:
-        ProgramError: an action is missing, repeated, on the wrong rank or before what it needs; a message has
-            no counterpart or arrives in another order than it is expected in; or every rank waits for another.
+        ProgramError: an action is missing, repeated, on the wrong rank or before its inputs; a message has no
+            counterpart or arrives out of order; or the ranks deadlock.
 
     >>> from shoal.pipeline.program import build_program
     >>> from shoal.pipeline.schedules import SCHEDULES
@@ -91,7 +91,7 @@ def check_program(program: Program, times: StageDurations | None = None, *, tied
 
 
 def _check_rank(program: Program, rank: int) -> None:
-    """A rank does all that its stages need, once, and nothing before what it needs."""
+    """Check that a rank does everything its stages need exactly once, and nothing before its inputs."""
     done = Counter(fact for action in program.actions[rank] for fact in _facts(action))
     wanted = set(_wanted(program, rank))
     for what, wrong in (("is missing", wanted - done.keys()), ("does not belong here", done.keys() - wanted)):
@@ -110,20 +110,20 @@ def _check_rank(program: Program, rank: int) -> None:
 
 
 def _facts(action: Action) -> tuple[Action, ...]:
-    """What is done when an action is, but for the version of the weights that a pass is done with."""
+    """Return the facts that an action establishes, without the weight version of a pass."""
     if action.op in HALVES:
         return tuple(Action(half, *action[1:4]) for half in HALVES[action.op])
     return (action,)
 
 
 def _named(fact: Action, program: Program, rank: int) -> Action:
-    """A half of a backward as the rank's actions have it: by itself, or as part of the whole."""
+    """Return a half of a backward as it appears in the rank's actions: alone, or as part of a full backward."""
     whole = fact._replace(op=Op.BACKWARD) if fact.op in HALVES[Op.BACKWARD] else fact
     return whole if any(a.op is Op.BACKWARD and a.stage == fact.stage for a in program.actions[rank]) else fact
 
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:
-    """All that a rank must do."""
+    """Yield all actions that a rank must do."""
     passes = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     for stage in program.stages_of(rank):
         for m, part, op in product(program.microbatches_of(stage), _parts(program), passes):
@@ -142,14 +142,14 @@ def _wanted(program: Program, rank: int) -> Iterable[Action]:
 
 
 def _updates(op: Op, program: Program, stage: int) -> list[Action]:
-    """A stage's part in each update: one for the whole step, or one for each version that it makes."""
+    """Return a stage's part in each update: one for the full step, or one per version that it creates."""
     if program.updates == 1:
         return [Action(op, stage)]
     return [Action(op, stage, version=version) for version in range(1, program.updates + 1)]
 
 
 def _needs(action: Action, program: Program, rank: int) -> Iterator[Action]:
-    """What the same rank must have done before an action."""
+    """Yield the actions that the same rank must do before an action."""
     op, stage, microbatch, part, version = action
     if op in SENDS:
         yield Action(Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD_INPUT, stage, microbatch, part)
@@ -158,17 +158,17 @@ def _needs(action: Action, program: Program, rank: int) -> Iterator[Action]:
     elif op in FORWARDS | BACKWARDS:
         if receive := receive_of(action, program):
             yield receive
-        if op is Op.FORWARD and part > 0:  # the keys and values of the slice before
+        if op is Op.FORWARD and part > 0:  # keys and values of the previous slice
             yield Action(op, stage, microbatch, part - 1)
         if op is not Op.FORWARD:
             yield Action(Op.FORWARD, stage, microbatch, part)
-            if 0 <= part < program.sequence_slices - 1:  # the gradients of the slice after
+            if 0 <= part < program.sequence_slices - 1:  # gradients of the next slice
                 yield Action(Op.BACKWARD_INPUT, stage, microbatch, part + 1)
-    elif op is Op.REDUCE:  # all gradients of the stage, or of its update if there are several
+    elif op is Op.REDUCE:  # all gradients of the stage, or of its update if the program has several
         for m, i in product(program.microbatches_of(stage), _parts(program)):
             if version < 0 or program.update_of[m] == version - 1:
                 yield Action(Op.BACKWARD_WEIGHT, stage, m, i)
-    elif op is Op.STEP:  # every stage's gradients; a later update of a stage, its own
+    elif op is Op.STEP:  # every stage's gradients; for a later update of one stage, its own
         for held in [stage] if version > 0 else program.stages_of(rank):
             yield Action(Op.REDUCE, held, version=version)
     elif op is Op.GATHER:
@@ -180,12 +180,13 @@ def _parts(program: Program) -> Sequence[int]:
 
 
 def _check_versions(program: Program, rank: int) -> None:
-    """Every pass uses weights that are there, a backward its forward's, and adds to the gradient of the next version.
+    """Check that every pass uses an existing version, a backward the version of its forward, and updates add to the
+    next.
 
-    A program with one update has one version, which no pass names.
+    A program with one update has one version, which passes do not name.
     """
-    made: dict[int, int] = {}  # the newest version of each stage
-    through: dict[tuple[int, int, int], int] = {}  # which version each micro-batch came forward with
+    made: dict[int, int] = {}  # newest version of each stage
+    through: dict[tuple[int, int, int], int] = {}  # version used by each micro-batch's forward
     makes = Op.GATHER if program.gathers else Op.STEP
     for action in program.actions[rank]:
         op, stage, microbatch, part, version = action
@@ -217,7 +218,7 @@ def _check_versions(program: Program, rank: int) -> None:
 
 
 def _check_messages(program: Program) -> None:
-    """Between two ranks and in one direction, messages match by their order alone: so the orders must agree."""
+    """Check that both ranks order their messages equally: in one direction, messages match by order alone."""
     sent: dict[tuple[Op, int, int], list[Action]] = defaultdict(list)
     expected: dict[tuple[Op, int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(program.actions):

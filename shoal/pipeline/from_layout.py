@@ -1,4 +1,4 @@
-"""From a layout to its program: which schedule it names, whether that fits, and the forwards alone for validation."""
+"""Programs from layouts: find and check the schedule, and build the forward-only program for validation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shoal.spec.layout import FILE, Layout
 from shoal.spec.schedules import SLICED
 
 VIRTUAL = 2
-"""Stages on each rank where the schedule leaves that open and the layout says nothing."""
+"""Default number of stages per rank for schedules that leave it open."""
 
 
 def find_schedule(layout: Layout) -> Schedule:
-    """The schedule that a layout names.
+    """Return the schedule that a layout names.
 
     Raises:
-        UsageError: it names a file that holds none.
+        UsageError: it names a file that does not hold a schedule.
     """
     if layout.schedule.startswith(FILE):
-        from shoal.pipeline.schedules.file import schedule_from_csv  # which proves what it reads
+        from shoal.pipeline.schedules.file import schedule_from_csv  # proves the schedule correct
 
         return schedule_from_csv(layout.schedule.removeprefix(FILE))
     schedule = EVERY[layout.schedule]
@@ -37,16 +37,16 @@ def find_schedule(layout: Layout) -> Schedule:
 
 
 def virtual_stages(layout: Layout) -> int:
-    """Stages on each pipeline rank."""
+    """Return the number of stages on each pipeline rank."""
     return find_schedule(layout).virtual or layout.virtual_stages or VIRTUAL
 
 
 def build_layout_program(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
-    """The program of one step.
+    """Build the program of one step.
 
     Args:
-        slices: that each sequence is cut into (`choose_slices`), 0 where it is not.
-        transfers: as `build_program` has it.
+        slices: number of slices per sequence (`choose_slices`), 0 for unsliced.
+        transfers: see `build_program`.
     """
     program = build_program(
         find_schedule(layout), layout.pp, microbatches,
@@ -56,10 +56,10 @@ def build_layout_program(layout: Layout, microbatches: int, slices: int = 0, *, 
 
 
 def choose_slices(layout: Layout, shape: ModelShape, *, microbatches: int, sequence_length: int) -> tuple[int, ...]:
-    """The tokens of each slice that the layout's schedule cuts a sequence into; none where it cuts none."""
+    """Return the tokens of each slice that the layout's schedule cuts a sequence into; empty if it does not slice."""
     if layout.schedule not in SLICED:
         return ()
-    from shoal.pipeline.sequence_slices import best_slices, even_slices, flops, places  # which need numpy
+    from shoal.pipeline.sequence_slices import best_slices, even_slices, flops, places  # imports numpy
 
     if layout.sequence_slices == "auto":
         least = _least_slice(layout)
@@ -71,10 +71,10 @@ def choose_slices(layout: Layout, shape: ModelShape, *, microbatches: int, seque
 
 
 def build_forwards(program: Program, microbatches: int) -> Program:
-    """The forwards alone of some micro-batches, on the placement of another program.
+    """Build a forward-only program of some micro-batches, with the placement of another program.
 
-    Micro-batches go through in groups of as many as there are ranks, each group through all of a rank's stages
-    (Narayanan et al. 2021, figure 4): the longest that a rank need never wait for itself.
+    Micro-batches run in groups of one per rank, and each group runs through all of a rank's stages (Narayanan et al.
+    2021, figure 4). This is the largest group for which a rank never waits for itself.
     """
     ranks = program.ranks
     program = Program((), program.stage_rank, microbatches, model_copies=program.model_copies)
@@ -91,13 +91,13 @@ def build_forwards(program: Program, microbatches: int) -> Program:
 def check_schedule(
     layout: Layout, shape: ModelShape, global_batch: int, *, sequence_length: int | None = None
 ) -> None:
-    """Refuse a layout whose schedule does not fit its ranks, layers, micro-batches or slices.
+    """Reject a layout whose schedule does not fit its ranks, layers, micro-batches or slices.
 
     Args:
-        sequence_length: tokens per sequence, where they are known.
+        sequence_length: tokens per sequence, if known.
 
     Raises:
-        UsageError: naming the field, its value, and what fits.
+        UsageError: the message names the field, its value and valid values.
     """
     schedule, virtual = find_schedule(layout), virtual_stages(layout)
     if layout.virtual_stages is not None and layout.virtual_stages != virtual:
@@ -160,22 +160,22 @@ def _check_slices(layout: Layout, sequence_length: int | None) -> None:
 
 
 def _least_slice(layout: Layout) -> int:
-    """Tokens that a slice has at least, so that every rank has a part of it."""
+    """Return the minimum tokens per slice such that every rank has a part of it."""
     return layout.token_multiple * (2 * layout.cp if layout.cp > 1 else 1)
 
 
 def splits_backward(program: Program) -> bool:
-    """Whether any backward is done in halves."""
+    """Return whether the program splits any backward into halves."""
     return any(action.op is Op.BACKWARD_INPUT for actions in program.actions for action in actions)
 
 
 def _open() -> list[str]:
-    """The schedules whose number of stages is the user's choice."""
+    """Return the schedules for which the user chooses the number of stages."""
     return [name for name, schedule in SCHEDULES.items() if schedule.virtual is None]
 
 
 def _near(schedule: Schedule, layout: Layout, microbatches: int, virtual: int) -> str:
-    """The nearest numbers of micro-batches that this schedule takes."""
+    """Return the nearest numbers of micro-batches that this schedule supports."""
     per_pass = layout.dp * layout.micro_batch
     fits = [m for m in range(1, 4 * layout.pp + microbatches) if not schedule.refuses(layout.pp, m, virtual)]
     if not fits:

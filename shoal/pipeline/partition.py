@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Assignment of layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shoal.spec.catalog import ModelShape
 
 
 def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
-    """Consecutive layers for each stage, so that the slowest stage has as little to do as can be.
+    """Split layers into consecutive ranges, one per stage, minimising the work of the slowest stage.
 
-    The last stage also has the head, and gives up layers for it (as Llama 3's: Dubey et al. 2024, section 3.3.2).
-    Left-over layers go to the later of the other stages, which keep fewer micro-batches alive.
+    The last stage also has the head and gets fewer layers in exchange (as in Llama 3: Dubey et al. 2024, section
+    3.3.2). Left-over layers go to the later of the other stages, which keep fewer micro-batches alive.
 
     Args:
         head: work of the head, in layers.
@@ -27,7 +27,7 @@ def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
         return [range(layers)]
 
     def cost(last: int) -> tuple[float, float, int]:
-        """The slowest stage; how far the last one lags by more than one layer; its layers."""
+        """Return the slowest stage's work, the last stage's lag beyond one layer, and its number of layers."""
         slowest_other = -(-(layers - last) // others)
         return max(slowest_other, last + head), max(0, slowest_other - 1 - last - head), last
 
@@ -39,7 +39,7 @@ def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
 
 
 def layers_of(shape: ModelShape, program: Program) -> list[range]:
-    """The layers of each part of a model: those that the layout gives, else even ones, with the head counted."""
+    """Return the layers of each part of a model: as set by the layout, or balanced with the head counted."""
     if program.layers:
         ends = list(accumulate(program.layers))
         return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
@@ -47,5 +47,5 @@ def layers_of(shape: ModelShape, program: Program) -> list[range]:
 
 
 def even_layers(shape: ModelShape, stages: int) -> list[range]:
-    """The layers of each part of a model, where nobody says otherwise."""
+    """Return balanced layers for each part of a model."""
     return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())

@@ -1,8 +1,8 @@
-"""The `Program` of one training step: for each rank, its ordered actions.
+"""The `Program` of one training step: the ordered actions of each rank.
 
-A schedule gives the order of computations on each rank; `build_program` adds the transfers between them and what
-follows the last backward; `shoal.pipeline.checker` proves the result complete and free of deadlock. The runtime
-executes it, and any other reader (a simulator, a drawing) sees exactly what runs.
+A schedule gives the order of computations on each rank. `build_program` adds the transfers between them and the actions
+after the last backward. `shoal.pipeline.checker` proves the result complete and free of deadlock. The runtime executes
+it, and any other reader (a simulator, a drawing) sees exactly what runs.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from shoal.base.errors import UsageError
 
 
 class ProgramError(UsageError):
-    """A program that would compute something else, or hang."""
+    """Error for a program that would deadlock or compute a wrong result."""
 
 
 class Op(StrEnum):
-    """What an action does."""
+    """Kind of an action."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # the whole of it: the gradients of the input and of the weights
-    BACKWARD_INPUT = "I"  # its first half: the gradient of the input, which the stage before waits for
-    BACKWARD_WEIGHT = "W"  # its second half: the gradients of the weights, which nobody waits for
+    BACKWARD = "B"  # full backward: the gradients of the input and of the weights
+    BACKWARD_INPUT = "I"  # first half: the gradient of the input, which the previous stage waits for
+    BACKWARD_WEIGHT = "W"  # second half: the gradients of the weights, which no stage waits for
     SEND_FORWARD = "SF"  # activations, to the next stage
-    RECV_FORWARD = "RF"  # activations, from the stage before; posted, not waited for
-    SEND_BACKWARD = "SB"  # gradients, to the stage before
-    RECV_BACKWARD = "RB"  # gradients, from the next stage; posted, not waited for
+    RECV_FORWARD = "RF"  # activations, from the previous stage; posted without waiting
+    SEND_BACKWARD = "SB"  # gradients, to the previous stage
+    RECV_BACKWARD = "RB"  # gradients, from the next stage; posted without waiting
     REDUCE = "R"  # finish the gradient reductions of a stage
-    STEP = "S"  # the optimizer: once a rank, or in an asynchronous program once for each version that it makes
-    GATHER = "G"  # the updated parameters of a stage, from the ranks that hold their shards
+    STEP = "S"  # the optimizer: once per rank, or in an asynchronous program once per version that it creates
+    GATHER = "G"  # all-gather the updated parameters of a stage from their shards
 
 
 FORWARDS = frozenset({Op.FORWARD})
-BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # what needs the gradient of a stage's output
-WEIGHTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # what adds to the gradients of a stage's weights
+BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # ops that need the gradient of a stage's output
+WEIGHTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # ops that add to the gradients of a stage's weights
 COMPUTE = FORWARDS | BACKWARDS | WEIGHTS
 SENDS = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
 RECEIVES = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
 
 
 class Action(NamedTuple):
-    """One thing that one rank does.
+    """One action of one rank.
 
     Attributes:
-        op: what.
-        stage: the pipeline stage it is done for (-1 for the whole rank).
-        microbatch: which micro-batch of the step (-1 where it concerns none).
-        part: which slice of the sequence (-1 for all of it).
-        version: of the stage's weights, counted in updates since the program began (-1 where there is but one).
+        op: kind of the action.
+        stage: pipeline stage (-1 for all stages of the rank).
+        microbatch: micro-batch of the step (-1 if not applicable).
+        part: slice of the sequence (-1 for all of it).
+        version: version of the stage's weights, counted in updates since the program began (-1 if only one exists).
     """
 
     op: Op
@@ -73,20 +73,20 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Every pipeline rank's actions for one step.
+    """The actions of every pipeline rank for one step.
 
-    A stage is a run of consecutive layers. With two copies of the model (DualPipe) the stages of the second follow
-    those of the first: of S stages in all, stage s computes part ``s % depth`` of the model, depth = S / model_copies.
+    A stage is a run of consecutive layers. With two copies of the model (DualPipe), the stages of the second follow the
+    stages of the first: of S stages in all, stage s computes part ``s % depth`` of the model, depth = S / model_copies.
 
     Attributes:
         actions: for each pipeline rank, its actions in order.
         stage_rank: for each stage, the pipeline rank that holds it.
-        microbatches: how many micro-batches flow through; consecutive ones through each copy.
-        gathers: whether each stage's updated parameters must be gathered after the step.
-        model_copies: how many there are, each on all ranks together.
-        sequence_slices: that each micro-batch's sequences are cut into.
-        updates: how often each stage's weights are updated in the course of the program.
-        layers: of each part of the model, where the layout says; otherwise they are even.
+        microbatches: number of micro-batches; consecutive ones run through each copy.
+        gathers: each stage's updated parameters must be gathered after the step.
+        model_copies: number of model copies; each spans all ranks.
+        sequence_slices: number of slices of each micro-batch's sequences.
+        updates: number of updates of each stage's weights during the program.
+        layers: layers of each part of the model, if the layout sets them; otherwise they are balanced.
 
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> program = build_program(SCHEDULES["interleaved-1f1b"], ranks=2, microbatches=4, virtual_stages=2)
@@ -119,24 +119,24 @@ class Program:
         return len(self.actions)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank holds."""
+        """Return the stages of a pipeline rank."""
         return [stage for stage, holder in enumerate(self.stage_rank) if holder == rank]
 
     def actions_of(self, op: Op) -> list[Action]:
-        """All actions of one kind."""
+        """Return all actions of one kind."""
         return [action for actions in self.actions for action in actions if action.op is op]
 
     def is_first(self, stage: int) -> bool:
-        """Whether a stage begins with the embedding."""
+        """Return whether a stage begins with the embedding."""
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a stage ends with the loss."""
+        """Return whether a stage ends with the loss."""
         return stage % self.depth == self.depth - 1
 
     @cached_property
     def update_of(self) -> dict[int, int]:
-        """For each micro-batch, the update (from 0) that its gradient goes into."""
+        """For each micro-batch, the update (from 0) that its gradient contributes to."""
         update, found = 0, {}
         for action in self.actions[0]:
             if action.op in WEIGHTS:
@@ -146,34 +146,35 @@ class Program:
         return found
 
     def microbatches_of(self, stage: int) -> range:
-        """The micro-batches that pass through a stage."""
+        """Return the micro-batches that pass through a stage."""
         copy = stage // self.depth
         return range(copy * self.microbatches // self.model_copies, (copy + 1) * self.microbatches // self.model_copies)
 
 
 class StageDurations(NamedTuple):
-    """How long things take on one stage, in any unit."""
+    """Times of passes and messages on one stage, in any unit."""
 
     forward: float = 1.0
-    input: float = 1.0  # the first half of a backward
-    weight: float = 1.0  # its second half
-    communication: float = 0.0  # of one message
+    input: float = 1.0  # first half of a backward
+    weight: float = 1.0  # second half of a backward
+    communication: float = 0.0  # time of one message
 
 
 class Schedule(NamedTuple):
     """A published order of one step's computations.
 
     Attributes:
-        name: in a layout.
+        name: name in a layout.
         source: the paper, and where in it.
-        orders: from (pipeline ranks, micro-batches, stages per rank) each rank's computations in order. An
-            asynchronous schedule also says where each stage's STEPs are.
-        placement: from (pipeline ranks, stages per rank) the rank of each stage.
-        virtual: stages per rank, None where the user chooses.
-        model_copies: how many there are.
-        refuses: from (pipeline ranks, micro-batches, stages per rank) why they cannot be, or "".
-        order: from (rank, pipeline ranks, micro-batches, stages per rank) the order of one rank alone, where it can be
-            written down without the others'.
+        orders: function of (pipeline ranks, micro-batches, stages per rank) that returns each rank's computations in
+            order. In an asynchronous schedule the orders include each stage's STEPs.
+        placement: function of (pipeline ranks, stages per rank) that returns the rank of each stage.
+        virtual: stages per rank, None if the user chooses.
+        model_copies: number of model copies.
+        refuses: function of (pipeline ranks, micro-batches, stages per rank) that returns why they are unsupported, or
+            "".
+        order: function of (rank, pipeline ranks, micro-batches, stages per rank) that returns the order of one rank, if
+            it can be written independently of the other ranks.
     """
 
     name: str
@@ -190,14 +191,14 @@ def build_program(
     schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0,
     sequence_slices: int = 1, transfers: bool = True,
 ) -> Program:  # fmt: skip
-    """The program of a schedule.
+    """Build the program of a schedule.
 
     Args:
         ranks: pipeline ranks.
-        virtual_stages: stages on each rank, where the schedule leaves that open.
-        sequence_slices: that each sequence is cut into.
+        virtual_stages: stages per rank, for schedules that leave it open.
+        sequence_slices: number of slices per sequence.
         zero: ZeRO stage: 1 and 2 gather the parameters after the step; 3 gathers them layer by layer inside the passes.
-        transfers: between ranks are written down; who only plays the program knows where they are.
+        transfers: include transfers between ranks; simulation does not need them.
 
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> program = build_program(SCHEDULES["1f1b"], ranks=2, microbatches=2)
@@ -225,9 +226,9 @@ def _cut(order: list[Action], slices: int) -> list[Action]:
 
 
 def _with_updates(order: list[Action], program: Program, rank: int) -> list[Action]:
-    """Put reductions before, and gathers after, the updates that an order has, or one of all stages at its end.
+    """Insert reductions before and gathers after each update; without updates, add one of all stages at the end.
 
-    That takes the stages in the model's order, so that two copies' ranks meet at each.
+    That update takes the stages in the model's order, so that the ranks of two copies synchronise at each.
     """
     if program.updates > 1:
         around = (Op.REDUCE, Op.STEP, Op.GATHER) if program.gathers else (Op.REDUCE, Op.STEP)
@@ -239,13 +240,13 @@ def _with_updates(order: list[Action], program: Program, rank: int) -> list[Acti
 
 
 def add_transfers(program: Program) -> Program:
-    """Put the sends and receives that the computations of a program need around them.
+    """Insert the sends and receives that the computations of a program need.
 
-    A result is sent as soon as it is there. A receive is posted one computation early, so that the data can travel
-    while the rank computes. Messages between two ranks in one direction match by their order alone, so a rank posts
-    its receives in the order in which the sender computes, some before their turn.
+    A result is sent as soon as it is computed. A receive is posted one computation early, so that the transfer overlaps
+    with computation. Messages between two ranks in one direction match by their order alone, so a rank posts its
+    receives in the order in which the sender computes, some of them earlier than needed.
     """
-    waiting: dict[tuple[Op, int, int], deque[Action]] = defaultdict(deque)  # receives, by their op and both ranks
+    waiting: dict[tuple[Op, int, int], deque[Action]] = defaultdict(deque)  # receives, by op and both ranks
     for rank, order in enumerate(program.actions):
         for action in order:
             if receive := _received_as(action, program):
@@ -277,30 +278,30 @@ def add_transfers(program: Program) -> Program:
 
 
 def receive_of(action: Action, program: Program) -> Action | None:
-    """The message that a computation needs from another rank."""
+    """Return the receive that a computation needs from another rank, or None."""
     return _message(action, action.stage, program)
 
 
 def sender_of(receive: Action) -> Action:
-    """The send that a receive is the other end of."""
+    """Return the send that matches a receive."""
     forward = receive.op is Op.RECV_FORWARD
     op, other = (Op.SEND_FORWARD, -1) if forward else (Op.SEND_BACKWARD, 1)
     return receive._replace(op=op, stage=receive.stage + other)
 
 
 def sends_of(action: Action, program: Program) -> list[Action]:
-    """The messages to other ranks that a computation is followed by."""
+    """Return the sends to other ranks that follow a computation."""
     receive = _received_as(action, program)
     return [sender_of(receive)] if receive else []
 
 
 def _received_as(action: Action, program: Program) -> Action | None:
-    """The receive, on another rank, of what a computation makes."""
+    """Return the receive, on another rank, of a computation's result."""
     return _message(action, action.stage + (1 if action.op in FORWARDS else -1), program)
 
 
 def _message(action: Action, target: int, program: Program) -> Action | None:
-    """The receive of what a pass takes in or makes, by the stage that it goes to; None within a rank."""
+    """Return the receive of a pass's input or result at the stage that it goes to; None within a rank."""
     if action.op not in FORWARDS | BACKWARDS:
         return None
     op, source = (Op.RECV_FORWARD, target - 1) if action.op in FORWARDS else (Op.RECV_BACKWARD, target + 1)

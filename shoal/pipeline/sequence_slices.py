@@ -1,11 +1,12 @@
-"""Into which slices TeraPipe cuts a sequence: the dynamic program of Li et al. 2021, section 3.3.
+"""Slicing of sequences for TeraPipe: the dynamic program of Li et al. 2021, section 3.3.
 
 With p equal stages and slices that take t_1 ... t_M on each, a pipeline takes
 
     T = sum t_i + (p - 1) max t_i                                              (Li et al. 2021, equation 4)
 
-Short slices make the second term small; the first grows with their number, since a short slice takes more time a token.
-A later slice sees more keys and takes longer, so the best slices are shorter towards the end of the sequence.
+Short slices make the second term small. The first term grows with the number of slices, since a short slice takes more
+time per token. A later slice attends to more keys and takes longer, so the best slices get shorter towards the end of
+the sequence.
 """
 
 from __future__ import annotations
@@ -17,37 +18,36 @@ import numpy as np
 from shoal.spec.catalog import ModelShape
 
 Times = Callable[[int, int], float]
-"""From (tokens of a slice, tokens before it) how long the slice takes on one stage, in any unit."""
+"""Function of (tokens of a slice, tokens before it) that returns the slice's time on one stage, in any unit."""
 
 RIDGE = 256
-"""Tokens below which a slice takes no less time, since the weights must be read all the same: FLOP/s of matrix products
-over bytes/s of memory, at 2 FLOPs and 2 bytes a weight. 156 on an A100, 295 on an H100 (bf16, data sheets)."""
+"""Tokens below which a slice takes no less time, because reading the weights dominates: FLOP/s of matrix products over
+bytes/s of memory, at 2 FLOPs and 2 bytes per weight. 156 on an A100, 295 on an H100 (bf16, data sheets)."""
 
 CUTS = 64
-"""Places at which a sequence may be cut: more change the time by less than the model of it is worth."""
+"""Maximum number of cut positions; the gain from more is below the accuracy of the time model."""
 
 
 def pipeline_time(lengths: Sequence[int], times: Times, stages: int, microbatches: int = 1) -> float:
-    """How long forwards of micro-batches take that are each cut into these slices: T above, for all of them in turn."""
+    """Return T above for micro-batches that are all cut into these slices and run consecutively."""
     each = [times(length, sum(lengths[:i])) for i, length in enumerate(lengths)]
     return microbatches * sum(each) + (stages - 1) * max(each)
 
 
 def best_slices(cuts: Sequence[int], times: Times, stages: int, microbatches: int = 1) -> tuple[int, ...]:
-    """The slices of the least `pipeline_time`.
+    """Return the slices with the smallest `pipeline_time`.
 
-    For each time t that the longest slice may take: the cheapest slices that take no longer, by a dynamic program over
-    the places where the sequence may be cut (algorithm 1). Longer t are not looked at once (p - 1) t alone makes them
-    worse than the best so far.
+    For each limit t on the longest slice, find the cheapest slices within it by a dynamic program over the cut
+    positions (algorithm 1). Stop when (p - 1) t alone exceeds the best total.
 
     Args:
-        cuts: where the sequence may be cut, increasing, from 0 to its length.
-        times: of one slice on the slowest stage.
+        cuts: possible cut positions, increasing, from 0 to the sequence length.
+        times: times of a slice on the slowest stage.
 
     Returns:
         The slices' lengths, in order.
     """
-    cost = np.full((len(cuts), len(cuts)), np.inf)  # of the slice from cut i to cut j
+    cost = np.full((len(cuts), len(cuts)), np.inf)  # [i, j]: cost of the slice from cut i to cut j
     for i, start in enumerate(cuts):
         for j in range(i + 1, len(cuts)):
             cost[i, j] = times(cuts[j] - start, start)
@@ -64,7 +64,7 @@ def best_slices(cuts: Sequence[int], times: Times, stages: int, microbatches: in
 
 
 def _cheapest(cost: np.ndarray) -> tuple[float, list[tuple[int, int]]]:
-    """The cheapest way from the first cut to the last: its cost, and the slices as pairs of cuts."""
+    """Return the smallest cost from the first cut to the last, and its slices as pairs of cuts."""
     total, before = np.zeros(len(cost)), np.zeros(len(cost), dtype=int)
     for j in range(1, len(cost)):
         ways = total[:j] + cost[:j, j]
@@ -78,22 +78,23 @@ def _cheapest(cost: np.ndarray) -> tuple[float, list[tuple[int, int]]]:
 
 
 def flops(shape: ModelShape, ridge: int = RIDGE) -> Times:
-    """The forward FLOPs of one layer, masked scores left out, as a measure of time.
+    """Return a time measure: the forward FLOPs of one layer, without masked scores.
 
-    The matrix products of a slice of less than ``ridge`` tokens are counted as those of ``ridge``: they take as long.
+    The matrix products of a slice shorter than ``ridge`` tokens count as ``ridge`` tokens, because they take equally
+    long.
     """
     matrices, attention = 2 * shape.layer_matrices(0), 4 * shape.heads * shape.head_dim
     return lambda length, before: max(length, ridge) * matrices + attention * length * (before + length / 2)
 
 
 def fitted(measured: Sequence[tuple[int, int, float]]) -> Times:
-    """Times from measurements, by least squares of the relative errors, in the paper's form (Li et al. 2021, 3.3).
+    """Fit times to measurements by least squares on relative errors, in the paper's form (Li et al. 2021, 3.3).
 
-    A slice without anything before it has a constant and a linear part; what is before it adds another, linear in both:
-    t(l, c) = a + b l + d l^2 + [c > 0] (e + f l + g c + h l c).
+    A first slice has a constant and a linear part. Preceding tokens add a part that is linear in both lengths: t(l, c)
+    = a + b l + d l^2 + [c > 0] (e + f l + g c + h l c).
 
     Args:
-        measured: (tokens of the slice, tokens before it, time) of at least as many slices as there are coefficients.
+        measured: (tokens of the slice, tokens before it, time) of at least as many slices as coefficients.
     """
 
     def features(length: int, before: int) -> list[float]:
@@ -109,7 +110,8 @@ def fitted(measured: Sequence[tuple[int, int, float]]) -> Times:
 
 
 def even_slices(tokens: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
-    """As equal as can be, each a multiple of ``multiple``; the longer ones first, since they see fewer keys.
+    """Return slice lengths as equal as possible, in multiples of ``multiple``; longer ones first, as they see fewer
+    keys.
 
     >>> even_slices(10, 4), even_slices(16, 3, multiple=4)
     ((3, 3, 2, 2), (8, 4, 4))
@@ -119,7 +121,7 @@ def even_slices(tokens: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def places(tokens: int, multiple: int = 1) -> list[int]:
-    """Where a sequence may be cut: at most `CUTS` equal steps, on multiples of ``multiple``."""
+    """Return the possible cut positions: at most `CUTS` equal steps, on multiples of ``multiple``."""
     units = tokens // multiple
     steps = min(CUTS, units)
     return [round(i * units / steps) * multiple for i in range(steps + 1)]

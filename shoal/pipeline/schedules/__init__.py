@@ -1,7 +1,7 @@
-"""Pipeline schedules: in what order each rank computes its forwards and backwards.
+"""Pipeline schedules: the order of forwards and backwards on each rank.
 
-Each is a function that reads like its paper's figure. One stage with m micro-batches is gradient accumulation, by any
-of them.
+Each schedule is a function that follows its paper's figure. With one stage, every schedule of m micro-batches is
+gradient accumulation.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ ASYNCHRONOUS: dict[str, Schedule] = {
         per_rank_schedule("pipedream-2bw", "Narayanan et al. 2021b, section 3.1", asynchronous.pipedream_2bw, looped),
     )
 }
-"""Schedules that update weights while micro-batches are in flight: what they compute is not one device's step."""
+"""Schedules that update weights while micro-batches are in flight; their result differs from a one-device step."""
 
 EVERY = SCHEDULES | ASYNCHRONOUS

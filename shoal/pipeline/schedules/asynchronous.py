@@ -1,9 +1,9 @@
-"""Asynchronous pipelines: a stage updates its weights while micro-batches are in flight.
+"""Asynchronous pipeline schedules: a stage updates its weights while micro-batches are in flight.
 
-The order of passes is 1F1B's; what differs is when the optimizer steps and which version of the weights a pass uses. A
-micro-batch goes back through the version that it came forward through. Version v of a stage is its weights after v
-updates since the program began, and STEP says which version it makes. Each trainer step drains the pipeline at its
-end, so a step with a single update is 1F1B's.
+Passes are in 1F1B's order. Schedules differ in when the optimizer steps and which weight version a pass uses. A
+micro-batch uses the same version in its backward as in its forward. Version v of a stage is its weights after v updates
+since the program began; a STEP names the version that it creates. Each trainer step drains the pipeline at its end, so
+a step with a single update is identical to 1F1B.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 
 
 def pipedream(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """PipeDream with weight stashing: an update after every micro-batch, each forward with the newest weights.
+    """PipeDream with weight stashing: update after every micro-batch; each forward uses the newest weights.
 
-    W(m+1) = W(m) - rate x gradient at W(max(0, m - (ranks - rank - 1))): the first stage is the most behind, the last
-    not at all. As many versions as micro-batches are in flight: ``ranks - rank``.
+    W(m+1) = W(m) - rate x gradient at W(max(0, m - (ranks - rank - 1))): the first stage has the largest delay, the
+    last has none. A rank keeps as many versions as micro-batches are in flight: ``ranks - rank``.
     """
     order = one_f_one_b(rank, ranks, microbatches, virtual)
     if microbatches == 1:
@@ -34,13 +34,13 @@ def pipedream(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Ac
 
 
 def pipedream_2bw(rank: int, ranks: int, microbatches: int, virtual: int, every: int = 0) -> list[Action]:
-    """PipeDream-2BW: an update after every ``every`` micro-batches, one update behind, on every stage alike.
+    """PipeDream-2BW: update after every ``every`` micro-batches, with a delay of one update on every stage.
 
-    W(u+1) = W(u) - rate x gradient at W(max(0, u - 1)). Two versions: with ``every >= ranks`` no micro-batch of update
-    u - 1 is in flight any more when the first of update u + 1 comes.
+    W(u+1) = W(u) - rate x gradient at W(max(0, u - 1)). Two versions suffice: with ``every >= ranks``, no micro-batch
+    of update u - 1 is still in flight when the first of update u + 1 starts.
 
     Args:
-        every: micro-batches of an update (default: as many as there are ranks); the last takes what is left over.
+        every: micro-batches per update (default: the number of ranks); the last update takes the remainder.
     """
     order = one_f_one_b(rank, ranks, microbatches, virtual)
     groups = update_groups(microbatches, every or ranks)
@@ -57,7 +57,7 @@ def pipedream_2bw(rank: int, ranks: int, microbatches: int, virtual: int, every:
 
 
 def update_groups(microbatches: int, every: int) -> list[range]:
-    """The micro-batches of each update: ``every`` of them, and the last what is left over too.
+    """Return the micro-batches of each update: ``every`` each; the last update also takes the remainder.
 
     >>> update_groups(7, 3), update_groups(2, 3)
     ([range(0, 3), range(3, 7)], [range(0, 2)])

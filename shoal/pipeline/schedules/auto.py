@@ -1,9 +1,9 @@
-"""The automatic scheduler: the order of the halves for given times and a given memory.
+"""Automatic scheduler: orders forwards and backward halves for given times and memory.
 
-A free rank decides what to do next by the rules of Qi et al. 2024, section 3.1: gradients of inputs first, since others
-wait for them; forwards while there is room; gradients of weights where there would be a gap or no room. The rules have
-a few settings. The orders of each are simulated, and so are the published orders that fit in the memory; the shortest
-is taken.
+A free rank chooses its next action by the rules of Qi et al. 2024, section 3.1: input gradients first, since other
+ranks wait for them; forwards while memory allows; weight gradients to fill a gap or to free memory. The rules have a
+few settings. The scheduler simulates the order of each setting and every published order that fits in memory, and
+returns the shortest.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROUNDING = 1e-9
 def zb_auto(
     ranks: int, microbatches: int, times: StageDurations | None = None, memory: int | None = None, kept: float = 1.0
 ) -> list[list[Action]]:
-    """Each rank's order, for one stage on each.
+    """Return each rank's order, with one stage per rank.
 
     Args:
-        times: of the passes of a stage and of a message; by default all alike, and messages take none.
-        memory: the most activations alive on a rank, counted in one stage's for one micro-batch; by default 1F1B's on
-            its first rank.
-        kept: share of an activation that is still alive between the halves of its backward (M_W / M_B; Qi et al. 2024,
+        times: times of the passes of a stage and of a message (default: equal passes and free messages).
+        memory: maximum activations alive on a rank, in units of one stage's activation for one micro-batch (default:
+            that of 1F1B's first rank).
+        kept: share of an activation that stays alive between the halves of its backward (M_W / M_B; Qi et al. 2024,
             table 1: 32 / (34 + 5 a s / h) for a transformer layer).
 
     Raises:
-        UsageError: there is no memory for one micro-batch.
+        UsageError: the memory does not hold one micro-batch.
     """
     times, memory = times or StageDurations(), ranks if memory is None else memory
     if memory < 1:
@@ -44,14 +44,14 @@ def zb_auto(
 
 
 def as_1f1b(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
-    """With equal times and the memory that 1F1B needs on its first rank."""
+    """Return the orders for equal times and the memory of 1F1B's first rank."""
     return zb_auto(ranks, microbatches)
 
 
 def _candidates(
     ranks: int, microbatches: int, times: StageDurations, memory: int, kept: float
 ) -> Iterator[list[list[Action]]]:
-    """The orders of which the best is taken; the first of equals."""
+    """Yield the candidate orders; ties go to the first."""
     if memory >= ranks:
         most = min(memory, 2 * ranks - 1)
         halves = [partial(zero_bubble.zero_bubble_with_memory, memory=held) for held in (most, ranks)]
@@ -63,8 +63,8 @@ def _candidates(
 
 
 def _cost(orders: list[list[Action]], times: StageDurations) -> tuple[float, float]:
-    """The longest time from a rank's first computation to its last, and the time of the whole step."""
-    from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate  # which need numpy
+    """Return the longest span of a rank from its first to its last computation, and the time of the full step."""
+    from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate  # imports numpy
 
     microbatches = 1 + max(action.microbatch for action in orders[0])
     program = Program(tuple(map(tuple, orders)), looped(len(orders), 1), microbatches)
@@ -73,11 +73,11 @@ def _cost(orders: list[list[Action]], times: StageDurations) -> tuple[float, flo
 
 
 def _rules(scheduler: GreedyScheduler, memory: int, patience: float, lead: int) -> Choice:
-    """Decide by the rules.
+    """Return the choice function of the rules.
 
     Args:
-        patience: a gap of less than this many weight halves is left empty, where it is known to end so soon.
-        lead: how many micro-batches more than the next stage has begun a stage may have begun, beyond 1F1B's one.
+        patience: leave a gap empty if it is known to end within this many weight halves.
+        lead: how many micro-batches a stage may start ahead of the next stage, beyond 1F1B's one.
     """
     done, last = scheduler.done, len(scheduler.orders) - 1
 

@@ -1,4 +1,4 @@
-"""DualPipe: two streams of micro-batches meet in the middle, each one's forwards beside the other's backwards."""
+"""DualPipe: two streams of micro-batches from both ends of the pipeline overlap forwards with backwards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def dualpipe(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Act
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """DualPipeV: half of DualPipe's ranks. What came from the other end comes back from the turn of the V."""
+    """DualPipeV: half of DualPipe's ranks; the second stream is the first one returning from the turn of the V."""
     near, far = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
     return _both_ways(near, far, rank, ranks, max(microbatches, 2 * ranks))
 
 
 def refuses(ranks: int, microbatches: int, virtual: int) -> str:
-    """DualPipe's two copies meet between two ranks, and each of them needs something to do."""
+    """Return why DualPipe does not support these sizes, or ""; it needs even ranks and two micro-batches."""
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         return f"dualpipe needs an even number of pipeline ranks, not {ranks}; take {near}, or dualpipev for any number"
@@ -33,7 +33,7 @@ def refuses(ranks: int, microbatches: int, virtual: int) -> str:
 
 
 def _both_ways(near: MicroBatchCursor, far: MicroBatchCursor, place: int, half: int, full: int) -> list[Action]:
-    """The eight phases of a rank at a place between the outer end (0) and the middle (``half`` - 1).
+    """Build the eight phases of a rank at position ``place`` between the outer end (0) and the middle (``half`` - 1).
 
     Args:
         near: the stage whose micro-batches come from the outer end.
@@ -41,7 +41,7 @@ def _both_ways(near: MicroBatchCursor, far: MicroBatchCursor, place: int, half: 
         full: micro-batches of each.
     """
     order: list[Action] = []
-    owed: deque[MicroBatchCursor] = deque()  # weight halves, the oldest first
+    owed: deque[MicroBatchCursor] = deque()  # weight halves, oldest first
 
     def split(stage: MicroBatchCursor) -> list[Action]:
         owed.append(stage)
@@ -56,7 +56,7 @@ def _both_ways(near: MicroBatchCursor, far: MicroBatchCursor, place: int, half: 
         order += near("F") + far("F")
     for _ in range(half - place - 1):
         order += split(far) + weight() + far("F")
-    for _ in range(full - 2 * half + place + 1):  # the steady state; DualPipe computes each pair at the same time
+    for _ in range(full - 2 * half + place + 1):  # the steady state; DualPipe computes each pair at once
         order += near("F") + far("B") + far("F") + near("B")
     for _ in range(half - place - 1):
         order += far("B") + far("F") + near("B")

@@ -1,9 +1,10 @@
-"""Schedules as files, in the format of torch.distributed.pipelining: a row for each rank, a cell for each action.
+"""Read and write schedules as CSV files in the format of torch.distributed.pipelining: one row per rank.
 
-``0F1`` is stage 0, forward, micro-batch 1; B a whole backward, I and W its halves. torch also writes what surrounds the
-computations (``0SEND_F1``, ``0RECV_B1``, ``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``) and pairs that it computes at
-once (``(0F1;1B0)OVERLAP_F_B``). Of a file that is read the computations count, pairs as one after the other: shoal adds
-the transfers, the reductions and the optimizer itself, in an order that it can prove.
+Each cell is an action. ``0F1`` is stage 0, forward, micro-batch 1; B is a full backward, I and W are its halves. torch
+also writes the actions around the computations (``0SEND_F1``, ``0RECV_B1``, ``0UNSHARD``, ``0RESHARD``,
+``0REDUCE_GRAD``) and pairs that it overlaps (``(0F1;1B0)OVERLAP_F_B``). Reading keeps only the computations, and splits
+a pair into two consecutive actions. shoal then adds the transfers, the reductions and the optimizer itself, in an order
+that it can prove.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.base.files import read_text
 from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import COMPUTE, Action, Op, Program, ProgramError, Schedule, build_program
 
-AROUND = {  # torch's names of what is no computation
+AROUND = {  # torch's names of actions that are not computations
     Op.SEND_FORWARD: "SEND_F",
     Op.RECV_FORWARD: "RECV_F",
     Op.SEND_BACKWARD: "SEND_B",
@@ -33,14 +34,13 @@ PAIR = re.compile(r"\(([^();]+(?:;[^();]+)*)\)OVERLAP_F_B")
 
 
 def dump_csv(program: Program, *, transfers: bool = False) -> str:
-    """A program as torch reads it.
+    """Return a program as CSV text that torch can read.
 
     Args:
-        transfers: whether with sends, receives and reductions (torch's format "compute_comms"), or without
-            ("compute_only").
+        transfers: include sends, receives and reductions (torch's format "compute_comms"); if False, "compute_only".
 
     Raises:
-        UsageError: the program has slices of sequences or versions of weights, which the format cannot say.
+        UsageError: the program has sequence slices or weight versions, which the format cannot express.
     """
     if program.sequence_slices > 1 or program.updates > 1:
         raise UsageError(
@@ -59,19 +59,19 @@ def dump_csv(program: Program, *, transfers: bool = False) -> str:
 
 
 def load_csv(text: str, name: str = "schedule") -> Program:
-    """The program of a file's text.
+    """Parse a schedule file's text into a program.
 
     Raises:
-        UsageError: the text is no complete schedule, with the row and the cell where that shows.
+        UsageError: the text is not a complete schedule; the message names the row and the cell where possible.
     """
     return _read(text, name)[1]
 
 
 def schedule_from_csv(path: str | Path) -> Schedule:
-    """The schedule in a file: for the number of pipeline ranks and of micro-batches that it was written for.
+    """Load a schedule from a file, with the number of pipeline ranks and micro-batches that it was written for.
 
     Raises:
-        UsageError: there is no such file, or it holds no complete schedule.
+        UsageError: the file does not exist, or it does not hold a complete schedule.
     """
     try:
         text = read_text(path)
@@ -110,7 +110,7 @@ def _read(text: str, name: str) -> tuple[Schedule, Program]:
 
 
 def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) -> None:
-    """Copies of a stage are summed between the two ranks that have them, one each."""
+    """Check that the two copies of each stage are on two different ranks, which sum their gradients."""
     depth = len(placement) // copies
     others = [{placement[(s + depth) % len(placement)] for s, held in enumerate(placement) if held == rank}
               for rank in range(ranks)]
@@ -123,7 +123,6 @@ def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) 
 
 
 def _orders(text: str, name: str) -> list[list[Action]]:
-    """Each row's computations."""
     orders: list[list[Action]] = []
     seen: dict[Action, str] = {}
     for rank, cells in enumerate(csv.reader(io.StringIO(text))):
@@ -146,14 +145,14 @@ def _orders(text: str, name: str) -> list[list[Action]]:
 
 
 def _check_numbers(what: str, given: set[int], name: str) -> None:
-    """Stages and micro-batches are counted from 0, without a gap."""
+    """Check that stages and micro-batches are numbered from 0 without a gap."""
     missing = next(number for number in range(len(given) + 1) if number not in given)
     if missing < len(given):
         raise UsageError(f"schedule file {name}: it has {what} {max(given)}, but no row has {what} {missing}")
 
 
 def _actions(cell: str, place: str) -> list[Action]:
-    """The computations of a cell."""
+    """Parse the computations of a cell."""
     if pair := PAIR.fullmatch(cell):
         return [action for part in pair[1].split(";") for action in _actions(part.strip(), place)]
     if computation := COMPUTATION.fullmatch(cell):
@@ -168,7 +167,7 @@ def _actions(cell: str, place: str) -> list[Action]:
 
 
 def _placement(orders: list[list[Action]], name: str) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     holder: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:

@@ -1,4 +1,4 @@
-"""Greedy scheduling: each rank decides what to do next whenever it is free, and so writes its order."""
+"""Greedy scheduling: each rank picks its next action whenever it is free."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator
 from shoal.pipeline.program import Action, Op, StageDurations
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
-Choice = Callable[[int, float], Action | None]  # what a free rank does now, or None until more has arrived
+Choice = Callable[[int, float], Action | None]  # what a free rank does next, or None to wait for the next arrival
 
 
 class GreedyScheduler:
-    """A step under way: what each rank has done, and what has reached it by when. Backwards are in halves.
+    """State of a greedily scheduled step: what each rank has done and when results arrive. Backwards are split.
 
-    How long the orders that come out take is for `shoal.pipeline.simulator` to say.
+    The resulting orders are timed by `shoal.pipeline.simulator`.
 
     Args:
-        times: of the passes of one stage and of a message.
+        times: times of the passes of one stage, and of a message.
         placement: the rank of each stage.
-        kept: share of an activation that is still alive between the halves of its backward.
+        kept: share of an activation that stays alive between the halves of its backward.
     """
 
     def __init__(self, microbatches: int, times: StageDurations, placement: tuple[int, ...], kept: float = 1.0):
         self.times, self.placement, self.microbatches = times, placement, microbatches
         ranks = range(1 + max(placement))
         self.stages = [[s for s, holder in enumerate(placement) if holder == rank] for rank in ranks]
-        # When what the k-th forward or backward of a stage needs has reached it.
+        # Arrival times of the input of each stage's k-th forward or backward.
         self.arrived: dict[tuple[Op, int], list[float]] = {(op, s): [] for op in (F, I) for s in range(len(placement))}
         self.arrived[F, 0] = [0.0] * microbatches
         self.done = {(op, s): 0 for op in (F, I, W) for s in range(len(placement))}
@@ -35,7 +35,7 @@ class GreedyScheduler:
         self.orders: list[list[Action]] = [[] for _ in ranks]
 
     def run(self, choose: Choice) -> list[list[Action]]:
-        """Let the ranks choose until none of them does anything more, and return their orders."""
+        """Let the ranks choose until none can do anything more, and return their orders."""
         lasting = {F: self.times.forward, I: self.times.input, W: self.times.weight}
         busy_until = [0.0 for _ in self.orders]
         events = [(0.0, rank) for rank in range(len(self.orders))]
@@ -65,12 +65,12 @@ class GreedyScheduler:
             yield arrival, self.placement[target]
 
     def reached(self, op: Op, stage: int) -> float | None:
-        """When the next pass of a stage has all that it needs; None while that is not known, or when none is left."""
+        """Return when the input of a stage's next pass arrives; None if unknown or if no pass is left."""
         turn = self.done[op, stage]
         return self.arrived[op, stage][turn] if turn < len(self.arrived[op, stage]) else None
 
     def owed(self, rank: int) -> Action | None:
-        """The weight half that has waited longest."""
+        """Return the oldest pending weight half."""
         owing = [stage for stage in self.stages[rank] if self.done[W, stage] < self.done[I, stage]]
         if not owing:
             return None
@@ -79,7 +79,7 @@ class GreedyScheduler:
 
 
 def fill_gaps(scheduler: GreedyScheduler, orders: list[list[Action]], memory: float) -> Choice:
-    """Follow orders without weight halves, and do those where an order leaves a gap or ``memory`` is full."""
+    """Follow orders without weight halves; run weight halves in gaps or when ``memory`` is full."""
     place = [0] * len(orders)
 
     def choose(rank: int, now: float) -> Action | None:

@@ -1,4 +1,4 @@
-"""One forward, one backward: with one stage a rank, and with several in turn."""
+"""1F1B (one forward, one backward) with one stage per rank, and interleaved 1F1B with several."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shoal.pipeline.program import Action, Op
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """1F1B: warm up, then one forward and one backward in turn, then drain.
+    """1F1B: warm up, then alternate one forward and one backward, then drain.
 
-    Keeps at most ``ranks - rank`` micro-batches alive, against all of them for GPipe. The bubble is the same.
+    Keeps at most ``ranks - rank`` micro-batches alive; GPipe keeps all of them. The bubble is the same.
     """
     warmup = min(ranks - rank - 1, microbatches)
     order = [Action(Op.FORWARD, rank, m) for m in range(warmup)]
@@ -20,7 +20,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """Interleaved 1F1B: 1F1B over the rank's stages in turn, each for about as many micro-batches as ranks."""
+    """Interleaved 1F1B: alternate between the rank's stages, each running about as many micro-batches as ranks."""
     if virtual == 1:
         return one_f_one_b(rank, ranks, microbatches, virtual)
     rounds, stages = rounds_of(ranks, microbatches), range(rank, ranks * virtual, ranks)
@@ -32,19 +32,19 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
 
 
 def rounds_of(ranks: int, microbatches: int) -> list[range]:
-    """The micro-batches that each of a rank's stages takes in its turn: p of them, or a few more.
+    """Return the groups of micro-batches that a rank's stages process alternately: p per group, or slightly more.
 
-    A number that p does not divide is spread over as many rounds as it has whole ones, the longer ones first: so no
-    rank waits for a micro-batch to come round, and the last stage always has what its backward needs.
+    If p does not divide the number, the remainder is spread over the groups, with longer groups first. So no rank waits
+    for a micro-batch to return, and the last stage always has the input of its backward.
     """
     rounds = max(1, microbatches // ranks)
-    size, longer = divmod(microbatches, rounds)  # of a round; how many have one more
+    size, longer = divmod(microbatches, rounds)  # micro-batches per round; number of rounds with one more
     begins = [r * size + min(r, longer) for r in range(rounds + 1)]
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
 def interleave(*passes: tuple[int, list[Action]]) -> list[Action]:
-    """One of each kind of passes in turn, each kind from a turn of its own on."""
+    """Alternate between kinds of passes, each kind starting at its own turn."""
     turns = max(late + len(actions) for late, actions in passes)
     columns = [[None] * late + actions + [None] * (turns - late - len(actions)) for late, actions in passes]
     return [action for turn in zip(*columns, strict=True) for action in turn if action is not None]

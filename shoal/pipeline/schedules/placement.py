@@ -1,4 +1,4 @@
-"""Placement of stages on ranks: in a loop, or in a V; and what schedules written rank by rank have in common."""
+"""Placement of stages on ranks (looped or V-shaped), and helpers for schedules written one rank at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Order = Callable[[int, int, int, int], list[Action]]  # of (rank, ranks, micro-b
 
 
 def looped(ranks: int, virtual: int) -> tuple[int, ...]:
-    """The stages go round the ranks, one each for ``virtual`` = 1 (Narayanan et al. 2021, figure 4)."""
+    """Place stages round-robin on the ranks; one per rank for ``virtual`` = 1 (Narayanan et al. 2021, figure 4)."""
     return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
 def v_placement(ranks: int, virtual: int) -> tuple[int, ...]:
-    """Two stages a rank, down the ranks and up again: the first rank has the first and the last (Qi et al. 2024, 6).
+    """Place two stages per rank, down the ranks and up again; rank 0 has the first and the last (Qi et al. 2024, 6).
 
-    Also two copies of the model, one down the ranks and one up (DeepSeek-AI 2024, figure 5).
+    Also places two copies of the model, one down the ranks and one up (DeepSeek-AI 2024, figure 5).
     """
     return (*range(ranks), *reversed(range(ranks)))
 
@@ -26,7 +26,7 @@ def v_placement(ranks: int, virtual: int) -> tuple[int, ...]:
 def per_rank_schedule(
     name: str, source: str, order: Order, placement: Callable[[int, int], tuple[int, ...]], **more: Any
 ) -> Schedule:
-    """Build a schedule from a function that writes one rank's order without the others'."""
+    """Build a schedule from a function that returns one rank's order independently of the other ranks."""
 
     def orders(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
         return [order(rank, ranks, microbatches, virtual) for rank in range(ranks)]
@@ -35,10 +35,10 @@ def per_rank_schedule(
 
 
 class MicroBatchCursor:
-    """The passes of one stage: each kind is handed out in the order of the micro-batches.
+    """Cursor over the passes of one stage: returns each kind of pass in micro-batch order.
 
-    A schedule is written for a full pipeline. Past the last micro-batch there is nothing to hand out, so with fewer
-    micro-batches the same lines give the same order with gaps: leaving out whole micro-batches breaks no dependency.
+    A schedule is written for a full pipeline. After the last micro-batch the cursor returns no action, so the same code
+    gives the same order with gaps for fewer micro-batches. Omitting complete micro-batches breaks no dependency.
     """
 
     def __init__(self, stage: int, microbatches: int | Iterable[int]):
@@ -47,7 +47,7 @@ class MicroBatchCursor:
         self.given = dict.fromkeys(("F", "B", "I", "W"), 0)
 
     def __call__(self, kinds: str) -> list[Action]:
-        """The next pass of each kind: ``stage("FIW")``. A B counts as an I and a W."""
+        """Return the next pass of each kind: ``stage("FIW")``. A B counts as an I and a W."""
         actions = []
         for kind in kinds:
             turn = self.given["I" if kind == "B" else kind]

@@ -1,9 +1,9 @@
-"""Schedules over a V: each rank has a stage on the way down and one on the way up (Qi et al. 2024, 2024b).
+"""V-shaped schedules: each rank holds one stage on the way down and one on the way up (Qi et al. 2024, 2024b).
 
-V-Half and V-Min need less memory than 1F1B: one micro-batch's passes are placed once and repeated (Qi et al. 2024b,
-section 4). An activation lives from its forward to its weight half. Over a V, a rank whose stage on the way down keeps
-one long has one on the way up that it keeps short, so all ranks keep as much. How fast micro-batches travel sets how
-much.
+V-Half and V-Min need less memory than 1F1B: one micro-batch's passes form a block that is repeated (Qi et al. 2024b,
+section 4). An activation lives from its forward to its weight half. A rank that keeps its first stage's activation for
+long keeps its second stage's briefly, so all ranks use equal memory. The speed at which micro-batches travel determines
+this memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shoal.pipeline.program import Action, Op, StageDurations
 from shoal.pipeline.schedules.greedy import GreedyScheduler, fill_gaps
 from shoal.pipeline.schedules.placement import MicroBatchCursor, v_placement
 
-INTERVAL = 6  # passes of a micro-batch on a rank: two stages, three passes each; so often comes another
+INTERVAL = 6  # passes per micro-batch on a rank (two stages, three passes each), and the period of the blocks
 DOWN, UP = 0, 1
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """ZB-V: no bubble with 1F1B's memory. The last stage is on the first rank, so its backward can start at once."""
     down, up = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
-    full = max(microbatches, 2 * ranks - 1)  # micro-batches that fill the pipeline
+    full = max(microbatches, 2 * ranks - 1)  # micro-batches needed to fill the pipeline
     order = []
     for _ in range(2 * (ranks - rank) - 1):
         order += down("F")
@@ -47,7 +47,7 @@ def v_min(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action
 def v_half(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
     """V-Half: half of 1F1B's memory; a micro-batch waits for one pass at each rank on its way up.
 
-    The weight halves leave their places in the block to fill the gaps at the step's beginning and end.
+    Weight halves move out of the block to fill the gaps at the step's beginning and end.
     """
     orders = [
         [action for action in _repeated(rank, ranks, microbatches, (1, 2, 1, 2)) if action.op is not Op.BACKWARD_WEIGHT]
@@ -58,7 +58,7 @@ def v_half(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
 
 
 def _filled(orders: list[list[Action]], microbatches: int, memory: int) -> list[list[Action]]:
-    """Orders with weight halves in their gaps; not to the end where a rank waits for memory that is never free."""
+    """Fill gaps with weight halves; the orders are incomplete if a rank waits for memory that is never freed."""
     scheduler = GreedyScheduler(microbatches, StageDurations(), v_placement(len(orders), 2))
     return scheduler.run(fill_gaps(scheduler, orders, memory))
 
@@ -74,12 +74,12 @@ def _repeated(rank: int, ranks: int, microbatches: int, paces: tuple[int, int, i
 
 @cache
 def _block(ranks: int, paces: tuple[int, int, int, int]) -> list[dict[tuple[Op, int], int]]:
-    """For each rank, when the first micro-batch's passes begin, if a pass takes 1.
+    """Return, for each rank, the start times of the first micro-batch's passes, if every pass takes 1.
 
     Args:
-        paces: from one rank to the next: of a forward down and up, and of the gradient down and up.
+        paces: delay from one rank to the next of a forward down and up, and of the gradient down and up.
 
-    The turns at the ends of the V wait for as short as they can, so that no two passes of the repeated block meet.
+    The waits at the turns of the V are the shortest that avoid collisions between passes of repeated blocks.
     """
     for waits in sorted(product(range(INTERVAL), repeat=3), key=lambda waits: (sum(waits), waits)):
         block = [_begins(rank, ranks, paces, waits) for rank in range(ranks)]
@@ -98,7 +98,7 @@ def _begins(rank: int, ranks: int, paces: tuple[int, ...], waits: tuple[int, ...
 
 
 def _with_weights(begins: dict[tuple[Op, int], int]) -> dict[tuple[Op, int], int]:
-    """The weight halves take the next gap after their input halves."""
+    """Add each weight half in the first gap after its input half."""
     free = set(range(INTERVAL)) - {begin % INTERVAL for begin in begins.values()}
     for side in (UP, DOWN):
         after = begins[Op.BACKWARD_INPUT, side] + 1

@@ -1,4 +1,4 @@
-"""Zero bubble: the backward in two halves, of which the second fills the gaps that the first leaves."""
+"""Zero-bubble schedules: split the backward and fill gaps with weight-gradient halves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def zb_h1(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """ZB-H2: no bubble, for nearly twice the memory."""
+    """ZB-H2: no bubble, with nearly twice 1F1B's memory."""
     return zero_bubble_with_memory(rank, ranks, microbatches, memory=2 * ranks - 1)
 
 
 def zero_bubble_with_memory(rank: int, ranks: int, microbatches: int, *, memory: int) -> list[Action]:
-    """From ZB-H1 (``memory`` = p) to ZB-H2 (2p - 1): every activation more fills a gap before the first backward.
+    """Interpolate from ZB-H1 (``memory`` = p) to ZB-H2 (2p - 1); each extra activation fills one gap.
 
-    Every rank keeps ``memory`` activations alive: the first ones by forwards that are ahead, the last ones by weight
-    halves that are behind, which fill the gaps at the end.
+    Every rank keeps ``memory`` activations alive: first by early forwards, and at the end by delayed weight halves,
+    which fill the gaps there.
     """
     later = ranks - rank - 1
     ahead = later + min(later, memory - ranks)
@@ -30,13 +30,13 @@ def zero_bubble_with_memory(rank: int, ranks: int, microbatches: int, *, memory:
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """Interleaved 1F1B with halves: ZB-H1's bubble over ``virtual``, with 1F1B's memory on every rank."""
+    """Interleaved 1F1B with split backwards: ZB-H1's bubble over ``virtual``, and 1F1B's memory on every rank."""
     rounds, stages = rounds_of(ranks, microbatches), range(rank, ranks * virtual, ranks)
     return _halves(rounds, stages, ahead=(virtual - 1) * len(rounds[0]) + ranks - rank - 1, behind=rank)
 
 
 def _halves(rounds: list[range], stages: Sequence[int], *, ahead: int, behind: int) -> list[Action]:
-    """A forward, the input half of an earlier one, the weight half of a still earlier one, and so on."""
+    """Alternate a forward, the input half of an earlier micro-batch and the weight half of a still earlier one."""
     back = [(stage, m) for r in rounds for stage in reversed(stages) for m in r]
     return interleave(
         (0, [Action(Op.FORWARD, stage, m) for r in rounds for stage in stages for m in r]),

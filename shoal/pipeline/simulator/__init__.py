@@ -1,4 +1,4 @@
-"""A step played before it is run: what a `Program` costs in time, idleness and memory."""
+"""Simulation of a `Program` before it runs: its time, idle time and memory."""
 
 from shoal.pipeline.simulator.disturbance import Disturbance
 from shoal.pipeline.simulator.engine import simulate

@@ -1,7 +1,7 @@
-"""A program as columns of numbers, the form in which millions of actions are simulated.
+"""A program as arrays (one column per field), used to simulate millions of actions.
 
 A row is an action that occupies a rank: a computation, reduction, update or gather. Transfers have no rows: they follow
-from the computations, and a row only knows after which other row its result is sent.
+from the computations, and a row only stores after which other row its result is sent.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, Action, Op, Progr
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.STEP, Op.GATHER)
 CODE = {op: code for code, op in enumerate(OPS)}
-ALL = {op: CODE.get(op, len(OPS)) for op in Op}  # transfers among them
+ALL = {op: CODE.get(op, len(OPS)) for op in Op}  # including transfers
 FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER = range(len(OPS))
 COMPUTING = WEIGHT  # the codes up to here are computations
 
-NTH = 3  # micro-batches that `before_backwards` tells apart: the first, the second, and all later ones
-NONE, SOME, EVERY = range(3)  # of a rank's other stages, which are after a forward
-TOLD_APART = (4, NTH, NTH, 2, 3)  # as `shoal.planning.cost.memory.stage.TIMES` has it
+NTH = 3  # micro-batches that `before_backwards` distinguishes: the first, the second, and all later ones
+NONE, SOME, EVERY = range(3)  # how many of a rank's other stages last ran a forward
+TOLD_APART = (4, NTH, NTH, 2, 3)  # same shape as `shoal.planning.cost.memory.stage.TIMES`
 
-Integers = np.ndarray  # [rows], of whole numbers
+Integers = np.ndarray  # [rows], integers
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Every rank's rows, rank after rank.
+    """The rows of all ranks, ordered by rank.
 
     Attributes:
-        program: that the rows are of; its `actions` may be empty.
-        offset: [ranks + 1] where each rank's rows begin; the last is their number.
+        program: program of the rows; its `actions` may be empty.
+        offset: [ranks + 1] first row of each rank; the last entry is the number of rows.
         op: [rows] indices into `OPS`.
-        stage: [rows] -1 for the whole rank.
-        microbatch: [rows] -1 where it concerns none.
-        part: [rows] slices of the sequence, -1 for all of it.
-        version: [rows] of the weights, -1 where there is but one.
-        sent_after: [rows] the row after which this one's result is sent; itself where the program says nothing.
+        stage: [rows] -1 for all stages of the rank.
+        microbatch: [rows] -1 where not applicable.
+        part: [rows] slice of the sequence, -1 for all of it.
+        version: [rows] weight version, -1 if only one exists.
+        sent_after: [rows] the row after which this one's result is sent; itself if the program does not specify it.
     """
 
     program: Program
@@ -53,22 +53,22 @@ class Columns:
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.offset) - 1
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return len(self.op)
 
     @property
     def rank(self) -> Integers:
-        """[rows] the pipeline rank of each."""
+        """[rows] Pipeline rank of each row."""
         return np.repeat(np.arange(self.ranks, dtype=np.int32), np.diff(self.offset))
 
     @property
     def pairs(self) -> Integers:
-        """The rows of forwards that can be computed at once with the row after them, another stage's full backward.
+        """Rows of forwards that can run together with the next row, a full backward of another stage.
 
         Each of the two hides the other's communication (DeepSeek-AI 2024, section 3.2.1).
         """
@@ -78,10 +78,10 @@ class Columns:
 
     @cached_property
     def told_apart(self) -> Integers:
-        """[4, rows] what came before each row, as `before_backwards` groups it.
+        """[4, rows] History before each row, by which `before_backwards` groups rows.
 
-        Micro-batches whose weight gradients the row's stage has computed; those of the rank's other stages; whether the
-        stage's previous pass was a forward; for how many of the other stages it was one.
+        The entries are: micro-batches whose weight gradients the row's stage has computed; the same for the rank's
+        other stages; whether the stage's previous pass was a forward; for how many of the other stages it was one.
         """
         made = (self.op == BACKWARD) | (self.op == WEIGHT)
         order = np.argsort(self.stage, kind="stable")
@@ -99,11 +99,11 @@ class Columns:
         return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
     def activation_changes(self, whole: float | np.ndarray, half: float | np.ndarray | None = None) -> np.ndarray:
-        """[rows] by how much each changes what is alive on its rank. A slice of the sequence counts as its share.
+        """Return the change in activation memory of the rank at each row. [rows] A slice counts as its share.
 
         Args:
-            whole: bytes that a micro-batch's forward leaves, a number or [stages].
-            half: bytes that are there between the halves of its backward, likewise; None for all.
+            whole: bytes stored by a micro-batch's forward, a number or [stages].
+            half: bytes that remain between the halves of its backward, in the same form; None for all.
         """
         given = (whole, whole if half is None else half)
         whole, half = (np.broadcast_to(np.asarray(one, float), self.program.stages) for one in given)
@@ -117,23 +117,23 @@ class Columns:
     def peak_bytes(
         self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
     ) -> np.ndarray:
-        """[ranks] the most activation memory at once.
+        """Return the peak activation memory of each rank. [ranks]
 
         Args:
-            activation: bytes that a micro-batch's forward leaves (M_B), or an array [stages].
-            kept_for_weight: bytes that are still there between the two halves of its backward (M_W); None for all.
+            activation: bytes stored by a micro-batch's forward (M_B), or an array [stages].
+            kept_for_weight: bytes that remain between the two halves of its backward (M_W); None for all.
         """
         change = self.activation_changes(activation, kept_for_weight)
         return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, self.offset[1:-1])])
 
     def action(self, row: int) -> Action:
-        """One row, as the program has it."""
+        """Return one row as an `Action`."""
         numbers = (self.stage, self.microbatch, self.part, self.version)
         return Action(OPS[self.op[row]], *(int(column[row]) for column in numbers))
 
 
 def of_program(program: Program) -> Columns:
-    """Build the columns of a program. Results are sent where the program sends them."""
+    """Build the columns of a program. Each result is sent where the program sends it."""
     parts, offset = [], [0]
     for order in program.actions:
         parts.append(_rank(order, offset[-1]))
@@ -142,7 +142,7 @@ def of_program(program: Program) -> Columns:
 
 
 def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
-    """Build one rank's columns; `base` rows of other ranks come first."""
+    """Build one rank's columns, starting at row `base`."""
     if not order:
         return (np.empty(0, np.int8), *(np.empty(0, np.int32) for _ in range(5)))
     ops, *numbers = zip(*order, strict=True)
@@ -174,21 +174,21 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
 def before_backwards(
     columns: Columns, whole: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
 ) -> np.ndarray:
-    """[216, stages] Peak activation memory of a stage's rank, by the kind of pass and by what came before it.
+    """Return the peak activation memory of a stage's rank by kind of pass and history. [216, stages]
 
-    Memory counts at the start of a backward (kind 0), of its first half (1) and of its second (2), and at the end of a
-    forward (3). What came before is `Columns.told_apart`: the stage's finished micro-batches (0, 1, more), those of the
-    rank's other stages (0, 1, more), whether the stage's previous pass was a forward, and of how many of the other
-    stages it was (none, some, every one). The flat first axis has the shape `TOLD_APART`; -inf marks a case that does
-    not occur.
+    Memory is counted at the start of a backward (kind 0), of its first half (1) and of its second (2), and at the end
+    of a forward (3). The history is `Columns.told_apart`: the stage's finished micro-batches (0, 1, more), those
+    finished by the rank's other stages (0, 1, more), whether the stage's previous pass was a forward, and for how many
+    of the other stages it was (none, some, all). The flat first axis has the shape `TOLD_APART`; -inf marks a case that
+    does not occur.
 
-    Messages count too, except those that the pass itself has taken: the one that the next pass waits for
-    (`add_transfers`), a gradient if it was sent last, and those between two stages of this rank.
+    Messages count too, except the ones that the pass has consumed: the one that the next pass waits for
+    (`add_transfers`), a gradient if it was sent last, and messages between two stages of this rank.
 
     Args:
-        whole: [stages] bytes that a micro-batch's forward leaves.
+        whole: [stages] bytes stored by a micro-batch's forward.
         half: [stages] bytes that remain between the halves.
-        passing: bytes between two stages. Two stages that follow each other on one rank hold them once.
+        passing: bytes of a message between two stages. Two consecutive stages on one rank share one buffer.
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
@@ -205,10 +205,10 @@ def before_backwards(
 
 
 def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray:
-    """[rows] Messages that a rank holds during a pass, except those that the pass itself has taken.
+    """Return the number of messages that a rank holds during a pass, except those that the pass has consumed. [rows]
 
     Args:
-        here, far: [stages] whether the stage before is on the same rank, and whether it is on another.
+        here, far: [stages] whether the previous stage is on the same rank, and whether it is on another.
     """
     stage, forward = columns.stage, columns.op == FORWARD
     backward = (columns.op == BACKWARD) | (columns.op == INPUT)
@@ -218,7 +218,7 @@ def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray
     comes = (forward & far[stage] | backward & far_behind[stage])[passes]
     same = columns.rank[passes[1:]] == columns.rank[passes[:-1]]
     found[passes[:-1]] += comes[1:] & same
-    # Of the last that was sent: a forward's is what the stage keeps, or nothing.
+    # Count the last message sent: for a forward, the stage already keeps it, or nothing.
     sent = forward * -far_behind[stage].astype(int) + backward * far[stage]
     sends = np.maximum.accumulate(np.where(sent != 0, np.arange(columns.rows), -1))
     sends = np.append(-1, sends[:-1])
@@ -229,12 +229,12 @@ def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray
 
 
 def _sums(numbers: np.ndarray, columns: Columns) -> np.ndarray:
-    """[rows] Running sums within each rank."""
+    """Return running sums within each rank. [rows]"""
     return np.concatenate([np.cumsum(rank) for rank in np.split(numbers, columns.offset[1:-1])])
 
 
 def _counted(made: np.ndarray, of: Integers) -> Integers:
-    """[rows] Sums of the earlier rows of the same group, where rows of a group are adjacent."""
+    """Sum over earlier rows of the same group; rows of a group are adjacent."""
     before = np.cumsum(made) - made
     begins = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
     counted: Integers = before - np.repeat(before[begins], np.diff(np.append(begins, len(of))))

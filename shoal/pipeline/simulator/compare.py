@@ -1,4 +1,4 @@
-"""Schedules by name, played side by side with the same times for one copy of the model."""
+"""Comparison of named schedules, simulated with the same times per copy of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 
 AUTOMATIC = {"zb-auto": 1.0, "zb-1p": 1.0, "zb-2p": 2.0}
-"""Names of the automatic schedule, with the memory that each gives it, in that of 1F1B."""
+"""Names of the automatic schedule, with the memory limit of each in units of 1F1B's."""
 ALIASES = {
     "interleaved": "interleaved-1f1b",
     "pipedream-flush": "1f1b",
@@ -30,19 +30,19 @@ ALIASES = {
     "breadth-first": "looped-bfs",
 }
 SLICES = 4
-"""Slices of a sequence where the schedule passes on slices and nothing is said."""
+"""Default number of slices per sequence for schedules that slice."""
 
 
 @dataclass(frozen=True)
 class PlayedSchedule:
-    """A schedule that was played.
+    """Result of simulating one schedule.
 
     Attributes:
-        name: of the schedule, or of its file.
-        timeline: the step.
-        step: as closed forms see it; None where they do not cover it: messages that take time, noise, slices.
-        estimated_seconds: of the step, where its times are estimates. It is longer than the timeline where ranks take
-            turns on fewer cores, or where hosts need longer to launch the step.
+        name: name of the schedule or of its file.
+        timeline: the simulated step.
+        step: parameters for the closed forms; None where these do not apply (message times, noise or slices).
+        estimated_seconds: estimated step time, if the times are estimates. Exceeds the timeline's where ranks share
+            fewer cores, or where hosts take longer to launch the step.
     """
 
     name: str
@@ -59,38 +59,38 @@ def compare_schedules(
     kept_for_weight: float = 1.0, stragglers: Mapping[int, float] | None = None,
     slow_links: Mapping[tuple[int, int], float] | None = None, jitter: float = 0.0, seed: int = 0,
 ) -> list[PlayedSchedule]:  # fmt: skip
-    """Play one step of several pipeline schedules with the same times, in one unit of your choice.
+    """Simulate one step of several pipeline schedules with the same times, in any one unit.
 
     Args:
-        schedules: their names as in a layout; also zb-1p and zb-2p, the automatic schedule with once and twice the
+        schedules: names as in a layout; also zb-1p and zb-2p, the automatic schedule with once and twice the
             memory of 1f1b. Hyphens, underscores and capitals do not matter.
-            Each is played once.
-        file: a schedule in the format of torch.distributed.pipelining, which is played first. It says how many
-            pipeline ranks and micro-batches there are.
+            Duplicates are ignored.
+        file: a schedule in the format of torch.distributed.pipelining, simulated first. It sets the number of
+            pipeline ranks and micro-batches.
         pp: pipeline ranks.
-        microbatches: of the step.
-        virtual_stages: stages on each rank, for the schedules that leave it open (default: 2).
-        slices: of each sequence, passed on one by one (default: 4 for terapipe, 1 for others).
+        microbatches: micro-batches per step.
+        virtual_stages: stages per rank, for schedules that leave it open (default: 2).
+        slices: slices of each sequence, sent separately (default: 4 for terapipe, 1 for others).
         dp: replicas of the pipeline.
-        tp: tensor-parallel ranks of each pipeline rank; they move together.
-        forward: time of one micro-batch's forward through all that a rank holds of one copy of the model.
+        tp: tensor-parallel ranks of each pipeline rank, which run in lockstep.
+        forward: time of one micro-batch's forward through a rank's share of one copy of the model.
         backward_input: time of the first half of its backward, the gradient of the input.
         backward_weight: time of its second half, the gradients of the weights.
-        pair: time of a forward and a backward computed at once (default: one after the other).
+        pair: time of a forward and a backward computed together (default: the sum of both).
         comm: time of a message on its link.
-        latency: from a message's end on its link to its arrival.
+        latency: time from a message's end on its link to its arrival.
         blocking: whether a message also occupies its sender.
         reduce: time of a stage's gradient reduction.
         step: time of the optimizer.
-        memory: activations that zb-auto may keep on each rank, in those that 1f1b keeps on its first.
-        kept_for_weight: share of an activation that is alive between the two halves of its backward.
-        stragglers: from a rank, counted over pp x dp x tp, to the factor on its computing times.
-        slow_links: from two such ranks to the factor on the messages between them, both ways.
-        jitter: standard deviation of every computation's time, as a share of it.
-        seed: of the jitter.
+        memory: activation memory of zb-auto per rank, relative to that of 1f1b's first rank.
+        kept_for_weight: share of an activation that stays alive between the two halves of its backward.
+        stragglers: map from a rank, counted over pp x dp x tp, to the factor on its computing times.
+        slow_links: map from two such ranks to the factor on the messages between them, in both directions.
+        jitter: relative standard deviation of every computation's time.
+        seed: random seed of the jitter.
 
     Raises:
-        UsageError: an unknown schedule, sizes that it does not allow, an argument that none of the schedules reads, or
+        UsageError: an unknown schedule, unsupported sizes, an argument that no schedule reads, or
             a rank, a link or a file that does not exist.
 
     >>> import shoal
@@ -120,7 +120,7 @@ def compare_schedules(
 
     found = []
     for name, program in programs():
-        # What a rank holds of one copy of the model is the same for all schedules, so a stage's share differs.
+        # A rank's share of one model copy is the same for all schedules, so each stage's share differs.
         share = pp / program.depth
         equal = EqualStages(
             pp, microbatches, program.stages // pp, share * forward, share * backward_input,
@@ -133,13 +133,13 @@ def compare_schedules(
 
 
 def schedule_name(name: str) -> str:
-    """Return the schedule that a name means; hyphens, underscores and capitals do not matter.
+    """Return the canonical name of a schedule, ignoring hyphens, underscores and case.
 
     >>> schedule_name("ZBV"), schedule_name("interleaved")
     ('zb-v', 'interleaved-1f1b')
 
     Raises:
-        UsageError: there is none.
+        UsageError: no schedule has this name.
     """
     names = {*EVERY, *AUTOMATIC}
     plain = {_plain(known): known for known in names} | {_plain(a): known for a, known in ALIASES.items()}
@@ -153,14 +153,14 @@ def check_arguments(
     names: Collection[str], file: str = "", *, virtual_stages: int | None = None, slices: int | None = None,
     memory: float | None = None, pair: float | None = None,
 ) -> None:  # fmt: skip
-    """Refuse arguments that none of the schedules reads.
+    """Reject arguments that no schedule reads.
 
     Args:
         names: from `schedule_name`.
-        file: of a schedule, for the message where there is no name.
+        file: schedule file, named in the message if no schedule is.
 
     Raises:
-        UsageError: naming the argument, and the schedules that would read it.
+        UsageError: the message names the argument and the schedules that read it.
     """
     if slices is not None and not set(names) - set(AUTOMATIC):
         raise UsageError(f"--slices {slices}: nothing that is played cuts sequences at will.\n  Leave it out.")

@@ -1,4 +1,4 @@
-"""What goes wrong in a cluster: slow ranks, slow links, noise; and which replicas of a pipeline it makes different."""
+"""Cluster disturbances (slow ranks, slow links, noise), and the pipeline replicas that they make different."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shoal.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Factors on the times of single ranks and links, and noise on all.
+    """Factors on the times of single ranks and links, and noise on all computations.
 
-    Ranks are global, numbered as in a mesh of axes (pp, dp, tp) from outer to inner; with one replica and tp 1 they
-    are the pipeline ranks.
+    Ranks are global, numbered as in a mesh of axes (pp, dp, tp) from outer to inner. With one replica and tp 1 they are
+    the pipeline ranks.
 
     Attributes:
-        stragglers: from a rank to the factor on all that it computes, its optimizer too.
-        slow_links: from two ranks to the factor on the messages between them, both ways.
-        jitter: coefficient of variation of every computation: its time is multiplied by a log-normal variable with
-            mean 1 and this standard deviation, drawn anew for each.
-        seed: of the draws.
+        stragglers: map from a rank to the factor on all its computing times, including its optimizer.
+        slow_links: map from two ranks to the factor on the messages between them, in both directions.
+        jitter: coefficient of variation of every computation: its time is multiplied by an independent log-normal
+            variable with mean 1 and this standard deviation.
+        seed: random seed of the jitter.
     """
 
     stragglers: Mapping[int, float] = field(default_factory=dict)
@@ -41,19 +41,19 @@ class Disturbance:
 
 
 def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Tell apart as few kinds of a pipeline's replicas as behave differently; with jitter all do.
+    """Group pipeline replicas into the fewest kinds that behave differently; with jitter all differ.
 
-    The tensor-parallel ranks of one replica and stage move together, as slow as the slowest.
+    The tensor-parallel ranks of one replica and stage run in lockstep, at the speed of the slowest.
 
     Returns:
-        [kinds] how many replicas each stands for, undisturbed ones first; and [kinds, pp, pp] the factor on messages
-        from one pipeline rank to another, on the diagonal that on a rank's computations.
+        [kinds] the number of replicas of each kind, undisturbed ones first; and [kinds, pp, pp] the factor on messages
+        from one pipeline rank to another, with the factor on a rank's computations on the diagonal.
 
     Raises:
-        UsageError: a straggler or a slow link that this world does not have.
+        UsageError: a straggler or a slow link does not exist in this world.
     """
     world = f"the world has ranks 0 to {pp * dp * tp - 1} (pp {pp} x dp {dp} x tp {tp})"
-    slow: dict[int, dict[tuple[int, int], float]] = {}  # by replica: factors, by source and target
+    slow: dict[int, dict[tuple[int, int], float]] = {}  # by replica: factors by source and target
 
     def note(replica: int, source: int, target: int, factor: float) -> None:
         known = slow.setdefault(replica, {})

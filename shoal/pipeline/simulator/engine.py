@@ -1,4 +1,4 @@
-"""One step of a program, played with given times, links and disturbances."""
+"""Simulate one step of a program with given times, links and disturbances."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ def simulate(
     tp: int = 1,
     tied: bool = False,
 ) -> Timeline:
-    """Play one step.
+    """Simulate one step.
 
     Args:
-        program: as `Player` takes it.
-        times: of the actions, or of the rows of their columns; where not given, all computations take 1, and what
-            follows them nothing.
-        links: times of the messages; nothing where not given.
+        program: see `Player`.
+        times: durations of the actions, or of the rows of their columns (default: 1 for a computation, 0 for others).
+        links: times of the messages (default: 0).
         disturbance: slow ranks and links, noise.
-        dp: replicas of the pipeline, which meet at each REDUCE and GATHER. Those that do not differ are played once.
-        tp: ranks that each replica's pipeline rank is made of, which move together.
-        tied: as `Player` has it.
+        dp: replicas of the pipeline, which synchronise at each REDUCE and GATHER. Equal ones are simulated once.
+        tp: tensor-parallel ranks of each pipeline rank, which run in lockstep.
+        tied: see `Player`.
 
     Raises:
-        UsageError: the times do not fit the program, the disturbance not the world, or the program is wrong
-            (`ProgramError`).
+        UsageError: the times do not match the program, the disturbance does not match the ranks, or the program is
+            invalid (`ProgramError`).
 
     >>> from shoal.pipeline.program import build_program
     >>> from shoal.pipeline.schedules import SCHEDULES
@@ -56,7 +55,7 @@ def simulate(
     computing = slower[:, rank, rank]  # [kinds, rows]
     if disturbance.jitter:
         computing *= _noise(disturbance, computing.shape)
-    computing[:, np.isin(columns.op, (REDUCE, GATHER))] = 1.0  # which no rank does alone
+    computing[:, np.isin(columns.op, (REDUCE, GATHER))] = 1.0  # collectives
     factors = np.concatenate([computing, slower[:, source, target]], axis=1).T  # [events, kinds]
     time, flight = links.between(source, target)
     duration = np.append(times.of(columns) if isinstance(times, ActionTimes) else times, time)[:, None] * factors
@@ -69,6 +68,6 @@ def simulate(
 
 
 def _noise(disturbance: Disturbance, shape: tuple[int, ...]) -> np.ndarray:
-    """Log-normal factors with mean 1."""
+    """Draw log-normal factors with mean 1."""
     variance = np.log1p(disturbance.jitter**2)
     return np.random.default_rng(disturbance.seed).lognormal(-variance / 2, np.sqrt(variance), shape)

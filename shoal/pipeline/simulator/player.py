@@ -1,9 +1,9 @@
-"""The player of programs: when each action and message of a step begins and ends, for many sets of durations at once.
+"""Event simulation of programs: start and end of each action and message, for many sets of durations at once.
 
-Events lie on lanes. A rank is a lane of actions; a link (one rank to one other) is a lane of messages. An event begins
-when the one before it on its lane has ended and the one that it waits for has arrived. Which event comes after which
-follows from the orders alone, not from how long anything takes. So the events are sorted once into sweeps, in each of
-which every lane that can go on does so by one event; a play then advances whole sweeps, as [events, sets] arrays. The
+Events lie on lanes. A rank is a lane of actions; a link (from one rank to another) is a lane of messages. An event
+starts when the previous one on its lane has ended and the one that it waits for has arrived. The order of events
+depends only on the orders of actions, not on durations. So the events are sorted once into sweeps, each of which
+advances every ready lane by one event. A simulation then computes one sweep at a time, as [events, sets] arrays. The
 number of sweeps is the longest chain of events.
 """
 
@@ -31,11 +31,11 @@ from shoal.pipeline.simulator.columns import (
 from shoal.pipeline.simulator.times import MessageTimes
 
 NOTHING = -1
-SHOWN = 8  # ranks that a message about a deadlock names
+SHOWN = 8  # maximum ranks named in a message about a deadlock
 
 
 class Played(NamedTuple):
-    """A play: when each event begins, ends, and has arrived where it is waited for. [events, sets] each"""
+    """Times of one simulation: start, end and arrival of each event. [events, sets] each"""
 
     start: np.ndarray
     end: np.ndarray
@@ -43,15 +43,15 @@ class Played(NamedTuple):
 
 
 class Player:
-    """A program whose events are sorted into sweeps. Its events are the rows of its columns, then its messages.
+    """A program whose events are sorted into sweeps. The events are the rows of its columns, then its messages.
 
     Args:
-        program: its computations in each rank's order. Where it sends, results leave there, otherwise as soon as they
-            are made. A receive is no event: a buffer waits for every message.
-        blocking: whether a message also occupies its sender.
-        paired: whether a forward and the backward after it, if they can be computed at once, end together.
-        tied: whether the first and the last stage share an embedding, and so wait for each other's gradients at each
-            update of an asynchronous program.
+        program: computations in each rank's order. Results leave where the program sends them, or as soon as they are
+            computed if it has no sends. A receive is not an event: every message has a buffer.
+        blocking: a message also occupies its sender.
+        paired: a forward and the next backward end together if they can be computed together.
+        tied: the first and the last stage share an embedding, and so wait for each other's gradients at each update of
+            an asynchronous program.
 
     Raises:
         ProgramError: a result is missing, repeated or on the wrong rank, or ranks wait for each other.
@@ -74,7 +74,7 @@ class Player:
         self._sort(waits_for, before)
 
     def _before(self, waits_for: np.ndarray, blocking: bool) -> np.ndarray:
-        """[events] the event before each on its lane, or NOTHING."""
+        """Return the previous event on the lane of each event, or NOTHING. [events]"""
         columns, rows = self.columns, self.columns.rows
         before = np.arange(-1, len(waits_for) - 1, dtype=np.int32)
         begins = columns.offset[:-1]
@@ -91,9 +91,9 @@ class Player:
         return before
 
     def _sort(self, waits_for: np.ndarray, before: np.ndarray) -> None:
-        """Sort the events into sweeps, and find where in that order lies what each event comes after."""
+        """Sort the events into sweeps, and find the positions of each event's predecessors in that order."""
         events = len(before)
-        never, always = events, events + 1  # a lane that has ended waits for what never comes; others for what is there
+        never, always = events, events + 1  # a lane that has ended waits for `never`; `always` has arrived
         following = np.full(events, never, np.int32)
         linked = np.flatnonzero(before != NOTHING)
         following[before[linked]] = linked
@@ -108,8 +108,8 @@ class Player:
         order = np.concatenate([*sweeps, np.empty(0, np.int32)])
         if len(order) < events:
             raise ProgramError(self._deadlock(head[head < self.columns.rows]))
-        self.order = order  # [events] sweep after sweep
-        self.place = np.empty(events + 1, np.int32)  # [events + 1] in that order; the last is NOTHING's
+        self.order = order  # [events] by sweep
+        self.place = np.empty(events + 1, np.int32)  # [events + 1] positions in that order; the last is NOTHING's
         self.place[order], self.place[NOTHING] = np.arange(events), events
         self.behind, self.needed = self.place[before[order]], self.place[waits_for[order]]
         self.sweeps = [slice(*cut) for cut in pairwise(np.cumsum([0, *map(len, sweeps)]).tolist())]
@@ -120,17 +120,18 @@ class Player:
         return "deadlock: " + "; ".join(stuck[:SHOWN]) + (" ..." if len(stuck) > SHOWN else "")
 
     def play(self, duration: np.ndarray, latency: np.ndarray, *, together: bool = False) -> Played:
-        """Play the step.
+        """Simulate the step.
 
         Args:
-            duration: [events, sets] that each occupies its lane.
-            latency: [events, sets] from its end until it has arrived.
-            together: the sets are replicas, which meet at each reduction and gather; otherwise they are independent.
+            duration: [events, sets] time that each event occupies its lane.
+            latency: [events, sets] time from its end to its arrival.
+            together: the sets are replicas, which synchronise at each reduction and gather; otherwise they are
+                independent.
         """
         return Played(*(times[self.place[:-1]] for times in self._advance(duration, latency, together=together)))
 
     def _advance(self, duration: np.ndarray, latency: np.ndarray, *, together: bool = False) -> np.ndarray:
-        """[3, events + 1, sets] as `Played`, in the order of the sweeps; the last event is always there."""
+        """Compute the fields of `Played` in sweep order; the last event has always arrived. [3, events + 1, sets]"""
         duration, latency = duration[self.order], latency[self.order]
         meets = np.isin(self.columns.op, (REDUCE, GATHER))
         meets = np.append(meets, np.zeros(self.messages.shape[1], bool))[self.order]
@@ -143,15 +144,15 @@ class Player:
             np.add(end[here], latency[here], out=arrival[here])
         return played
 
-    # ---- what a search asks for ----------------------------------------------------------------------------------
+    # ---- entry point of the search -------------------------------------------------------------------------------
 
     def step_times(self, times: np.ndarray, links: Sequence[MessageTimes]) -> np.ndarray:
-        """[sets] from the start of the step to the end of its last action.
+        """Return the step time of each set: from the start to the end of the last action. [sets]
 
         Args:
-            times: [6, stages, sets] of forwards, of the halves of backwards for inputs and for weights, reductions,
-                steps, gathers.
-            links: of each set, the same for all its links; not blocking.
+            times: [6, stages, sets] times of forwards, input halves and weight halves of backwards, reductions, steps,
+                gathers.
+            links: message times of each set, equal for all its links; not blocking.
         """
         columns = self.columns
         table = np.zeros((len(OPS), *times.shape[1:]))
@@ -166,13 +167,13 @@ class Player:
         return last
 
 
-# ---- what waits for what -------------------------------------------------------------------------------------------
+# ---- dependencies --------------------------------------------------------------------------------------------------
 
 
 def _messages(columns: Columns, sent_after: np.ndarray) -> np.ndarray:
-    """Producer and consumer of each message, link after link, in the order in which it is sent. [2, messages] rows"""
+    """Return the producer and consumer rows of each message, ordered by link and then by sending time. [2, messages]"""
     program = columns.program
-    # The row that computes each result. [forward or backward, stages, micro-batches, parts], NOTHING where none
+    # Row that computes each result, or NOTHING. [forward or backward, stages, micro-batches, parts]
     made = np.full((2, program.stages, program.microbatches, program.sequence_slices), NOTHING, np.int32)
     pairs = []
     for kind, codes, step in ((0, (FORWARD,), -1), (1, (BACKWARD, INPUT), 1)):
@@ -204,7 +205,7 @@ def _messages(columns: Columns, sent_after: np.ndarray) -> np.ndarray:
 
 
 def _meet(columns: Columns, waits_for: np.ndarray, before: np.ndarray, tied: bool) -> None:
-    """Add waits between ranks that are no messages: between two copies of a stage, and the two ends of a tied model."""
+    """Add waits without messages: between two copies of a stage, and between the two ends of a tied model."""
     program, op, stage = columns.program, columns.op, columns.stage
 
     def rows_of(code: int, which: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the papers say that schedules cost: closed forms for equal stages and messages that take no time."""
+"""Closed forms of schedule costs from the papers, for equal stages and instant messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EqualStages:
-    """What the closed forms are functions of.
+    """Parameters of the closed forms.
 
     Attributes:
         p, m, v: pipeline ranks, micro-batches, stages on each rank.
-        f, b, w: time of a forward, of the input half and of the weight half of a backward, for one of a rank's stages.
-        pair: time of a forward and a whole backward computed at once; None for one after the other.
+        f, b, w: time of a forward, of the input half and of the weight half of a backward, for one stage.
+        pair: time of a forward and a full backward computed together; None for sequential.
     """
 
     p: int
@@ -26,27 +26,27 @@ class EqualStages:
 
     @property
     def whole(self) -> float:
-        """Time of a whole backward."""
+        """Time of a full backward."""
         return self.b + self.w
 
     @property
     def work(self) -> float:
-        """Time that each rank computes."""
+        """Computing time of each rank."""
         return self.m * self.v * (self.f + self.whole)
 
 
 @dataclass(frozen=True)
 class Theory:
-    """A schedule's closed forms.
+    """Closed forms of one schedule.
 
     Attributes:
-        source: where they are from.
-        idle: the most that a rank idles.
-        alive: the most activations on a rank, as `Timeline.peak_live` counts them.
-        flushed: ranks wait for one another at the step's end. Otherwise what a rank idles between its first computation
-            and its last counts alone.
-        needs: what the forms need, in words; "" for nothing.
-        holds: the same as a test.
+        source: the paper, and where in it.
+        idle: maximum idle time of a rank.
+        alive: maximum number of activations on a rank, as counted by `Timeline.peak_live`.
+        flushed: ranks synchronise at the step's end. If False, only idle time between a rank's first and last
+            computation counts.
+        needs: condition of the forms, in words; "" if unconditional.
+        holds: the same condition as a predicate.
     """
 
     source: str
@@ -58,7 +58,7 @@ class Theory:
 
 
 def _flush(s: EqualStages) -> float:
-    """Filling and draining a pipeline with whole backwards."""
+    """Return the time to fill and drain a pipeline with full backwards."""
     return (s.p - 1) * (s.f + s.whole)
 
 
@@ -71,7 +71,7 @@ def _alive_interleaved(s: EqualStages) -> int:
 
 
 def _fits(s: EqualStages) -> bool:
-    """The weight halves fit into the gaps that the others leave."""
+    """Return whether the weight halves fit into the gaps."""
     return s.w <= s.f <= s.b and s.m >= 2 * s.p
 
 
@@ -79,7 +79,8 @@ FITS = "T_W <= T_F <= T_B, m >= 2p"
 
 
 def _both_ways(source: str, half: Callable[[EqualStages], float]) -> Theory:
-    """(PP/2 - 1)(F&B + B - 3W), with B the whole backward: half = PP/2 ranks from each end to the middle."""
+    """Return the DualPipe form (PP/2 - 1)(F&B + B - 3W); B is the full backward, half = PP/2 ranks from end to middle.
+    """
     return Theory(
         source,
         idle=lambda s: (half(s) - 1) * ((s.pair or 0.0) + s.whole - 3 * s.w),

@@ -1,4 +1,4 @@
-"""A simulated step: when everything happened, how long each rank idled, what it kept in memory."""
+"""Result of a simulated step: start and end of every action, idle time and memory per rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.pipeline.simulator.columns import COMPUTING, STEP, Columns
 
 @dataclass(frozen=True)
 class Messages:
-    """What passed between pipeline ranks.
+    """Messages between pipeline ranks.
 
     Attributes:
         source, target: [messages] pipeline ranks.
         producer, consumer: [messages] rows of the timeline's columns.
-        start: [kinds, messages] when each enters its link.
-        end: [kinds, messages] when it is there.
+        start: [kinds, messages] time at which each enters its link.
+        end: [kinds, messages] arrival time.
     """
 
     source: np.ndarray
@@ -33,7 +33,7 @@ class Messages:
 
 
 class Interval(NamedTuple):
-    """One action in time."""
+    """One action with its start and end time."""
 
     action: Action
     start: float
@@ -42,17 +42,17 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A played step.
+    """A simulated step.
 
-    Several kinds of replicas are there only if a disturbance makes them differ; kind 0 is the undisturbed one where
-    there is one. Times are in the unit of the durations.
+    Replicas form several kinds only if a disturbance makes them differ; kind 0 is the undisturbed one, if any. Times
+    are in the unit of the durations.
 
     Attributes:
         columns: the rows: op, stage, micro-batch, part, version and pipeline rank of each.
-        replicas: [kinds] how many replicas behave like each.
+        replicas: [kinds] number of replicas of each kind.
         start, end: [kinds, rows].
-        pairs: rows of forwards that were computed at once with the row behind them.
-        messages: between the ranks.
+        pairs: rows of forwards that were computed together with the next row.
+        messages: messages between the ranks.
     """
 
     columns: Columns
@@ -64,11 +64,11 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks of one replica."""
+        """Number of pipeline ranks of one replica."""
         return self.columns.ranks
 
     def of_rank(self, rank: int, kind: int = 0) -> Iterator[Interval]:
-        """What one pipeline rank did, in order."""
+        """Yield the actions of one pipeline rank in order."""
         for row in range(self.columns.offset[rank], self.columns.offset[rank + 1]):
             yield Interval(self.columns.action(row), float(self.start[kind, row]), float(self.end[kind, row]))
 
@@ -76,24 +76,24 @@ class Timeline:
 
     @cached_property
     def step_time(self) -> float:
-        """From the start of the step to the end of the last action on any rank."""
+        """Time from the start of the step to the end of the last action on any rank."""
         return float(self.end.max())
 
     @cached_property
     def busy(self) -> np.ndarray:
-        """[kinds, ranks] time in computations; that of a pair once."""
+        """[kinds, ranks] Time in computations; a pair counts once."""
         computing = self.columns.op <= COMPUTING
         computing[self.pairs] = False
         return self._by_rank(np.where(computing, self.end - self.start, 0.0))
 
     @cached_property
     def idle(self) -> np.ndarray:
-        """[kinds, ranks] time outside computations, until the last computation of all."""
+        """[kinds, ranks] Time outside computations, up to the end of the last computation on any rank."""
         return self.compute_span - self.busy
 
     @cached_property
     def compute_span(self) -> float:
-        """From the start of the step to the end of the last computation on any rank."""
+        """Time from the start of the step to the end of the last computation on any rank."""
         return float(self.end[:, self.columns.op <= COMPUTING].max())
 
     @cached_property
@@ -107,7 +107,7 @@ class Timeline:
 
     @cached_property
     def bubble_over_ideal(self) -> float:
-        """Idle time over the time without any: (p-1)/m for GPipe and 1F1B.
+        """Ratio of idle time to computing time: (p-1)/m for GPipe and 1F1B.
 
         Narayanan et al. 2021 (Megatron-LM), section 2.2: "bubble time fraction (pipeline bubble size)".
         """
@@ -116,16 +116,17 @@ class Timeline:
 
     @cached_property
     def bubble_of_slowest_rank(self) -> float:
-        """(cost - work) / cost of the rank with the largest cost: from its first computation to the end of its last.
+        """(cost - work) / cost of the rank with the largest cost, from the start of its first to the end of its last
+        computation.
 
-        Qi et al. 2024 (zero bubble), section 5.3: ranks may begin the next step before others have ended this one.
+        Qi et al. 2024 (zero bubble), section 5.3: ranks may begin the next step before others have finished this one.
         """
         slowest = np.unravel_index(np.argmax(self.own_span), self.own_span.shape)
         return float(self.stall[slowest] / self.own_span[slowest]) if self.own_span[slowest] else 0.0
 
     @cached_property
     def own_span(self) -> np.ndarray:
-        """[kinds, ranks] from each rank's first computation to the end of its last."""
+        """[kinds, ranks] Time from each rank's first computation to the end of its last."""
         computing = self.columns.op <= COMPUTING
         first = self._by_rank(np.where(computing, self.start, np.inf), np.minimum)
         span: np.ndarray = self._by_rank(np.where(computing, self.end, -np.inf), np.maximum) - first
@@ -133,16 +134,16 @@ class Timeline:
 
     @cached_property
     def stall(self) -> np.ndarray:
-        """[kinds, ranks] idle time within each rank's own span."""
+        """[kinds, ranks] Idle time within each rank's own span."""
         stall: np.ndarray = self.own_span - self.busy
         return stall
 
     @cached_property
     def critical_path(self) -> list[tuple[Interval, int]]:
-        """The chain of actions that the step's end waited for, first to last, each with its pipeline rank.
+        """Chain of actions that determines the step's end, first to last, each with its pipeline rank.
 
-        Of the kind of replica that ends last. Between two of them lies what the second waited for: a message, or
-        another replica.
+        The chain is in the kind of replica that ends last. Each action waits for the one before it, for its message, or
+        for another replica.
         """
         return _critical_path(self)
 
@@ -150,7 +151,7 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> np.ndarray:
-        """[ranks] the most activations alive at once: micro-batches on one stage, from F to B, or to W where split.
+        """[ranks] Maximum number of activations alive at once: micro-batches on one stage, from F to B (to W if split).
 
         A slice of the sequence counts as its share.
         """
@@ -159,14 +160,15 @@ class Timeline:
     def peak_bytes(
         self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
     ) -> np.ndarray:
-        """[ranks] Peak activation memory, as `Columns.peak_bytes`."""
+        """Return the peak activation memory of each rank. [ranks] See `Columns.peak_bytes`."""
         return self.columns.peak_bytes(activation, kept_for_weight)
 
     @cached_property
     def weight_versions(self) -> np.ndarray:
-        """[ranks] the most versions of one stage's weights that a rank must keep at once; 1 without asynchrony.
+        """[ranks] Maximum number of versions of one stage's weights kept at once; 1 for synchronous programs.
 
-        A version is made by a STEP of its stage, and kept until the next is made and the last action with it is done.
+        A STEP of the stage creates a version. It is kept until the next is created and the last action that uses it is
+        done.
         """
         return np.array([_versions(self.columns, rank) for rank in range(self.ranks)])
 
@@ -179,7 +181,7 @@ def _versions(columns: Columns, rank: int) -> int:
     stage, version, steps = columns.stage[rows], columns.version[rows], columns.op[rows] == STEP
     most = 1
     for one in set(stage[version >= 0].tolist()):
-        made = np.flatnonzero(steps & ((stage == one) | (stage == -1)))  # version k by the k-th
+        made = np.flatnonzero(steps & ((stage == one) | (stage == -1)))  # the k-th entry creates version k
         uses = np.flatnonzero((stage == one) & (version >= 0) & ~steps)
         last_use = np.full(len(made) + 1, -1)
         np.maximum.at(last_use, version[uses], uses)

@@ -1,4 +1,4 @@
-"""How long things take: computations by stage and micro-batch, messages by their link."""
+"""Durations of computations (by stage and micro-batch) and of messages (by link)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.pipeline.program import Op
 from shoal.pipeline.simulator.columns import CODE, Columns
 
 Duration = float | np.ndarray
-"""A time [s or any one unit] for all, or an array by stage, or by stage and micro-batch."""
+"""One time [s or any one unit] for all, or an array by stage, or by stage and micro-batch."""
 
 FIELDS = {
     Op.FORWARD: "forward",
@@ -22,25 +22,25 @@ FIELDS = {
     Op.STEP: "step",
     Op.GATHER: "gather",
 }
-"""The field of `ActionTimes` for each op."""
+"""Field of `ActionTimes` for each op."""
 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """How long each action occupies its rank, in one unit of your choice.
+    """Duration of each kind of action on its rank, in any one unit.
 
-    An action on a slice of the sequence takes its share of these.
+    An action on a slice of the sequence takes its share of the duration.
 
     Attributes:
         forward: T_F.
         backward_input: T_B in the zero-bubble papers: the gradient of the input.
         backward_weight: T_W: the gradients of the weights.
-        backward: the whole backward; None for the sum of its two halves.
-        pair: a forward and another stage's whole backward behind it, computed at once (F&B of DualPipe, by the
-            forward's stage and micro-batch); None for one after the other. Both results are there at its end.
-        reduce: what is left of a stage's gradient reduction after its last backward.
+        backward: the full backward; None for the sum of its two halves.
+        pair: a forward and another stage's full backward after it, computed together (F&B of DualPipe, by the
+            forward's stage and micro-batch); None to run them sequentially. Both results are ready at its end.
+        reduce: the part of a stage's gradient reduction that remains after its last backward.
         step: the optimizer.
-        gather: a stage's updated parameters.
+        gather: gathering a stage's updated parameters.
     """
 
     forward: Duration = 1.0
@@ -59,12 +59,12 @@ class ActionTimes:
                 raise UsageError(f"times.{field.name}: {given} must be finite and not negative")
 
     def of(self, columns: Columns) -> np.ndarray:
-        """The duration of each row. [rows], float64
+        """Return the duration of each row. [rows], float64
 
-        That of a pair is its backward's.
+        A pair has the duration of its backward.
 
         Raises:
-            UsageError: an array has not as many entries as there are stages and micro-batches.
+            UsageError: an array does not match the number of stages and micro-batches.
         """
         times = np.zeros(columns.rows)
         for op, name in FIELDS.items():
@@ -89,12 +89,12 @@ class ActionTimes:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """How long messages between pipeline ranks take. Messages of one rank to one other go one after another.
+    """Durations of messages between pipeline ranks. Messages on one link (source to target) are sequential.
 
     Attributes:
-        time: that a message occupies its link: a number, or an array [ranks, ranks] of (source, target).
-        latency: until the message is there after it has left the link, likewise.
-        blocking: a message also occupies its sender, who computes nothing meanwhile.
+        time: time that a message occupies its link: a number, or an array [ranks, ranks] of (source, target).
+        latency: time from leaving the link to arrival, in the same form.
+        blocking: a message also blocks its sender, which computes nothing meanwhile.
     """
 
     time: float | np.ndarray = 0.0
@@ -107,7 +107,7 @@ class MessageTimes:
                 raise UsageError(f"links.{name}: {getattr(self, name)} must be finite and not negative")
 
     def between(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The time and the latency of each message. [messages] each"""
+        """Return the time and the latency of each message. [messages] each"""
         time, latency = (
             given[source, target] if isinstance(given, np.ndarray) and given.ndim
             else np.broadcast_to(np.asarray(given, float), source.shape)
