@@ -6,10 +6,14 @@ and where it says it is: `shoal verify run.toml --plant NAME`. Most are faults t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
 
 from shoal.engine import runtime
 from shoal.engine.collectives.mesh import Mesh
@@ -20,7 +24,7 @@ from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextParallel
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.tensor_2d import Grid
-from shoal.engine.parallel.zero import zero_engine
+from shoal.engine.parallel.zero.zero_engine import DataParallelGroups, ShardedParameters
 from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.testing.verify import fault_patches
@@ -34,7 +38,7 @@ class Fault:
     Attributes:
         what: the mistake, in one line.
         owner, name: the function that it replaces.
-        wrong: the replacement, given the right function.
+        wrong: the replacement, which gets the right function before the arguments.
         needs: values of the layout without which it does nothing: those on which it shows.
         model: the section of the model's settings without which it does nothing: "experts", "depths", or "".
     """
@@ -42,27 +46,27 @@ class Fault:
     what: str
     owner: Any
     name: str
-    wrong: Callable[[Callable], Callable]
+    wrong: Callable
     needs: dict[str, Any]
     model: str = ""
 
-    @contextmanager
-    def plant(self) -> Iterator[None]:
+    def plant(self) -> AbstractContextManager:
         """Have the mistake in this process for the time of the context."""
         right = self.owner.__dict__[self.name]
-        function = right.__func__ if isinstance(right, staticmethod) else right
-        wrong = self.wrong(function)
-        setattr(self.owner, self.name, staticmethod(wrong) if isinstance(right, staticmethod) else wrong)
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.name, right)
+        static = isinstance(right, staticmethod)
+        function = right.__func__ if static else right
+
+        def replacement(*args: Any, **options: Any) -> Any:
+            return self.wrong(function, *args, **options)
+
+        return mock.patch.object(self.owner, self.name, staticmethod(replacement) if static else replacement)
 
 
 FAULTS: dict[str, Fault] = {
     "row-sum": Fault(
         "no all-reduce after a row-parallel product",
-        linear.RowLinear, "results", fault_patches.row_without_sum, {"tp": 2},
+        linear.RowLinear, "results", lambda right, layer, x, layers: (F.linear(x, layer.weight, layer.bias),),
+        {"tp": 2},
     ),
     "entry-gradient": Fault(
         "no all-reduce of the gradient where a tensor-parallel block is entered",
@@ -83,11 +87,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "grid-norm": Fault(
         "each rank of a grid normalises by its own part of the hidden state",
-        Grid, "total", fault_patches.local_statistics, {"tp": 4, "tp_x": 2},
+        Grid, "total", lambda right, grid, sums: sums * grid.x.size(), {"tp": 4, "tp_x": 2},
     ),
     "vocabulary-padding": Fault(
         "the padding of the vocabulary takes part in the softmax",
-        SummedCrossEntropy, "forward", fault_patches.leaking_padding, {"tp": 2},
+        SummedCrossEntropy, "forward",
+        lambda right, ctx, logits, targets, counts, here, gather: right(
+            ctx, logits, targets, counts, logits.shape[-1], gather
+        ), {"tp": 2},
     ),
     "norm-gradients": Fault(
         "gradients of norms are not summed over the parts of the sequence",
@@ -109,15 +116,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "weights-dropped": Fault(
         "the second half of the backward of one micro-batch is left out",
-        zero_engine.ShardedParameters, "add_deferred", fault_patches.first_dropped, {"pp": 2, "schedule": "zb-h1"},
+        ShardedParameters, "add_deferred", fault_patches.first_dropped, {"pp": 2, "schedule": "zb-h1"},
     ),
     "unstashed": Fault(
         "an asynchronous pipeline goes back through newer weights than it came forward through",
-        WeightVersions, "_use", lambda right: lambda versions, version: None, {"pp": 2, "schedule": "pipedream"},
+        WeightVersions, "_use", lambda right, versions, version: None, {"pp": 2, "schedule": "pipedream"},
     ),
     "dropped-layer": Fault(
         "an uneven pipeline split leaves layers out",
-        partition, "stage_layers", fault_patches.rest_dropped, {"pp": 2},
+        partition, "stage_layers",
+        lambda right, layers, stages, *_: right(layers - layers % stages, stages), {"pp": 2},
     ),
     "wrong-targets": Fault(
         "the last pipeline stage scores the wrong targets",
@@ -126,11 +134,11 @@ FAULTS: dict[str, Fault] = {
     "accumulation-scale": Fault(
         "the loss is divided once more by the number of micro-batches",
         runtime.Runtime, "step",
-        lambda right: lambda self, batches, scale, update: right(self, batches, scale / len(batches), update), {},
+        lambda right, run, batches, scale, update: right(run, batches, scale / len(batches), update), {},
     ),
     "local-tokens": Fault(
         "the loss is normalised by the tokens of this replica instead of all",
-        Engine, "count_tokens", lambda right: lambda self, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
+        Engine, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
     ),
     "chunk-positions": Fault(
         "a context-parallel rank takes its chunks' tokens for one run of the sequence",
@@ -146,15 +154,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "same-samples": Fault(
         "every replica reads the same samples",
-        Mesh, "index", fault_patches.same_samples, {"dp": 2},
+        Mesh, "index", lambda right, mesh, axis: 0 if axis == "dp" else right(mesh, axis), {"dp": 2},
     ),
     "wrong-group": Fault(
         "gradients are reduced over the tensor-parallel group instead of the data-parallel one",
-        Mesh, "group", fault_patches.wrong_group, {"dp": 2, "tp": 2},
+        Mesh, "group",
+        lambda right, mesh, axis, purpose="": right(mesh, "tp" if axis == "replicate" else axis, purpose),
+        {"dp": 2, "tp": 2},
     ),
     "mean-over-replicas": Fault(
         "gradients are averaged over replicas though the loss is already divided by the global number of tokens",
-        zero_engine.ShardedParameters, "finish", fault_patches.mean_over_replicas, {"dp": 2},
+        ShardedParameters, "finish", fault_patches.mean_over_replicas, {"dp": 2},
     ),
     "zero1-stale": Fault(
         "ZeRO-1 does not gather the updated parameters",
@@ -163,23 +173,24 @@ FAULTS: dict[str, Fault] = {
     ),
     "zero2-forgets": Fault(
         "ZeRO-2 keeps only the last micro-batch's gradients",
-        zero_engine.ShardedParameters, "_reduce", fault_patches.forgetful_reduce, {"dp": 2, "zero": 2},
+        ShardedParameters, "_reduce", fault_patches.forgetful_reduce, {"dp": 2, "zero": 2},
     ),
     "norm-counts-copies": Fault(
         "the gradient norm counts what several ranks hold several times",
-        zero_engine.ShardedParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
+        ShardedParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
     ),
     "expert-gradients": Fault(
         "gradients of experts that several ranks hold are not summed",
-        zero_engine.DataParallelGroups, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
+        DataParallelGroups, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
     ),
     "expert-norm": Fault(
         "the gradient norm takes experts to be held as often as the rest",
-        zero_engine.ShardedParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
+        ShardedParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
     ),
     "capacity-per-rank": Fault(
         "each rank of a split sequence decides who finds room by its own part",
-        expert, "all_gather_uneven", fault_patches.own_scores, {"tp": 2, "sequence_parallel": True}, model="experts",
+        expert, "all_gather_uneven", lambda right, x, group, dim, lengths: torch.cat([x] * len(lengths), dim),
+        {"tp": 2, "sequence_parallel": True}, model="experts",
     ),
     "rows-astray": Fault(
         "what experts computed is sent back in the order of the experts, to other tokens",
@@ -191,15 +202,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "chosen-order": Fault(
         "tokens that pass through a layer are computed in the order in which they come from other ranks",
-        mixture_of_depths, "permute_rows", lambda right: lambda x, order, back: x,
+        mixture_of_depths, "permute_rows", lambda right, x, order, back: x,
         {"tp": 2, "sequence_parallel": True}, model="depths",
     ),
     "places-of-chosen": Fault(
         "tokens that pass through a layer are rotated by their places among each other, not in the sequence",
-        mixture_of_depths.SharedPlaces, "attending", fault_patches.in_order, {"cp": 2}, model="depths",
+        mixture_of_depths.SharedPlaces, "attending",
+        lambda right, places, taken: places.context.expand(len(taken), -1), {"cp": 2}, model="depths",
     ),
     "clip-per-rank": Fault(
         "each rank clips by the norm of its own shard",
-        zero_engine.ShardedParameters, "scale", fault_patches.clip_per_rank, {"dp": 2, "zero": 1},
+        ShardedParameters, "scale", fault_patches.clip_per_rank, {"dp": 2, "zero": 1},
     ),
 }
