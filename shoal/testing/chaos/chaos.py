@@ -12,14 +12,12 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -33,8 +31,9 @@ from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.comparison import differences, done, last, reached
-from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, Planted, disturbed, variable
+from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed
 from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, FaultType
+from shoal.testing.chaos.mounts import fill, mount
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.run_folder import new_run
@@ -56,11 +55,11 @@ class Trial:
 
     Attributes:
         fault: its name.
-        moment: when it happened, for people.
-        problems: what should not be; a trial without any passed.
-        lost: steps made again, for each restart.
-        seconds: from the last sign of life to the end of the next step, for each restart that the run did itself.
-        reached: the step that it came to before it had to be resumed by hand; None where it had not.
+        moment: when it happened, in words.
+        problems: what went wrong; a trial without any passed.
+        lost: steps that were repeated, for each restart.
+        seconds: from the last heartbeat to the end of the next step, for each restart that the run did itself.
+        reached: the step that it reached before it was resumed by hand; None if it was not.
     """
 
     fault: str
@@ -72,13 +71,13 @@ class Trial:
 
 
 class Chaos:
-    """A run, made again and again, each time with another fault.
+    """Trials of one run, each with another fault.
 
     Args:
-        config: of the run; where its folders and its cache are is changed.
-        folder: for all that the trials make.
-        server: that forks all ranks.
-        log: the file into which this process and the server write what they say.
+        config: of the run; its folders and its cache are moved into ``folder``.
+        folder: receives all files of the trials.
+        server: forks the ranks.
+        log: the file that this process and the server print into.
     """
 
     def __init__(self, config: RunConfig, folder: Path, server: PreforkServer, log: Path):
@@ -93,29 +92,21 @@ class Chaos:
         prepare(self.config.data)
         self.reference = folder / "undisturbed"
         self.began = 0  # the step after which the newest run went on
-        if code := self._supervise(self.reference, {}):
+        if code := self._supervise(self.reference):
             raise UsageError(f"the undisturbed run ended with code {code}.\n  Its log: {log}")
 
-    def kinds(self, chosen: list[str]) -> dict[str, FaultType]:
-        """Those of the chosen kinds that this run can have."""
-        kinds = {name: KINDS[name] for name in chosen}
-        if self.config.data.source == "synthetic":
-            kinds.pop("bit-shard", None)
-        if not any("R" in actions for actions in self.actions):
-            kinds.pop("kill-collective", None)
-        if self.ranks == 1 or self.config.parallel.sync != "all-reduce":
-            kinds.pop("lost-node", None)
-            kinds.pop("returned-node", None)
-        return kinds
-
-    @property
-    def bound(self) -> int:
-        """Steps that a failure may cost: a save that is not whole yet is no state, so those of two intervals."""
-        every = self.config.failover.memory_every or self.config.checkpoint.every
-        return 2 * every if every else self.steps
+    def can_have(self, name: str) -> bool:
+        """Whether this run can have this kind of fault."""
+        if name == "bit-shard":
+            return self.config.data.source != "synthetic"
+        if name == "kill-collective":
+            return any("R" in actions for actions in self.actions)
+        if name in ("lost-node", "returned-node"):
+            return self.ranks > 1 and self.config.parallel.sync == "all-reduce"
+        return True
 
     def trial(self, name: str, rng: random.Random, number: int) -> Trial:
-        """One fault of a kind at a moment that is drawn."""
+        """Run once with one fault of this kind at a random moment, and judge what came of it."""
         kind, folder = KINDS[name], self.folder / f"{number:04d}-{name}"
         begin = self.log.stat().st_size
         if name == "kill-supervisor":
@@ -124,16 +115,17 @@ class Chaos:
             trial, rank = self._disturb_disk(name, folder, rng), 0
         else:
             planted = self.draw(name, rng)
-            where = f"{planted[0].op} {planted[0].nth}" if planted[0].op not in (STAGING, COMMITTING) else planted[0].op
-            rank = planted[0].rank
+            op, rank = planted[0].op, planted[0].rank
+            where = op if op in SAVING else f"{op} {planted[0].nth}"
             trial = Trial(name, f"rank {rank}, step {planted[0].step + 1}, {where}")
-            code = self._supervise(folder, variable(planted))
+            code = self._supervise(folder, planted)
             self._expect(trial, kind, code)
             if code and not trial.problems:
                 trial.reached = reached(folder)
-                if kind.deed == "shard":
-                    self._mend_shards()
-                self._expect(trial, MENDED, self._supervise(folder, {}, resume=True))
+                if kind.effect == "shard":
+                    shutil.rmtree(self.config.data.cache / "shards")  # as the message says
+                    prepare(self.config.data)
+                self._expect(trial, MENDED, self._supervise(folder, resume=True))
         with self.log.open(errors="replace") as file:
             file.seek(begin)
             said = file.read()
@@ -143,21 +135,21 @@ class Chaos:
         return trial
 
     def draw(self, name: str, rng: random.Random) -> list[Planted]:
-        """A moment of the run."""
+        """Draw the rank, step and action of a fault."""
         kind, every = KINDS[name], self.config.checkpoint.every
         rank = 0 if kind.moment == COMMITTING else rng.randrange(self.ranks)
-        first = min(2 * every + 1, self.steps - 1) if kind.late or kind.moment in (STAGING, COMMITTING) else 0
-        last = self.steps - 1 - (every if kind.moment in (STAGING, COMMITTING) else 0)
+        first = min(2 * every + 1, self.steps - 1) if kind.late or kind.moment in SAVING else 0
+        last = self.steps - 1 - (every if kind.moment in SAVING else 0)
         step = rng.randrange(first, max(first + 1, last))
-        if kind.moment in (STAGING, COMMITTING):
-            return [Planted(kind.deed, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())]
+        if kind.moment in SAVING:
+            return [Planted(kind.effect, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())]
         op, nth = self._action(rank, OPS_OF[kind.moment], rng)
-        fault = Planted(kind.deed, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
+        fault = Planted(kind.effect, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
         if name == "lost-node":
             return [replace(fault, then=[rank])]
         if name == "returned-node":
             step = rng.randrange(max(1, self.steps - 2))
-            back = Planted(kind.deed, 0, rng.randrange(step, self.steps), "F", attempt=1, then=[])
+            back = Planted(kind.effect, 0, rng.randrange(step, self.steps), "F", attempt=1, then=[])
             return [replace(fault, step=step, then=[rank]), back]
         return [fault]
 
@@ -169,36 +161,22 @@ class Chaos:
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _supervise(self, folder: Path, planted: dict[str, str], *, resume: bool = False) -> int:
-        if not resume:
-            new_run(self.config, folder)
-        payload = {"config": plain(self.config), "folder": str(folder), "resume": resume, "made": True}
-        os.environ.update(planted)
+    def _supervise(self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False) -> int:
+        """Run to the end, and return the exit code of `shoal train`."""
+        os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
-            module = "shoal.testing.chaos.fault_injection" if planted else "shoal.launch.worker"
-            supervisor = Supervisor(
-                self.config, payload, folder, "cpu", survivable=False, module=module, server=self.server
-            )
+            supervisor = supervisor_of(self.config, folder, self.server, resume=resume, faulty=bool(faults))
             code = supervisor.run()
             self.began = supervisor.began
             return code
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             print(f"shoal: error: {error}", file=sys.stderr, flush=True)
-            return 2
-        except OSError as error:
-            print(f"shoal: error: {error}", file=sys.stderr, flush=True)
-            return 1
+            return 2 if isinstance(error, UsageError) else 1
         finally:
-            for name in planted:
-                del os.environ[name]
-
-    def _mend_shards(self) -> None:
-        """As the message says."""
-        shutil.rmtree(self.config.data.cache / "shards")
-        prepare(self.config.data)
+            del os.environ[VARIABLE]
 
     def _kill_supervisor(self, folder: Path, rng: random.Random) -> Trial:
-        """By ``kill -9``, of a run that was started as a user starts it; then it is resumed."""
+        """Kill the supervisor (SIGKILL) of a run that was started as a user starts it, then resume the run."""
         step = rng.randrange(min(self.config.checkpoint.every + 1, self.steps - 2), self.steps - 1)
         trial = Trial("kill-supervisor", f"step {step}")
         toml = self.folder / "run.toml"
@@ -223,7 +201,7 @@ class Chaos:
             (folder / PROCESSES_FILE).unlink(missing_ok=True)  # nobody was left who could
             found, wanted = last(folder), last(self.reference)
             if found is None or wanted is None or found.name != wanted.name:
-                self._expect(trial, MENDED, self._supervise(folder, {}, resume=True))
+                self._expect(trial, MENDED, self._supervise(folder, resume=True))
         return trial
 
     def _disturb_disk(self, name: str, folder: Path, rng: random.Random) -> Trial:
@@ -247,7 +225,7 @@ class Chaos:
 
             thread = threading.Thread(target=act)
             thread.start()
-            code = self._supervise(run, variable([Planted("wait", 0, step, "F")]))
+            code = self._supervise(run, [Planted("wait", 0, step, "F")])
             thread.join()
             disturbed(run).unlink()
             self._expect(trial, kind, code)
@@ -259,7 +237,7 @@ class Chaos:
             resume = bool(list_checkpoints(checkpoints))
             if not resume:
                 shutil.rmtree(run)
-            self._expect(trial, MENDED, self._supervise(run, {}, resume=resume))
+            self._expect(trial, MENDED, self._supervise(run, resume=resume))
             shutil.copytree(run, folder.with_name(f"{folder.name}-kept"))
         finally:
             mount(f"umount -l '{folder}'")
@@ -280,10 +258,12 @@ class Chaos:
         trial.seconds = [event["seconds"] for event in events if event["event"] == "recovered"]
         if trial.reached is not None:
             trial.lost.append(max(0, trial.reached - self.began))
-        bound = self.bound + (self.config.checkpoint.every if kind.deed in ("flip", "truncate", "remove") else 0)
+        # A save that is not whole yet is no state, so a failure may cost the steps of two intervals.
+        every = self.config.failover.memory_every or self.config.checkpoint.every
+        bound = (2 * every or self.steps) + (self.config.checkpoint.every if kind.effect in DAMAGES else 0)
         if trial.lost and max(trial.lost) > bound:
             trial.problems.append(f"{max(trial.lost)} steps lost, and at most {bound} are promised")
-        unasked = kind.deed == "slow" and not self.config.failover.stragglers_every
+        unasked = kind.effect == "slow" and not self.config.failover.stragglers_every
         if not unasked and not re.search(kind.says.replace("RANK", str(rank)), said):
             trial.problems.append(f"no message says {kind.says!r}")
         if self.server.pid and (left := psutil.Process(self.server.pid).children(recursive=True)):
@@ -296,58 +276,32 @@ class Chaos:
             try:
                 verify(path)
             except CheckpointError as error:
-                if kind.deed not in ("flip", "truncate", "remove"):
+                if kind.effect not in DAMAGES:
                     trial.problems.append(str(error))
         rounding = ROUNDING.get(self.config.train.precision, ROUGH) if kind.rounded else None
         trial.problems += differences(last(self.reference), last(folder), rounding)
 
 
+def supervisor_of(
+    config: RunConfig, folder: Path, server: PreforkServer, *, resume: bool = False, faulty: bool = False
+) -> Supervisor:
+    """Supervise a run on this machine's CPU: a new one, unless it is resumed.
+
+    Args:
+        faulty: plant the faults that stand in the environment.
+    """
+    if not resume:
+        new_run(config, folder)
+    payload = {"config": plain(config), "folder": str(folder), "resume": resume, "made": True}
+    module = "shoal.testing.chaos.fault_injection" if faulty else "shoal.launch.worker"
+    return Supervisor(config, payload, folder, "cpu", survivable=False, module=module, server=server)
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:
-    """Whether it came true in time."""
+    """Poll a condition; return whether it came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL)
     return True
-
-
-def mount(command: str) -> None:
-    """A change of the file systems that this process and its children see."""
-    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
-
-
-def fill(path: Path) -> None:
-    """Write until nothing more fits."""
-    with open(path, "wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 8, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
-
-
-@contextmanager
-def failing(folder: Path, every: float, rng: random.Random, kills: list[int]) -> Iterator[None]:
-    """Kill a rank of the run in a folder every so many seconds, as long as the context lasts; ``kills`` lists them."""
-    stop = threading.Event()
-
-    def act() -> None:
-        while not stop.wait(every):
-            try:
-                ranks = json.loads((folder / PROCESSES_FILE).read_text())["ranks"]
-                pid = rng.choice(ranks)
-                os.kill(pid, signal.SIGKILL)
-                kills.append(pid)
-            except (OSError, ValueError, IndexError):
-                continue  # between two attempts
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-

@@ -1,15 +1,13 @@
-"""What a run's folder says of how far the run is, and of how it ended beside another."""
+"""Read from run folders how far a run came, and how its last state differs from another run's."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import torch
-
-from shoal.base.boxes import Box, Piece
-from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load
-from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
+from shoal.engine.checkpoint import CheckpointError
+from shoal.engine.checkpoint.manifest import newest, read_manifest
+from shoal.engine.checkpoint.whole import load_checkpoint
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.heartbeat import read, record_path
@@ -17,8 +15,8 @@ from shoal.training.resilience.heartbeat import read, record_path
 
 def last(run: Path) -> Path | None:
     """The checkpoint at the end of a run."""
-    found = list_checkpoints(run / "checkpoints")
-    return Path(str(found[-1].path)) if found else None
+    found = newest(run / "checkpoints")
+    return Path(str(found.path)) if found else None
 
 
 def differences(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
@@ -34,25 +32,15 @@ def differences(one: Path | None, other: Path | None, rounding: float | None) ->
             differ = [name for name in first if first[name] != second.get(name)]
             return [f"{len(differ)} tensors of {len(first)} differ, the first is {differ[0]}"] if differ else []
         found = []
-        a, b = tensors(one), tensors(other)
+        a, b = (load_checkpoint(path, prefix="model.") for path in (one, other))
         for name, value in a.items():
-            if value.is_floating_point() and name.startswith("model."):
+            if value.is_floating_point():
                 scale = float(value.abs().max()) or 1.0
                 if (apart := float((value - b[name]).abs().max()) / scale) > rounding:
                     found.append(f"{name} differs by {apart:.1e} of its largest")
         return found[:1]
     except (CheckpointError, KeyError) as error:
         return [str(error)]
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All of a checkpoint, whole."""
-    held = {
-        name: torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype])
-        for name, tensor in read_manifest(path).tensors.items()
-    }
-    load(path, {n: [Piece(tuple(t.shape), Box.whole(tuple(t.shape)), t)] for n, t in held.items()})
-    return held
 
 
 def done(run: Path) -> int:

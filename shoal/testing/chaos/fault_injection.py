@@ -1,7 +1,7 @@
-"""The worker of a run with faults planted in it, for `shoal chaos`: ``python -m shoal.testing.chaos.fault_injection``.
+"""The worker of a run with planted faults, for `shoal chaos`: ``python -m shoal.testing.chaos.fault_injection``.
 
-What is planted stands in the environment (`VARIABLE`), one list for all attempts; every rank takes what is its own. A
-run that is not under test imports nothing of this.
+The faults of all attempts are one list in the environment (`VARIABLE`), from which every rank takes its own. A run that
+is not under test imports nothing of this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from shoal.engine.checkpoint import list_checkpoints
 from shoal.launch.checks.devices import LOST_FILE
 from shoal.launch.rank_env import read_payload
 from shoal.launch.worker import run
-from shoal.pipeline.program import Action, Op
+from shoal.pipeline.program import Action
 from shoal.training.trainer import Trainer
 
 VARIABLE = "SHOAL_INJECT"
@@ -38,18 +38,18 @@ class Planted:
     """One fault of one rank.
 
     Attributes:
-        deed: what it does (`InjectedFault.do`).
-        rank: who.
+        effect: what it does (`InjectedFault.do`).
+        rank: the rank that has it.
         step: in which step, from 0.
         op: of the action in which it happens; STAGING or COMMITTING of a checkpoint, the first from that step on.
-        nth: of the step's actions of this op.
-        fraction: how far into the action, as a part of what the last one of its kind took.
+        nth: which of the step's actions of this op.
+        fraction: how far into the action, as a part of the time that the last one of its kind took.
         attempt: of the run, from 0.
-        then: what is left in the file of lost devices, if anything.
-        seed: of what else is drawn.
+        then: what it writes into the file of lost devices, if anything.
+        seed: of its other random choices.
     """
 
-    deed: str
+    effect: str
     rank: int
     step: int
     op: str
@@ -60,21 +60,17 @@ class Planted:
     seed: int = 0
 
 
-STAGING, COMMITTING = "staging", "committing"
-
-
-def variable(planted: list[Planted]) -> dict[str, str]:
-    """The environment that plants them."""
-    return {VARIABLE: json.dumps([asdict(each) for each in planted])}
+SAVING = STAGING, COMMITTING = "staging", "committing"
+DAMAGES = ("flip", "truncate", "remove")  # of a file; each is also an effect
 
 
 def disturbed(run: Path) -> Path:
-    """The file that says that what is done to a run from outside is done, beside the folder that the run's is in."""
+    """The file, outside the run's disk, that tells a waiting rank that its run has been disturbed from outside."""
     return run.parent.with_name(f"{run.parent.name}-disturbed")
 
 
 def plant(trainer: Trainer) -> None:
-    """Plant what is this rank's in this attempt."""
+    """Plant the faults of this rank in this attempt."""
     mine = (trainer.mesh.rank, int(os.environ.get("SHOAL_ATTEMPT", 0)))
     for values in json.loads(os.environ.get(VARIABLE, "[]")):
         if ((planted := Planted(**values)).rank, planted.attempt) == mine:
@@ -82,7 +78,7 @@ def plant(trainer: Trainer) -> None:
 
 
 class InjectedFault:
-    """A `Recorder` that does the deed at its moment."""
+    """A `Recorder` that makes a fault happen at its moment."""
 
     def __init__(self, trainer: Trainer, planted: Planted):
         self.trainer, self.planted, self.random = trainer, planted, random.Random(planted.seed)
@@ -112,13 +108,13 @@ class InjectedFault:
 
     def end(self, action: Action) -> None:
         """As `Recorder`."""
-        if self.planted.deed == "slow" and self.step >= self.planted.step:
+        if self.planted.effect == "slow" and self.step >= self.planted.step:
             time.sleep(SLEEP)
         if action.op.value == self.planted.op:
             self.lasted = time.monotonic() - self.begun
 
     def _around(self, name: str) -> None:
-        """Have it happen while a checkpoint is written in the background."""
+        """Make the fault happen while a checkpoint is written in the background."""
         original: Callable[..., Any] = getattr(self.trainer.states.disk, name)
 
         def around(*args: Any) -> Any:
@@ -132,20 +128,20 @@ class InjectedFault:
         setattr(self.trainer.states.disk, name, around)
 
     def soon(self, seconds: float) -> None:
-        """Do it in the middle of what this thread goes on with, where the deed can."""
-        if self.planted.deed in ("kill", "stop") and seconds > 0:
+        """Do it after some seconds, in the middle of an action, if the effect can; else now."""
+        if self.planted.effect in ("kill", "stop") and seconds > 0:
             threading.Timer(seconds, self.do).start()
         else:
             self.do()
 
-    # ---- deeds -------------------------------------------------------------------------------------------------------
+    # ---- effects -----------------------------------------------------------------------------------------------------
 
     def do(self) -> None:
-        """What happens."""
+        """Make the fault happen."""
         folder = self.trainer.folder
         if self.planted.then is not None:
             (folder / LOST_FILE).write_text(json.dumps(self.planted.then))
-        match self.planted.deed:
+        match self.planted.effect:
             case "kill":
                 end_here()
             case "stop":
@@ -160,21 +156,17 @@ class InjectedFault:
                 while not disturbed(folder).exists():
                     time.sleep(SLEEP)
             case "shard":
-                self.flip_shard()
+                shards = (self.trainer.config.data.cache / "shards").glob("*/*.bin")  # the next attempt checks them
+                damage(sorted(shards), "flip", self.random)
                 end_here()
-            case "flip" | "truncate" | "remove" as how:
+            case how if how in DAMAGES:
                 self.trainer.states.wait()  # else a better one appears meanwhile
                 newest = list_checkpoints(folder / "checkpoints")[-1].path
                 damage(sorted(Path(str(newest)).glob("*.safetensors")), how, self.random)
                 end_here()
 
-    def flip_shard(self) -> None:
-        """Flip one bit of a shard of tokens, which this run reads and the next attempt will check."""
-        folder = self.trainer.config.data.cache / "shards"
-        damage(sorted(folder.glob("*/*.bin")), "flip", self.random)
-
     def spoil(self) -> None:
-        """From now on one layer of this rank gives out a NaN."""
+        """Put a NaN into the output of one layer of this rank from now on."""
 
         def spoiled(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             mask = torch.zeros_like(output)
@@ -187,7 +179,7 @@ class InjectedFault:
 
 
 def end_here() -> NoReturn:
-    """As the kernel does it when memory is out."""
+    """Kill this process, as the kernel does when memory is exhausted."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 
@@ -208,11 +200,6 @@ def damage(files: list[Path], how: str, rng: random.Random) -> Path:
             opened.seek(place)
             opened.write(bytes([byte ^ 1 << rng.randrange(8)]))
     return file
-
-
-OPS = {"forward": Op.FORWARD.value, "backward": Op.BACKWARD.value, "optimizer": Op.STEP.value,
-       "collective": Op.REDUCE.value, STAGING: STAGING, COMMITTING: COMMITTING}  # fmt: skip
-"""Moments by name."""
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ class FaultType:
     """A kind of fault.
 
     Attributes:
-        deed: of `Planted`; "" where it is done from outside.
-        moment: of `inject.OPS`, for what a rank does to itself.
-        says: what the messages must say, a pattern in which RANK is the rank.
-        late: the run has checkpoints before it happens.
-        codes: how the run may end: 0 where it mends itself; none for any other, after which it is mended and resumed.
-        rounded: the layout changes, so that the last state is equal to rounding.
+        effect: of `Planted`; "" if it comes from outside the ranks.
+        moment: a key of `OPS_OF`, STAGING or COMMITTING; "" if it comes from outside.
+        says: a pattern that the messages must match, in which RANK is the rank.
+        late: it happens only after the run has saved checkpoints.
+        codes: the exit codes that the run may have: 0 if it recovers by itself; () for any but 0. A run that ends with
+            another than 0 is repaired and resumed.
+        rounded: the layout changes, so that the last state is the same only to rounding.
     """
 
-    deed: str
+    effect: str
     moment: str
     says: str
     late: bool = False

@@ -1,4 +1,4 @@
-"""File systems of a process of its own, for the faults of a disk that is full or read-only."""
+"""Mount file systems of this process's own, for the faults of a disk that is full or read-only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"
@@ -29,3 +30,15 @@ def own_mounts() -> bool:
     os.environ[OWN_MOUNTS] = "yes"
     os.execvp("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]])
     raise AssertionError("replaced by the above")
+
+
+def mount(command: str) -> None:
+    """Run a command that changes the file systems which this process and its children see."""
+    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more fits."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))

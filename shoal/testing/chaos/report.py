@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from statistics import mean
 
 from rich.table import Table
 
-from shoal.report.page import Fragment, page
+from shoal.report.planning.page_parts import html_table, write
 from shoal.spec.config import RunConfig
 from shoal.testing.chaos.chaos import Trial
 from shoal.testing.chaos.fault_types import KINDS
@@ -58,16 +57,5 @@ def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
         f"{passed} of {len(trials)} faults survived by {config.model.name} on {config.parallel.describe()}: the run "
         "ended with the state of the undisturbed one, and left nothing behind."
     )
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(trials))
-    each = "".join(
-        f"<tr><td>{escape(trial.fault)}</td><td>{escape(trial.moment)}</td>"
-        f"<td>{escape('; '.join(trial.problems) or 'passed')}</td></tr>"
-        for trial in trials
-    )
-    parts = [
-        Fragment(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'),
-        Fragment("<h2>Every trial</h2>"),
-        Fragment(f'<div class="scroll"><table><tbody>{each}</tbody></table></div>'),
-    ]
-    path.write_text(page("Faults", lead, parts), encoding="utf-8")
+    each = [(trial.fault, trial.moment, "; ".join(trial.problems) or "passed") for trial in trials]
+    write(path, "Faults", lead, [html_table(rows(trials), COLUMNS), "<h2>Every trial</h2>", html_table(each)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import TextIO
@@ -20,19 +22,17 @@ from typing import TextIO
 from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
 from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.prefork import PreforkServer
-from shoal.launch.supervisor import Supervisor
+from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import RunConfig
-from shoal.testing.chaos.chaos import Chaos, Trial, failing
+from shoal.testing.chaos.chaos import Chaos, Trial, supervisor_of
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.mounts import own_mounts
 from shoal.testing.chaos.report import line, table
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
-from shoal.training.run_folder import new_run
 
 
 @dataclass(frozen=True)
@@ -149,25 +149,20 @@ def chaos(
     with _captured(log, show) as console, start_rank_server(config.parallel.world_size, place, "cpu") as server:
         if minutes is not None:
             return ChaosResult(place, long_run=_endure(config, place, server, console, minutes, every, seed))
+        runs = Chaos(config, place, server, log)
+        kinds = [name for name in chosen if runs.can_have(name)]
+        if not kinds:
+            raise UsageError(f"--faults {faults}: this run can have none of them.")
         results: list[Trial] = []
-        for trial in _each(Chaos(config, place, server, log), chosen, faults, trials, seed):
-            results.append(trial)
-            console.print(line(len(results), trial))
+        for number, name in zip(range(trials), cycle(kinds), strict=False):
+            # The moments of a kind do not depend on which others there are.
+            results.append(runs.trial(name, random.Random(f"{seed} {name} {number}"), number))
+            console.print(line(number + 1, results[-1]))
         console.print(table(results))
     if folder is None and not any(trial.problems for trial in results):
         shutil.rmtree(place)
         return ChaosResult(None, tuple(results))
     return ChaosResult(place, tuple(results))
-
-
-def _each(chaos: Chaos, chosen: list[str], faults: str, trials: int, seed: int) -> Iterator[Trial]:
-    """One after the other, the kinds in turn; the moments of a kind do not depend on which others there are."""
-    kinds = list(chaos.kinds(chosen))
-    if not kinds:
-        raise UsageError(f"--faults {faults}: this run can have none of them.")
-    for number in range(trials):
-        name = kinds[number % len(kinds)]
-        yield chaos.trial(name, random.Random(f"{seed} {name} {number}"), number)
 
 
 def _endure(
@@ -180,14 +175,12 @@ def _endure(
     config = config.model_copy(update={"train": train, "data": data})
     prepare(config.data)
     place = folder / f"run-{int(time.time())}"
-    kills: list[int] = []
-    new_run(config, place)
-    payload = {"config": plain(config), "folder": str(place), "resume": False, "made": True}
+    supervisor = supervisor_of(config, place, server)
     stop = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
     try:
-        with failing(place, every, random.Random(seed), kills):
-            Supervisor(config, payload, place, "cpu", survivable=False, server=server).run()
+        with _failing(place, every, random.Random(seed)) as kills:
+            supervisor.run()
     finally:
         stop.cancel()
     events = read_events(place)
@@ -199,6 +192,31 @@ def _endure(
     found = LongRun(end["seconds"], len(kills), end["effective"], end["lost"], recoveries)
     console.print(found.describe())
     return found
+
+
+@contextmanager
+def _failing(folder: Path, every: float, rng: random.Random) -> Iterator[list[int]]:
+    """Kill a rank of the run in a folder every so many seconds, as long as the context lasts. Yields the list of them.
+    """
+    stop, kills = threading.Event(), list[int]()
+
+    def act() -> None:
+        while not stop.wait(every):
+            try:
+                ranks = json.loads((folder / PROCESSES_FILE).read_text())["ranks"]
+                pid = rng.choice(ranks)
+                os.kill(pid, signal.SIGKILL)
+                kills.append(pid)
+            except (OSError, ValueError, IndexError):
+                continue  # between two attempts
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextmanager

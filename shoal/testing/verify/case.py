@@ -15,8 +15,8 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
 from shoal.testing.verify.compare import PLAIN, Finding, Verdict, judge
-from shoal.testing.verify.rank import ComparisonJob, RankReport, compare, synthetic
-from shoal.testing.verify.reference import StepFacts, run_reference
+from shoal.testing.verify.rank import RankReport, compare
+from shoal.testing.verify.reference import ComparisonJob, StepFacts, run_reference
 
 _PLAIN_RATE = 0.1  # large enough that a wrong gradient shows in the weights of the next step
 
@@ -34,11 +34,6 @@ class Case:
     config: RunConfig
     shape: ModelShape
     notes: tuple[str, ...] = ()
-
-    @property
-    def microbatches(self) -> int:
-        """Accumulated by each replica in one step."""
-        return self.config.parallel.microbatches(self.config.train.global_batch)
 
 
 def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) -> Case:
@@ -81,54 +76,34 @@ def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Ve
     Returns:
         The verdict, and what one device computed, by rule.
     """
-    with TemporaryDirectory(prefix="shoal-verify-") as name:
-        folder = Path(name)
+    with TemporaryDirectory(prefix="shoal-verify-") as folder:
         start = time.monotonic()
-        samples = synthetic(case.config, case.shape)
         rules = {PLAIN: _with_optimizer(case.config, _plain(case.config.optimizer))}
-        facts = {
-            PLAIN: run_reference(rules[PLAIN], case.shape, samples, rule=PLAIN, steps=steps, folder=folder)
-        }
+        job = ComparisonJob(rules, case.shape, steps, Path(folder), plant)
+        facts = {PLAIN: run_reference(job, PLAIN)}
         own = _clipping(case.config, facts[PLAIN][0].gradient_norm)
         rules[own.optimizer.name] = own
-        facts[own.optimizer.name] = run_reference(
-            own, case.shape, samples, rule=own.optimizer.name, steps=steps, folder=folder
-        )
+        facts[own.optimizer.name] = run_reference(job, own.optimizer.name)
         # The ranks share this machine's cores, so they take a multiple of what one device took.
         timeout = 120 + 30 * (time.monotonic() - start)
-        job = ComparisonJob(rules, case.shape, steps, folder, plant)
-        verdict = _judged(job, case, pool, facts, timeout)
-        if verdict.findings and verdict.findings[0].step >= 0:
-            verdict.findings = _located(verdict.findings, job, case, pool, timeout) + verdict.findings
+        verdict = _judged(job, pool, facts, timeout)
+        if verdict.findings and (first := verdict.findings[0]).step >= 0:
+            # Once more up to the first step that differs, watching every module: what differs there comes first.
+            traced = replace(job, rules={first.rule: rules[first.rule]}, steps=first.step + 1, trace=True)
+            watched = {first.rule: run_reference(traced, first.rule)}
+            verdict.findings = _judged(traced, pool, watched, timeout).findings[:1] + verdict.findings
         return verdict, facts
 
 
-def _judged(
-    job: ComparisonJob, case: Case, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float
-) -> Verdict:
-    layout = case.config.parallel
+def _judged(job: ComparisonJob, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float) -> Verdict:
+    config = next(iter(job.rules.values()))
     try:
-        reports: list[RankReport] = pool.run(compare, layout.world_size, job, timeout=timeout)
+        reports: list[RankReport] = pool.run(compare, config.parallel.world_size, job, timeout=timeout)
     except RankError as error:
         rank, cause = error.failures[0]
         text = f"rank {rank}, which failed: {error.reason}\n{cause}"
-        finding = Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)
-        return Verdict(findings=[finding])
-    return judge(layout, case.shape.layers, case.config.train.precision, facts, reports)
-
-
-def _located(findings: list[Finding], job: ComparisonJob, case: Case, pool: Pool, timeout: float) -> list[Finding]:
-    """Run the first step that differs once more, watching every module: what differs there in forward or backward."""
-    first = findings[0]
-    config = job.rules[first.rule]
-    steps = first.step + 1
-    samples = synthetic(config, case.shape)
-    facts = run_reference(
-        config, case.shape, samples, rule=first.rule, steps=steps, folder=job.folder, trace=True
-    )
-    traced = replace(job, rules={first.rule: config}, steps=steps, trace=True)
-    verdict = _judged(traced, case, pool, {first.rule: facts}, timeout)
-    return verdict.findings[:1]
+        return Verdict(findings=[Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)])
+    return judge(config.parallel, job.shape.layers, config.train.precision, facts, reports)
 
 
 def _with_optimizer(config: RunConfig, optimizer: OptimizerConfig) -> RunConfig:

@@ -118,7 +118,7 @@ class Verdict:
     """All that one verification found.
 
     Attributes:
-        table: the largest relative error by (row, column); see `row_of` and `column_of`.
+        table: the largest relative error by (row, column); see `row_of`.
         findings: the differences beyond tolerance, first in the way of a step first.
     """
 
@@ -129,10 +129,6 @@ class Verdict:
     def worst_gradient(self) -> float:
         """The largest relative error of any gradient."""
         return max((e for (row, column), e in self.table.items() if column == "gradient"), default=0.0)
-
-    def note(self, row: str, column: str, error: float) -> None:
-        """Keep the largest error of a cell of the table."""
-        self.table[row, column] = max(error, self.table.get((row, column), 0.0))
 
 
 def row_of(parameter: str) -> str:
@@ -161,12 +157,11 @@ def judge(
         reports: of the ranks, in order.
     """
     verdict = Verdict()
-    shapes = {name: whole for report in reports for name, whole, _, _ in report.held}
     parameters = [name for name in next(iter(facts.values()))[0].gradients if name == parameter_of(name)]
-    verdict.findings += _coverage(shapes, parameters, reports)
+    verdict.findings += _coverage(parameters, reports)
     for rule, steps in facts.items():
         for step, fact in enumerate(steps):
-            judgement = _Step(rule, step, rule != PLAIN, precision, fact, layers, reports, verdict)
+            judgement = _Step(rule, step, precision, fact, layers, reports, verdict)
             judgement.samples(layout)
             judgement.trace()
             judgement.routing()
@@ -177,46 +172,36 @@ def judge(
     return verdict
 
 
-def _coverage(
-    shapes: dict[str, tuple[int, ...]], parameters: list[str], reports: list[RankReport]
-) -> list[Finding]:
+def _coverage(parameters: list[str], reports: list[RankReport]) -> list[Finding]:
     """Every element of every parameter has exactly one primary owner."""
+    held = [piece for report in reports for piece in report.held]
+    shapes = {name: whole for name, whole, _, _ in held}
     found = []
-    owners = {name: torch.zeros(shapes[name], dtype=torch.int16) for name in parameters if name in shapes}
-    for report in reports:
-        for name, _, box, primary in report.held:
-            if primary and name in owners:
-                owners[name][box.slices] += 1
-    for name in parameters:
-        if name not in owners:
-            found.append(_structure(name, f"{name} is on no rank"))
-        elif not bool((owners[name] == 1).all()):
-            none, many = int((owners[name] == 0).sum()), int((owners[name] > 1).sum())
-            found.append(_structure(name, f"{name}: {none} elements have no owner, {many} have several"))
+    for parameter in parameters:
+        text = f"{parameter} is on no rank"
+        if parameter in shapes:
+            owners = torch.zeros(shapes[parameter], dtype=torch.int16)
+            for name, _, box, primary in held:
+                if primary and name == parameter:
+                    owners[box.slices] += 1
+            none, many = int((owners == 0).sum()), int((owners > 1).sum())
+            if not none and not many:
+                continue
+            text = f"{parameter}: {none} elements have no owner, {many} have several"
+        found.append(Finding(-1, "", "structure", parameter, math.inf, (), text))
     return found
-
-
-def _structure(name: str, text: str) -> Finding:
-    return Finding(-1, "", "structure", name, math.inf, (), text)
 
 
 class _Step:
     """The judgement of one step of one rule; notes what it finds in the verdict."""
 
     def __init__(
-        self,
-        rule: str,
-        step: int,
-        adaptive: bool,
-        precision: str,
-        fact: StepFacts,
-        layers: int,
-        reports: list[RankReport],
+        self, rule: str, step: int, precision: str, fact: StepFacts, layers: int, reports: list[RankReport],
         verdict: Verdict,
     ):
         self.rule, self.step, self.fact, self.verdict = rule, step, fact, verdict
         self.precision, self.tolerance = precision, TOLERANCES[precision]
-        self.adaptive = adaptive
+        self.adaptive = rule != PLAIN
         # From the second step on, weights that were amplified rounding are what is computed with.
         self.amplified = AMPLIFIED.get(rule, 1.0)
         self.gradient = self.tolerance.gradient * (self.amplified if step else 1.0)
@@ -237,7 +222,8 @@ class _Step:
     def _note(self, row: str, column: str, errors: dict[str, float]) -> None:
         """Keep the largest error, but for gradients of weights that were amplified rounding already."""
         if column != "gradient" or self.gradient == self.tolerance.gradient:
-            self.verdict.note(row, column, max(errors.values()))
+            table = self.verdict.table
+            table[row, column] = max(*errors.values(), table.get((row, column), 0.0))
 
     def samples(self, layout: Layout) -> None:
         """Each sample of the global batch is read by exactly one replica, and by all of its ranks alike."""

@@ -20,60 +20,59 @@ from shoal.testing.verify.emulate import gradient_of
 from shoal.training.step.curvature import SHIFT
 
 
-class PlainCurvature:
-    """The estimates that the rule of a whole model needs.
+def learn_curvature(
+    model: Transformer, config: RunConfig, rule: Sophia, batches: Sequence[Batch], step: int
+) -> None:
+    """Give the rule of a whole model, whose shards are the parameters in order, the estimate of a step.
 
     Args:
-        rule: its shards are the model's parameters, in order.
+        batches: the samples of the step, one by one.
     """
+    estimate = _drawn_labels if config.optimizer.name == "sophia-g" else _differences
+    rule.learn([each.flatten() for each in estimate(model, config, batches, step)])
 
-    def __init__(self, model: Transformer, config: RunConfig, rule: Sophia):
-        self.model, self.config, self.rule = model, config, rule
 
-    def learn(self, batches: Sequence[Batch], step: int) -> None:
-        """Give the rule the estimate of a step, of which the batches are the samples one by one."""
-        make = self._drawn_labels if self.config.optimizer.name == "sophia-g" else self._differences
-        self.rule.learn([estimate.flatten() for estimate in make(batches, step)])
+def _drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    tokens, length = _count(batches), config.data.sequence_length
+    key, first = key_of_step(config.train.seed, step), step * config.train.global_batch
 
-    def _drawn_labels(self, batches: Sequence[Batch], step: int) -> list[Tensor]:
-        tokens, length = _count(batches), self.config.data.sequence_length
-        key, first = key_of_step(self.config.train.seed, step), step * self.config.train.global_batch
+    def loss(i: int, batch: Batch) -> Tensor:
+        logits = model(batch.tokens, None, batch.documents)
+        labels = draw(logits, key, (first + i) * length + torch.arange(length)[None])
+        labels[batch.targets == IGNORE] = IGNORE
+        return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
 
-        def loss(i: int, batch: Batch) -> Tensor:
-            logits = self.model(batch.tokens, None, batch.documents)
-            labels = draw(logits, key, (first + i) * length + torch.arange(length)[None])
-            labels[batch.targets == IGNORE] = IGNORE
-            return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
+    return [tokens * gradient**2 for gradient in _gradients(model, batches, loss)]
 
-        return [tokens * gradient**2 for gradient in self._gradients(batches, loss)]
 
-    def _differences(self, batches: Sequence[Batch], step: int) -> list[Tensor]:
-        parameters = dict(self.model.named_parameters())
-        kept = [p.detach().clone() for p in parameters.values()]
-        directions = [torch.empty_like(values) for values in kept]
-        for name, direction in zip(parameters, directions, strict=True):
-            shape = tuple(direction.shape)
-            fill(
-                direction, name=f"hutchinson.{step}.{name}", whole=shape, box=Box.whole(shape),
-                initial=Initial(0.0, 1.0), seed=self.config.train.seed,
-            )
-        size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()
-        found = []
-        for sign in (1, -1, 0):
-            with torch.no_grad():
-                for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
-                    p.copy_(values + sign * size * direction)
-            if sign:
-                loss = lambda i, batch: self.model(batch.tokens, batch.targets, batch.documents)  # noqa: E731
-                found.append(self._gradients(batches, loss))
-        return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
+def _differences(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    parameters = dict(model.named_parameters())
+    kept = [p.detach().clone() for p in parameters.values()]
+    directions = [torch.empty_like(values) for values in kept]
+    for name, direction in zip(parameters, directions, strict=True):
+        shape = tuple(direction.shape)
+        fill(
+            direction, name=f"hutchinson.{step}.{name}", whole=shape, box=Box.whole(shape),
+            initial=Initial(0.0, 1.0), seed=config.train.seed,
+        )
+    size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()
+    found = []
+    for sign in (1, -1, 0):
+        with torch.no_grad():
+            for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
+                p.copy_(values + sign * size * direction)
+        if sign:
+            loss = lambda i, batch: model(batch.tokens, batch.targets, batch.documents)  # noqa: E731
+            found.append(_gradients(model, batches, loss))
+    return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
 
-    def _gradients(self, batches: Sequence[Batch], loss: Callable[[int, Batch], Tensor]) -> list[Tensor]:
-        """Of the sum over the samples, over the number of tokens that count."""
-        self.model.zero_grad(set_to_none=False)  # the update holds on to them
-        for i, batch in enumerate(batches):
-            (loss(i, batch) / _count(batches)).backward()
-        return [gradient_of(p).clone() for p in self.model.parameters()]
+
+def _gradients(model: Transformer, batches: Sequence[Batch], loss: Callable[[int, Batch], Tensor]) -> list[Tensor]:
+    """Of the sum over the samples, over the number of tokens that count."""
+    model.zero_grad(set_to_none=False)  # the update holds on to them
+    for i, batch in enumerate(batches):
+        (loss(i, batch) / _count(batches)).backward()
+    return [gradient_of(p).clone() for p in model.parameters()]
 
 
 def _count(batches: Sequence[Batch]) -> int:

@@ -17,7 +17,6 @@ from shoal.spec.optimizers import SOPHIA_PRECISIONS
 Choose = Callable[[Sequence[Any]], Any]
 
 
-
 def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
     """A run that `shoal train` accepts.
 

@@ -56,17 +56,14 @@ def emulated_updates(
                 loss = functional_call(
                     model, weights, (batch.tokens, batch.targets, batch.documents), tie_weights=False
                 )
-                for name, gradient in zip(weights, _gradients(loss / tokens, weights), strict=True):
+                gradients = torch.autograd.grad(loss / tokens, list(weights.values()))
+                for name, gradient in zip(weights, gradients, strict=True):
                     gradient_of(whole[owner(name, model.shape)]).add_(gradient)
                 total += loss.item()
         norm = torch.stack([gradient_of(p).norm() for p in whole.values()]).norm().item()
         update()
         versions.append({name: p.detach().clone() for name, p in whole.items()})
         yield total, norm
-
-
-def _gradients(loss: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, list(weights.values()))
 
 
 def owner(name: str, shape: ModelShape) -> str:

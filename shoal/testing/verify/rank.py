@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,59 +16,34 @@ from safetensors import safe_open
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Batch, Dataset, SyntheticDataset
+from shoal.engine.data.batches import Batch, Dataset
 from shoal.pipeline.program import Op
-from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
 from shoal.testing.verify.faults import FAULTS
-from shoal.testing.verify.reference import EXPERTS, expert_name, step_file, trace_file
+from shoal.testing.verify.reference import (
+    ComparisonJob,
+    StepTotals,
+    step_file,
+    synthetic,
+    trace_file,
+    with_experts,
+)
 from shoal.testing.verify.routing_trace import Choices
 from shoal.testing.verify.trace import ForwardTrace, Tracer, largest, trace_errors
 from shoal.training.step.engine import Engine
 
 
 @dataclass(frozen=True)
-class ComparisonJob:
-    """One comparison.
+class RankStep(StepTotals):
+    """What one rank had in one step; its choices are those of its own tokens.
 
     Attributes:
-        rules: by name, the run with that optimizer.
-        shape: the model.
-        steps: training steps.
-        folder: the reference's files.
-        plant: a fault of `shoal.testing.verify.faults`, or "".
-        trace: whether to compare the activations of the last step.
-    """
-
-    rules: dict[str, RunConfig]
-    shape: ModelShape
-    steps: int
-    folder: Path
-    plant: str = ""
-    trace: bool = False
-
-
-@dataclass
-class RankStep:
-    """What one rank had in one step.
-
-    Attributes:
-        loss, gradient_norm: as reported by the engine.
         samples: for each micro-batch, the places of its samples in the global batch, where they are of this step.
-        routing: what all routers counted, as of `StepFacts`; None without experts.
-        choices: which experts this rank's tokens were given to, by layer.
-        depths: what all layers that take some tokens have counted.
         differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference; of each expert
             too, by `expert_name`.
         trace: as of `trace_errors`.
     """
 
-    loss: float
-    gradient_norm: float
     samples: list[list[int]]
-    routing: torch.Tensor | None = None
-    choices: dict[int, int] = field(default_factory=dict)
-    depths: torch.Tensor | None = None
     differences: dict[str, float] = field(default_factory=dict)
     trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
@@ -104,12 +78,6 @@ class Recorded:
         return self.data.batch(indices)
 
 
-def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
-    """The data of a verification: random tokens, strongly uneven masks, packed documents where the run has them."""
-    data = config.data
-    return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
-
-
 def compare(job: ComparisonJob) -> RankReport:
     """Run every rule of the job on this rank and compare each step."""
     layout = next(iter(job.rules.values())).parallel
@@ -139,14 +107,14 @@ def _step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: Rec
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
     routing = engine.routing.totals if engine.routing else None
     depths = engine.depths.totals if engine.depths else None
-    found = RankStep(result.loss, result.gradient_norm, places, routing, choices.taken(), depths)
+    found = RankStep(result.loss, result.gradient_norm, routing, choices.taken(), depths, places)
+    held = {
+        "gradient": engine.parameters.reduced_gradients(), "weight": engine.weights(), "in use": _in_use(engine)
+    }
     with safe_open(step_file(job.folder, rule, step), "pt") as file:
-        parameters = engine.parameters
-        for key, held in (("gradient", parameters.reduced_gradients()), ("weight", engine.weights())):
-            for name, pieces in held.items():
-                found.differences |= differences(file, key, name, pieces)
-        for name, pieces in _in_use(engine).items():
-            found.differences |= differences(file, "weight", name, pieces, kind="in use")
+        for kind, tensors in held.items():
+            for name, pieces in tensors.items():
+                found.differences.update(differences(file, kind, name, pieces))
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [
@@ -154,7 +122,8 @@ def _step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: Rec
             for a in actions
             if a.op is Op.FORWARD and a.stage == stage.index
         ]
-        found.trace |= trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, scale)
+        errors = trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, scale)
+        found.trace.update(errors)
     return found
 
 
@@ -170,19 +139,18 @@ def _in_use(engine: Engine) -> dict[str, list[Piece]]:
     return found
 
 
-def differences(
-    file: safe_open, key: str, name: str, pieces: Sequence[Piece], *, kind: str | None = None
-) -> dict[str, float]:
+def differences(file: safe_open, kind: str, name: str, pieces: Sequence[Piece]) -> dict[str, float]:
     """The largest differences of what this rank has of a parameter, and of each expert in it, from the reference's.
 
     Args:
-        file: of the reference's step, which has it as ``key/name``.
-        kind: what to call it instead of ``key``.
+        file: of the reference's step.
+        kind: "gradient", "weight" or "in use".
 
     Returns:
         As of `RankStep`.
     """
-    expected, name_here = file.get_slice(f"{key}/{name}"), f"{kind or key}/{name}"
+    expected = file.get_slice(f"{'gradient' if kind == 'gradient' else 'weight'}/{name}")
+    name_here = f"{kind}/{name}"
     found = {name_here: 0.0}
     for piece in pieces:
         if tuple(expected.get_shape()) != piece.whole:
@@ -190,9 +158,6 @@ def differences(
         if piece.box.numel == 0:
             continue
         difference = piece.tensor.double() - expected[piece.box.slices]
-        found[name_here] = max(found[name_here], largest(difference))
-        if EXPERTS in name:
-            for expert, part in enumerate(difference, piece.box.offset[0]):
-                one = expert_name(name_here, expert)
-                found[one] = max(found.get(one, 0.0), largest(part))
+        for one, part in with_experts(name_here, difference, piece.box.offset[0]):
+            found[one] = max(found.get(one, 0.0), largest(part))
     return found

@@ -7,7 +7,7 @@ of the errors that are printed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.data.batches import Batch, Dataset, SyntheticDataset
 from shoal.engine.models.experts.balance import begin, rebalance, routers_of
 from shoal.engine.models.experts.router import SUMS, Router
 from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths, depths_of
@@ -30,7 +30,7 @@ from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
-from shoal.testing.verify.curvature import PlainCurvature
+from shoal.testing.verify.curvature import learn_curvature
 from shoal.testing.verify.emulate import emulated_updates, gradient_of
 from shoal.testing.verify.float8 import multiply_in_float8
 from shoal.testing.verify.routing_trace import Choices
@@ -38,38 +38,75 @@ from shoal.testing.verify.trace import Tracer
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """What one device computes in one step; the tensors themselves are in a file (see `step_file`).
+class ComparisonJob:
+    """One comparison of a layout with one device.
+
+    Attributes:
+        rules: by name, the run with that optimizer.
+        shape: the model.
+        steps: training steps.
+        folder: the reference's files.
+        plant: a fault of `shoal.testing.verify.faults`, or "".
+        trace: whether to compare the activations of the last step.
+    """
+
+    rules: dict[str, RunConfig]
+    shape: ModelShape
+    steps: int
+    folder: Path
+    plant: str = ""
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What both sides report of one step.
 
     Attributes:
         loss: mean over the global batch's unmasked tokens [nats].
         gradient_norm: before clipping.
-        tokens: unmasked targets of each sample of the global batch.
-        routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`].
+        routing: what each layer with experts has counted, [layers, numbers of a `Router.tally`]; of ranks None without.
         choices: which experts each token was given to, by layer (`shoal.testing.verify.routing_trace`).
-        depths: what each layer that takes some tokens has, [layers, numbers of a `MixtureOfDepths.tally`].
+        depths: what each layer that takes some tokens has, [layers, numbers of a `MixtureOfDepths.tally`]; as routing.
+    """
+
+    loss: float
+    gradient_norm: float
+    routing: Tensor | None
+    choices: dict[int, int]
+    depths: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepFacts(StepTotals):
+    """What one device computes in one step; the tensors themselves are in a file (see `step_file`).
+
+    Attributes:
+        tokens: unmasked targets of each sample of the global batch.
         gradients: the largest absolute value of each parameter's gradient, as the optimizer sees it (clipped), and of
             each expert's part of it, by `expert_name`.
         weights: the same of each updated parameter.
     """
 
-    loss: float
-    gradient_norm: float
     tokens: tuple[int, ...]
-    routing: Tensor
-    choices: dict[int, int]
-    depths: Tensor
     gradients: dict[str, float]
     weights: dict[str, float]
-
-
-EXPERTS = ".experts."
-"""In the names of parameters whose dim 0 are a layer's experts."""
 
 
 def expert_name(name: str, expert: int) -> str:
     """The name of one expert's part of a parameter."""
     return f"{name}[{expert}]"
+
+
+def with_experts(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield a parameter and, if its dim 0 are a layer's experts, each expert's part of it, by name.
+
+    Args:
+        first: the expert at index 0.
+    """
+    yield name, tensor
+    if ".experts." in name:
+        yield from ((expert_name(name, expert), part) for expert, part in enumerate(tensor, first))
 
 
 def parameter_of(name: str) -> str:
@@ -87,42 +124,34 @@ def trace_file(folder: Path) -> Path:
     return folder / "trace.safetensors"
 
 
-def run_reference(
-    config: RunConfig,
-    shape: ModelShape,
-    samples: Dataset,
-    *,
-    rule: str,
-    steps: int,
-    folder: Path,
-    trace: bool = False,
-) -> list[StepFacts]:
-    """Train on one device for some steps.
+def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
+    """The data of a verification: random tokens, strongly uneven masks, packed documents where the run has them."""
+    data = config.data
+    return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 
-    Args:
-        config: the optimizer, its schedule, the global batch and the seed; of ``parallel`` only an asynchronous
-            pipeline is read, of which it says which micro-batch uses and makes which weights.
-        rule: a name for the optimizer, in the names of the files.
-        folder: receives a `step_file` for each step.
-        trace: also write the activations of the last step to a `trace_file`.
+
+def run_reference(job: ComparisonJob, rule: str) -> list[StepFacts]:
+    """Train on one device for the steps of a job with one of its rules, and write a `step_file` for each.
+
+    Of ``parallel`` only an asynchronous pipeline is read: which micro-batch uses and makes which weights.
     """
-    model = Transformer(shape, seed=config.train.seed).double()
+    config, samples = job.rules[rule], synthetic(job.rules[rule], job.shape)
+    model = Transformer(job.shape, seed=config.train.seed).double()
     initialise(model, config.train.seed)
     history = multiply_in_float8(model, config)
     update = plain_optimizer(model, config.optimizer)
-    curvature = PlainCurvature(model, config, update) if isinstance(update, Sophia) else None
     facts = []
-    for step in range(steps):
-        tracer = Tracer(model) if trace and step == steps - 1 else None
-        if curvature is not None and curvature.rule.due:
-            curvature.learn(_batches(config, samples, step), step)
-        facts.append(_step(model, update.step, config, samples, step, step_file(folder, rule, step)))
+    for step in range(job.steps):
+        tracer = Tracer(model) if job.trace and step == job.steps - 1 else None
+        if isinstance(update, Sophia) and update.due:
+            learn_curvature(model, config, update, _batches(config, samples, step), step)
+        facts.append(_step(model, update.step, config, samples, step, step_file(job.folder, rule, step)))
         if history:
             history.end_step()
         if tracer is not None:
             # Entry m of the trace is sample m; of several at a time, nothing is known of each one's loss.
             taken = {k: parts for k, parts in tracer.taken().items() if at_once(config) == 1 or not k.endswith("/loss")}
-            save_file({key: torch.cat(parts) for key, parts in taken.items()}, trace_file(folder))
+            save_file({key: torch.cat(parts) for key, parts in taken.items()}, trace_file(job.folder))
     return facts
 
 
@@ -177,12 +206,7 @@ def _batches(config: RunConfig, samples: Dataset, step: int) -> list[Batch]:
 
 
 def _step(
-    model: Transformer,
-    update: Callable[[float], None],
-    config: RunConfig,
-    samples: Dataset,
-    step: int,
-    file: Path,
+    model: Transformer, update: Callable[[float], None], config: RunConfig, samples: Dataset, step: int, file: Path
 ) -> StepFacts:
     n = config.train.global_batch
     counts = tuple(batch.unmasked() for batch in _batches(config, samples, step))
@@ -222,7 +246,7 @@ def _step(
         file,
     )
     return StepFacts(
-        total / max(1, sum(counts)), norm, counts, routing, choices.taken(), chosen, _largest(gradients),
+        total / max(1, sum(counts)), norm, routing, choices.taken(), chosen, counts, _largest(gradients),
         _largest(weights),
     )
 
@@ -255,8 +279,5 @@ def _one_update(
 
 
 def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
-    found = {name: t.abs().max().item() for name, t in tensors.items()}
-    for name, t in tensors.items():
-        if EXPERTS in name:
-            found |= {expert_name(name, e): x for e, x in enumerate(t.abs().amax((1, 2)).tolist())}
-    return found
+    parts = (part for name, t in tensors.items() for part in with_experts(name, t))
+    return {name: part.abs().max().item() for name, part in parts}

@@ -8,33 +8,19 @@ from rich.table import Table
 
 from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.testing.verify.case import Case
-from shoal.testing.verify.compare import PLAIN, TOLERANCES, Verdict
+from shoal.testing.verify.compare import PLAIN, TOLERANCES, Verdict, row_of
 from shoal.testing.verify.reference import StepFacts
-
-# In the order of the model.
-_ROWS = (
-    "loss",
-    "gradient norm",
-    "embed token",
-    "embed position",
-    *(f"attention {part}" for part in ("q", "k", "v", "out")),
-    *(f"mlp {part}" for part in ("gate", "up", "down")),
-    *(f"mlp router{part}" for part in ("", " noise")),
-    *(f"mlp {kind} {part}" for kind in ("experts", "shared") for part in ("gate", "up", "down")),
-    *(f"depth {part}" for part in ("router", "predictor_up", "predictor_down")),
-    "norms",
-    "head",
-)
 
 
 def print_case(console: Console, case: Case, steps: int) -> None:
     """What will be compared."""
     config, layout = case.config, case.config.parallel
+    microbatches = layout.microbatches(config.train.global_batch)
     console.print(f"[bold]layout[/]    {escape(layout.describe())}: {layout.equation()}, recompute {layout.recompute}")
     console.print(f"[bold]model[/]     {case.shape.family}, {case.shape.parameters():,} parameters")
     console.print(
         f"[bold]data[/]      {config.train.global_batch} sequences of {config.data.sequence_length} tokens a step: "
-        f"{case.microbatches} micro-batches of {layout.micro_batch} on each of {layout.dp} replicas"
+        f"{microbatches} micro-batches of {layout.micro_batch} on each of {layout.dp} replicas"
     )
     own = config.optimizer.name + " and clipping" * (config.optimizer.clip_norm > 0)
     console.print(
@@ -52,7 +38,7 @@ def print_verdict(
     tolerance = TOLERANCES[case.config.train.precision]
     if verdict.table:
         console.print(_uneven(case, facts))
-        console.print(_table(case, verdict))
+        console.print(_table(case, verdict, facts))
     if not verdict.findings:
         console.print(
             f"[bold green]the same[/]  as {_reference(case)}: every gradient to {verdict.worst_gradient:.1e} "
@@ -84,22 +70,14 @@ def _uneven(case: Case, facts: dict[str, list[StepFacts]]) -> str:
     return f"[bold]tokens[/]    that count in step 0, by replica: {', '.join(map(str, counts))} (of {of} in all)"
 
 
-def _table(case: Case, verdict: Verdict) -> Table:
+def _table(case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]]) -> Table:
+    """The largest errors, in the order of the model."""
     own = case.config.optimizer.name
-    columns = {
-        "gradient": ["gradient"],
-        "weight, plain SGD": [f"weight {PLAIN}"],
-        f"weight, {own}": [f"weight {own}"],
-    }
-    table = Table(title="largest relative error", title_justify="left", title_style="bold")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    rows = {row for row, _ in verdict.table}
-    for row in [row for row in _ROWS if row in rows] + sorted(rows - {*_ROWS}):
-        cells = []
-        for keys in columns.values():
-            errors = [verdict.table[row, key] for key in keys if (row, key) in verdict.table]
-            cells.append(f"{max(errors):.1e}" if errors else "")
-        table.add_row(row, *cells)
+    columns = {"gradient": "gradient", "weight, plain SGD": f"weight {PLAIN}", f"weight, {own}": f"weight {own}"}
+    table = Table("", title="largest relative error", title_justify="left", title_style="bold")
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for row in dict.fromkeys(["loss", "gradient norm", *map(row_of, facts[PLAIN][0].gradients)]):
+        errors = [verdict.table.get((row, column)) for column in columns.values()]
+        table.add_row(row, *("" if error is None else f"{error:.1e}" for error in errors))
     return table

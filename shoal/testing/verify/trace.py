@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
 
-PHASES = ("forward", "backward")
-
 
 def traced_modules(layers: int) -> list[str]:
     """The modules that are watched, in the order in which forward finishes them."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.terminal import progress_bar
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
-from shoal.testing.verify.compare import Finding
+from shoal.testing.verify.compare import Finding, Verdict
 from shoal.testing.verify.draw import draw_run, draw_run_of
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.report import print_case, print_verdict
@@ -29,7 +31,7 @@ FAILURES = Path("verify-failures")
 """Where drawn runs that differ are written, to be verified alone."""
 
 _DRAWN_RANKS = 8
-_LINE_EVERY = 20
+_LINE_EVERY = 20  # layouts, where there is no bar
 # Weights, whole and reduced gradients, two moments and what is read of the reference; float64.
 _BYTES_PER_PARAMETER = 8 * 6
 
@@ -49,6 +51,12 @@ class Verification:
     differing: int
     worst_gradient: float
     findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Verification:
+        """Sum up the verdicts, one for each layout."""
+        differing, worst = sum(bool(v.findings) for v in verdicts), max(v.worst_gradient for v in verdicts)
+        return cls(len(verdicts), differing, worst, tuple(finding for v in verdicts for finding in v.findings))
 
     @property
     def same(self) -> bool:
@@ -100,12 +108,7 @@ def verify(
     rules = _rules(rule)
     with Pool(_DRAWN_RANKS) as pool:
         found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
-    return Verification(
-        sum(each.layouts for each in found),
-        sum(each.differing for each in found),
-        max(each.worst_gradient for each in found),
-        tuple(finding for each in found for finding in each.findings),
-    )
+    return Verification.of([verdict for verdicts in found for verdict in verdicts])
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ def _verify_run(
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
     if plant and not verdict.findings:
         console.print(f"[bold]planted[/]   {plant} does not show here. {_needs(FAULTS[plant])}")
-    return Verification(1, int(bool(verdict.findings)), verdict.worst_gradient, tuple(verdict.findings))
+    return Verification.of([verdict])
 
 
 def _check_size(case: Case) -> None:
@@ -201,22 +204,21 @@ def _rules(given: str | None) -> list[str | None]:
 
 def _verify_drawn(
     console: Console, pool: Pool, count: int, steps: int, seed: int, optimizer: str | None
-) -> Verification:
+) -> list[Verdict]:
     """Verify drawn runs; print those that differ, and a line of all."""
-    start, differing, worst = time.monotonic(), 0, 0.0
-    findings: list[Finding] = []
+    start, differing, verdicts = time.monotonic(), 0, list[Verdict]()
     what, key = (f"{optimizer}: ", f"{optimizer}:") if optimizer else ("", "")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{what}layouts drawn from seed {seed}", total=count)
+    bar = progress_bar(f"{what}layouts drawn from seed {seed}") if console.is_terminal else nullcontext()
+    with bar as show:
         for i in range(count):
+            if show:
+                show(i / count, f"{i} of {count}, {differing} differ")
             choose = Random(f"{key}{seed}:{i}").choice
             run = draw_run_of(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
             verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
-            worst = max(worst, verdict.worst_gradient)
+            verdicts.append(verdict)
             if verdict.findings:
                 differing += 1
-                findings += verdict.findings
                 FAILURES.mkdir(exist_ok=True)
                 file = FAILURES / f"{f'{optimizer}-' if optimizer else ''}seed-{seed}-draw-{i}.toml"
                 save_config(run, file)
@@ -224,12 +226,11 @@ def _verify_drawn(
                     f"[bold red]differs[/]  {run.parallel.describe()}: {verdict.findings[0].text}\n"
                     f"         again: shoal verify {file}"
                 )
-            progress.advance(task)
-            if not console.is_terminal and (i + 1) % _LINE_EVERY == 0:  # where there is no bar
+            if not show and (i + 1) % _LINE_EVERY == 0:
                 console.print(f"{i + 1} of {count} layouts, {differing} differ, {time.monotonic() - start:.0f} s")
     colour = "red" if differing else "green"
     console.print(
         f"[bold {colour}]{what}{count} layouts, {differing} differ[/]; largest relative error of a gradient "
-        f"{worst:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
+        f"{Verification.of(verdicts).worst_gradient:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
     )
-    return Verification(count, differing, worst, tuple(findings))
+    return verdicts

@@ -14,7 +14,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.parallel.zero import bucket, zero_engine
 from shoal.spec.config import RunConfig
 from shoal.testing.verify.case import prepare
-from shoal.testing.verify.rank import synthetic
+from shoal.testing.verify.reference import synthetic
 from shoal.training.step.engine import Engine
 
 

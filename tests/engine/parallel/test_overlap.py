@@ -12,7 +12,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
-from shoal.testing.verify.rank import synthetic
+from shoal.testing.verify.reference import synthetic
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from tests.testing.verify.runs import small_run

@@ -53,7 +53,7 @@ def test_a_trial_passes(name, chaos, capfd):
         chaos.log.write_text(chaos.log.read_text() + out + err)
     judged_without = {f"no message says {KINDS[name].says!r}"}  # the log was filled only now
     assert set(trial.problems) <= judged_without, trial.problems
-    if KINDS[name].deed not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the server began
+    if KINDS[name].effect not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the server began
         assert _says(KINDS[name].says, err)
 
 
@@ -69,7 +69,7 @@ def test_another_last_state_is_found(chaos, tmp_path):
     changed = chaos.config.model_copy(update={"train": chaos.config.train.model_copy(update={"seed": 1})})
     same, chaos.config = chaos.config, changed
     try:
-        assert chaos._supervise(other, {}) == 0
+        assert chaos._supervise(other) == 0
     finally:
         chaos.config = same
     for rounding in (None, ROUGH):

@@ -19,8 +19,8 @@ NAME = "layers.0.mlp.experts.up"
 def found_with(gradients: dict[str, float], wrong: dict[str, float], precision: str = "fp64") -> list[str]:
     """Places that differ, where the reference's largest elements and the differences are these."""
     nothing = torch.zeros(0, 3)
-    fact = StepFacts(1.0, 1.0, (1,), nothing, {}, nothing, gradients, {"head.weight": 1.0})
-    step = RankStep(1.0, 1.0, [[0]], nothing, {}, nothing, {f"gradient/{name}": d for name, d in wrong.items()})
+    fact = StepFacts(1.0, 1.0, nothing, {}, nothing, (1,), gradients, {"head.weight": 1.0})
+    step = RankStep(1.0, 1.0, nothing, {}, nothing, [[0]], {f"gradient/{name}": d for name, d in wrong.items()})
     box = Box.whole((1,))
     held = [(name, (1,), box, True) for name in gradients if "[" not in name]
     report = RankReport("rank 0", 0, held, {("plain-sgd", 0): step})
@@ -44,7 +44,7 @@ def test_an_expert_without_tokens_has_no_gradient(difference: float, places: lis
 def test_a_rank_says_which_expert_differs(tmp_path) -> None:
     """Of a box that begins at expert 1 and of a run of numbers in expert 3, as shards are cut."""
     whole = torch.arange(24.0, dtype=torch.float64).view(4, 3, 2)
-    save_file({f"gradient/{NAME}": whole}, tmp_path / "step")
+    save_file({f"gradient/{NAME}": whole, f"weight/{NAME}": whole.clone()}, tmp_path / "step")
     middle, rest = Box((1, 0, 0), (2, 3, 2)), Box((3, 1, 0), (1, 1, 2))
     pieces = [Piece((4, 3, 2), box, whole[box.slices].clone()) for box in (middle, rest)]
     pieces[0].tensor[1, 2, 0] += 0.25
@@ -54,6 +54,6 @@ def test_a_rank_says_which_expert_differs(tmp_path) -> None:
         assert found == {f"gradient/{NAME}": 0.5} | {
             expert_name(f"gradient/{NAME}", e): off for e, off in ((1, 0.0), (2, 0.25), (3, 0.5))
         }
-        assert differences(file, "gradient", NAME, [Piece((3, 3, 2), middle, pieces[0].tensor)], kind="in use") == {
+        assert differences(file, "in use", NAME, [Piece((3, 3, 2), middle, pieces[0].tensor)]) == {
             f"in use/{NAME}": math.inf
         }
