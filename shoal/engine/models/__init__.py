@@ -1,1 +1,1 @@
-"""Plain single-device transformers: nothing here knows that training is distributed."""
+"""Single-device transformers in plain PyTorch, independent of how training is distributed."""

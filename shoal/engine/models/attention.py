@@ -1,4 +1,4 @@
-"""The core of attention, rotary positions and masks: what has no parameters."""
+"""Attention without parameters: scaled dot products, rotary positions and masks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shoal.engine.models.products import backward_of_small_blocks, of_small_bloc
 
 Kernel = Literal["sdpa", "explicit"]
 
-# Blocks of queries in attention written out: more of them skip more scores, but small products are slow.
+# Limits of the query blocks in explicit attention: more blocks skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, causal or under a mask; query heads share key/value heads in groups.
+    """Scaled dot-product attention, softmax(q k^T / sqrt(d)) v, causal or masked, with grouped query heads.
 
     Args:
         kernel: "sdpa" for torch's fused kernels, "explicit" for matrix products and a softmax (`shoal bench attention`
@@ -30,13 +30,13 @@ class AttentionCore(nn.Module):
         self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             q: [b, a, s, d].
             k, v: [b, k, t, d].
-            mask: [b or 1, 1, s, t] bool, True where attention is allowed, and never to a later token; None is causal,
-                with t = s.
+            mask: [b or 1, 1, s, t] bool, True where attention is allowed. It must be causal. None means causal with t =
+                s.
 
         Returns:
             [b, a, s, d].
@@ -44,7 +44,7 @@ class AttentionCore(nn.Module):
         if self.kernel == "explicit":
             return explicit_attention(q, k, v, mask)
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # There the kernels that take masks or float32 know no groups, but for one that writes all scores out.
+            # On CUDA, grouped heads with a mask or float32 fall back to the kernel that stores all scores.
             k, v = per_head(q, k), per_head(q, v)
         with of_small_blocks(k):
             out = F.scaled_dot_product_attention(
@@ -54,16 +54,16 @@ class AttentionCore(nn.Module):
 
 
 def per_head(q: Tensor, k: Tensor) -> Tensor:
-    """Keys or values, [b, k, t, d], for every query head of q, [b, a, s, d]: [b, a, t, d]."""
+    """Repeat keys or values [b, k, t, d] for each query head of q [b, a, s, d]: -> [b, a, t, d]."""
     groups = q.shape[1] // k.shape[1]
     return k if groups == 1 else k.repeat_interleave(groups, dim=1)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention written out; shapes as in `AttentionCore`, masks causal. The scores take up to b a s t numbers.
+    """Compute attention by matrix products and a softmax; shapes as in `AttentionCore`.
 
-    The queries come in blocks, the first of which leave out the keys that only later tokens see: with two blocks a
-    quarter of the scores is never computed, with four three eighths.
+    The mask must be causal. Queries are processed in blocks; a block skips the keys that only later tokens see. Two
+    blocks save a quarter of the scores, four save three eighths. The scores take up to b a s t elements.
     """
     b, a, s, d = q.shape
     kv, t = k.shape[1:3]
@@ -74,10 +74,10 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     for start in range(0, s, rows):
         stop = min(start + rows, s)
         n, seen = stop - start, t - s + stop
-        # The query heads that share a key head become rows of one product, so that no key is copied.
+        # Query heads that share a key head become rows of one product, so no key is copied.
         queries = q[:, :, :, start:stop].reshape(b, kv, groups * n, d)
         scores = (queries @ k[:, :, :seen].transpose(2, 3)).view(b, kv, groups, n, seen)
-        # Added, not filled in: the compiler then makes one pass over the scores, and backward needs no mask.
+        # Adding a bias instead of filling lets the compiler use one pass over the scores; backward needs no mask.
         bias = torch.full((n, seen), -math.inf, dtype=q.dtype, device=q.device)
         if mask is None:
             bias = bias.triu(seen - n + 1)
@@ -89,7 +89,7 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 
 
 def rotary_table(positions: Tensor, d: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
+    """Return cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
     angles = torch.outer(positions.to(exact), frequencies)
@@ -97,15 +97,15 @@ def rotary_table(positions: Tensor, d: int, theta: float, dtype: torch.dtype) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + d/2]) by each position's angles. x: [b, a, s, d]."""
-    if torch.compiler.is_compiling():  # fused as it is
+    """Rotate the pairs (x[i], x[i + d/2]) by the angles of each position. x: [b, a, s, d]."""
+    if torch.compiler.is_compiling():  # the compiler fuses this form
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """Half the passes that autograd would make; the gradient turns back by the same angles."""
+    """Rotation with half of autograd's memory passes; backward rotates by the negative angles."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,21 +127,21 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Positions(nn.Module):
-    """The places in their sequences of the tokens that a model is given."""
+    """Positions of the input tokens in their sequences."""
 
     def forward(self, start: int, s: int, device: torch.device) -> Tensor:
-        """[s] int64, for s tokens after ``start`` others."""
+        """Return the positions of s tokens that follow ``start`` others: [s] int64."""
         return torch.arange(start, start + s, device=device)
 
 
 class Mask(nn.Module):
-    """What the tokens that a model is given may attend to."""
+    """Attention mask of the input tokens."""
 
     def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
-        """As `AttentionCore` takes it, for s tokens after ``start`` others.
+        """Return the mask for `AttentionCore` of s tokens that follow ``start`` others.
 
         Args:
-            documents: [b, t >= start + s] number of the document of each token; attention stays inside it.
+            documents: [b, t >= start + s] document number of each token; attention stays inside a document.
         """
         if documents is not None:
             return document_mask(documents[:, : start + s], s)
@@ -149,12 +149,12 @@ class Mask(nn.Module):
 
 
 def causal_mask(s: int, t: int, device: torch.device) -> Tensor:
-    """[s, t] bool: the last s of t tokens see themselves and all before them."""
+    """Return the mask [s, t] bool in which the last s of t tokens see themselves and all earlier tokens."""
     return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
 
 
 def document_mask(documents: Tensor, s: int) -> Tensor:
-    """Causal, and inside one document, for the last s tokens: [b, t] -> [b, 1, s, t] bool, True where allowed."""
+    """Return the causal mask within documents for the last s tokens: [b, t] -> [b, 1, s, t] bool."""
     t = documents.shape[1]
     same = documents[:, t - s :].unsqueeze(2) == documents.unsqueeze(1)  # [b, s, t]
     return (same & causal_mask(s, t, documents.device)).unsqueeze(1)

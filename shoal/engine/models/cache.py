@@ -1,8 +1,7 @@
-"""What attention keeps of the tokens it has seen, so that a sequence can be computed a slice at a time.
+"""Key/value cache that lets a model compute a sequence one slice at a time.
 
-Generation is the well-known use: each new token is a slice of one. Training pipelines slices of a sequence over the
-stages of a model (Li et al. 2021, "TeraPipe"): there gradients flow back through what is kept, from later slices to
-earlier ones.
+In generation each new token is a slice. Training can pipeline slices of a sequence over the stages of a model
+(Li et al. 2021, "TeraPipe"): gradients then flow through the cache from later slices to earlier ones.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from torch import Tensor, nn
 
 
 class Slice:
-    """One slice of some sequences: the keys and values that it finds, and those that it leaves to the next.
+    """Cached keys and values of one slice of some sequences.
 
-    What a slice finds are leaves of autograd, so that its backward ends there, whatever the slices before it still
-    have to do. Backward takes the slices from the last to the first, each from its own output and from what it left::
+    Keys and values from earlier slices are autograd leaves, so the backward of a slice ends there. Run backward from
+    the last slice to the first, each from its own output and from the keys and values it passed on::
 
         torch.autograd.backward([loss, *last.left()], [None, *last.gradients()])
         torch.autograd.backward([loss, *first.left()], [None, *first.gradients()])
 
     Args:
-        before: the slice before, computed by the same modules; None for the first.
+        before: the previous slice, computed by the same modules; None for the first.
 
     Attributes:
-        start, stop: its tokens, counted in the whole sequence (``stop`` once a model is given them).
-        found: by attention module, keys and values of the tokens before, [b, k, start, d] each; of fewer tokens where
-            not all pass through its layer.
+        start, stop: token range in the full sequence (``stop`` is set by the model's forward).
+        found: keys and values of earlier tokens by attention module, [b, k, start, d] each; fewer tokens in layers
+            that some tokens skip.
     """
 
     def __init__(self, before: Slice | None = None):
@@ -37,33 +36,33 @@ class Slice:
         self._next: Slice | None = None
         if before:
             before._next = self
-            for attention, (k, v) in (before.found | before._left).items():  # a layer may have had nothing to compute
+            for attention, (k, v) in (before.found | before._left).items():  # a layer may compute nothing
                 self.found[attention] = _leaf(k), _leaf(v)
 
     def extend(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all tokens up to the slice's end that passed here, [b, k, start + s, d] each.
+        """Append the slice's keys and values to the cached ones and return both, [b, k, start + s, d] each.
 
         Args:
-            attention: who asks.
-            k, v: of the slice's own tokens, [b, k, s, d] each.
+            attention: the attention module, which is the cache key.
+            k, v: keys and values of the slice's own tokens, [b, k, s, d] each.
         """
         if attention in self.found:
             past_k, past_v = self.found[attention]
             k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
-        # A layer that is computed again, in backward, leaves nothing anew.
+        # Recomputation in backward must not replace the stored tensors.
         self._left.setdefault(attention, (k, v))
         return k, v
 
     def kept(self, attention: nn.Module) -> int:
-        """Of how many tokens before this slice it has keys and values."""
+        """Return the number of earlier tokens whose keys and values are cached."""
         return self.found[attention][0].shape[2] if attention in self.found else 0
 
     def left(self) -> list[Tensor]:
-        """What later slices found of this one, where backward starts besides the output; none for the last slice."""
+        """Return the tensors passed to the next slice, which are extra roots of backward; empty for the last slice."""
         return [x for pair in self._left.values() for x in pair] if self._next else []
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients of `left`, once the next slice's backward is done; None for what it has none of."""
+        """Return the gradients of `left` after the next slice's backward; None where a tensor has none."""
         return [x.grad for pair in self._next.found.values() for x in pair] if self._next else []
 
 

@@ -1,4 +1,4 @@
-"""What every layer of one forward pass shares."""
+"""Inputs shared by all layers of one forward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal.engine.models.experts.router import RoutingContext
 
 
 class Context(NamedTuple):
-    """What every layer of one forward pass shares."""
+    """Inputs shared by all layers of one forward pass."""
 
-    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] where each sequence has its own places
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] if positions differ between sequences
     mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
-    part: Slice | None = None  # keys and values of the tokens before, where the sequence comes in slices: t = start + s
+    part: Slice | None = None  # cache of earlier tokens if the sequence comes in slices: t = start + s
     routing: RoutingContext = RoutingContext()
-    documents: Tensor | None = None  # [b, s], whose tokens the mask keeps apart
+    documents: Tensor | None = None  # [b, s] document numbers, separated by the mask

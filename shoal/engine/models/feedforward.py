@@ -1,4 +1,4 @@
-"""The dense feed-forward blocks of both families."""
+"""Dense feed-forward blocks of both model families."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.spec.catalog import ModelShape
 
 
 class SwiGLU(nn.Module):
-    """The gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
+    """Gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
@@ -24,7 +24,7 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward block of GPT-2: down(gelu(up x))."""
+    """Feed-forward block of GPT-2: down(gelu(up x))."""
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()

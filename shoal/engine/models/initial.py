@@ -1,7 +1,7 @@
-"""Initial values that depend on (seed, parameter name, index) alone.
+"""Initial values as a function of (seed, parameter name, index).
 
-A rank can therefore fill any part of any parameter without drawing the rest, and every layout starts from the same
-model. Each element's index is hashed by a counter-based generator, so no generator state is carried.
+A rank can fill any part of any parameter without drawing the rest, and every layout starts from the same model. A
+counter-based generator hashes the index of each element, so no generator state exists.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from shoal.base.boxes import Box
 
-_BLOCK = 1 << 18  # elements at a time: the scratch memory stays in the cache, and small for any shard
+_BLOCK = 1 << 18  # elements per step: the scratch memory fits in the cache and is small for any shard
 
 
 class Initial(NamedTuple):
-    """A normal distribution; std 0 is a constant."""
+    """Parameters of a normal distribution; std 0 is a constant."""
 
     mean: float
     std: float
@@ -29,10 +29,10 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
     """Write the initial values of one box of a parameter.
 
     Args:
-        out: receives them, of shape ``box.shape``; any float dtype, any device.
-        name: the parameter's name in the whole model.
-        whole: the parameter's whole shape.
-        box: which part of it ``out`` is.
+        out: destination of shape ``box.shape``; any float dtype, any device.
+        name: name of the parameter in the full model.
+        whole: global shape of the parameter.
+        box: part of the parameter that ``out`` holds.
     """
     if initial.std == 0:
         out.fill_(initial.mean)
@@ -47,19 +47,20 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
 
 
 def key_of(seed: int, name: str) -> int:
-    """The key of a stream of random numbers, a signed word."""
+    """Return the key of a random stream, a signed 64-bit integer."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers, float64, one for each int64 index: uniform ones through the distribution's inverse."""
+    """Draw standard normal float64 numbers, one per int64 index, by inverse transform of uniform ones."""
     return torch.special.ndtri(uniform(key, index))
 
 
 def uniform(key: int, index: Tensor) -> Tensor:
-    """Random numbers between 0 and 1, both excluded, float64, one for each int64 index.
+    """Draw uniform float64 numbers in the open interval (0, 1), one per int64 index.
 
-    SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of ``key + index * golden``: its top 53 bits.
+    Uses the top 53 bits of SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of ``key + index *
+    golden``.
     """
     z = index * _signed(0x9E3779B97F4A7C15) + key
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -69,7 +70,7 @@ def uniform(key: int, index: Tensor) -> Tensor:
 
 
 def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
-    """Row-major positions in the whole tensor of a box's elements, of shape ``box.shape``."""
+    """Return the row-major positions of a box's elements in the full tensor, of shape ``box.shape``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (offset, n) in enumerate(zip(box.offset, box.shape, strict=True)):
         along = torch.arange(offset, offset + n, device=device) * math.prod(whole[dim + 1 :])
@@ -78,7 +79,7 @@ def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int64's own keeps the sign."""
+    """Shift right logically; int64's own shift keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Labels drawn from the model's own distribution, whole or split over ranks by token id."""
+"""Labels drawn from the model's own distribution, with logits unsplit or split over ranks by token id."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from shoal.engine.models.initial import key_of, uniform
 
 NOBODYS = -1
-"""A label that is another rank's id: it counts in the loss, and is no id."""
+"""Label that belongs to another rank's ids; it counts in the loss."""
 
 
 def key_of_step(seed: int, step: int) -> int:
-    """The key of the draws of one step of a run."""
+    """Return the random key of one training step."""
     return key_of(seed, f"labels.{step}")
 
 
@@ -22,14 +22,14 @@ def draw(
     logits: Tensor, key: int, index: Tensor, *,
     start: int = 0, part: int = 0, gather: Callable[[Tensor], Tensor] = lambda x: x.unsqueeze(0),
 ) -> Tensor:
-    """Draw one label a token, by one uniform number of (key, index) in the cumulative distribution.
+    """Draw one label per token by inverse transform of a uniform number of (key, index).
 
     Args:
-        logits: [b, s, n] of n ids in a row; n may be 0 where there are other parts.
-        index: [b, s] int64 numbers of the tokens, the same on any layout.
-        start: the first of these ids.
-        part: which part of all ids they are.
-        gather: stacks a tensor of every part's, in order: [b, s] -> [parts, b, s].
+        logits: [b, s, n] of n consecutive ids; n may be 0 if other parts exist.
+        index: [b, s] int64 token numbers, the same on any layout.
+        start: the first id.
+        part: index of this part of the ids.
+        gather: stacks a tensor of all parts, in order: [b, s] -> [parts, b, s].
 
     Returns:
         [b, s] ids, or `NOBODYS` where the label is in another part.
@@ -38,7 +38,7 @@ def draw(
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     sums = gather(torch.logsumexp(logits, -1)) if logits.shape[-1] else gather(logits.new_full(index.shape, -torch.inf))
     ends = sums.double().softmax(0).cumsum(0)  # [parts, b, s]
-    ends.masked_fill_(ends >= ends[-1], 1.0)  # whatever the rounding of the sum: of the last part that has ids
+    ends.masked_fill_(ends >= ends[-1], 1.0)  # rounding must not leave the last non-empty part below 1
     begin = ends[part - 1] if part else torch.zeros_like(ends[0])
     number = uniform(key, index)
     mine = (begin <= number) & (number < ends[part])

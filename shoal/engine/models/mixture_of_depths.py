@@ -1,14 +1,13 @@
-"""Layers that only some tokens of a sequence pass through (Raposo et al. 2024, "Mixture-of-Depths").
+"""Mixture-of-Depths: layers that process only some tokens of a sequence (Raposo et al. 2024).
 
-A router scores every token of the residual stream, and the k highest of a sequence pass through the layer: attention,
-among each other alone, and the feed-forward block. With the score r of a token and f what the layer adds (equation 1)
+A router scores every token of the residual stream. The k highest of a sequence pass through the layer: attention among
+each other, and the feed-forward block. With score r and residual update f (equation 1):
 
-    x <- x + r f(x)   of the k highest,        x <- x   of the others
+    x <- x + r f(x)   for the k highest,        x <- x   for the others
 
-So k is known before anything is computed, and the router learns by r. But whether a token is among the k highest
-depends on those after it, so that no text could be written by this rule. A small network learns to foresee it from
-the token alone, behind a stop of the gradient (section 3.5): where a sequence comes in slices, a token passes if it
-says so.
+So k is known in advance, and the router learns through r. But the k highest depend on later tokens, which rules out
+generation. A small network therefore learns to predict from the token alone whether it is chosen, with the gradient
+stopped before it (section 3.5). If a sequence comes in slices, this prediction decides.
 
 Shapes: b sequences, s tokens, k of them chosen, h hidden.
 """
@@ -30,38 +29,39 @@ from shoal.engine.models.experts.router import TokenPlaces, WithLoss
 from shoal.spec.catalog import ModelShape
 
 COUNTS = 3
-"""Numbers of a `MixtureOfDepths.tally` before the predictor's loss: tokens that it was right of, those of them that
-were chosen, and those that it expected to be."""
+"""Leading entries of a `MixtureOfDepths.tally`, before the predictor's loss: tokens predicted correctly, chosen tokens
+among them, and tokens predicted as chosen.
+"""
 
 
 class ResidualLayer(Protocol):
-    """A layer that adds something to the residual stream."""
+    """A layer that computes an update of the residual stream."""
 
     @property
     def attention(self) -> nn.Module:
-        """By which slices keep what they have seen."""
+        """Return the attention module, which is the key of the slice cache."""
 
     def residual_update(self, x: Tensor, context: Context) -> Tensor:
-        """What the layer adds: [b, s, h] -> [b, s, h]."""
+        """Return the update of the residual stream: [b, s, h] -> [b, s, h]."""
 
 
 def highest(scores: Tensor, k: int) -> Tensor:
-    """The places of each sequence's k highest scores, in their order: [b, s] -> [b, k] int64.
+    """Return the positions of each sequence's k highest scores, in ascending order: [b, s] -> [b, k] int64.
 
-    Scores that agree to `ALIKE` count as equal, and of equal ones the earlier is taken: two tokens that have seen the
-    same differ by rounding alone, which no two layouts have alike.
+    Scores that agree to `ALIKE` count as ties, and ties go to the earlier token: tokens with identical prefixes differ
+    only by rounding, which depends on the layout.
     """
     order = (scores / ALIKE).round().argsort(dim=1, descending=True, stable=True)
     return order[:, :k].sort(dim=1).values
 
 
 class TokenRoute(NamedTuple):
-    """The way of the chosen tokens of some sequences to where they are computed, and back.
+    """Route of the chosen tokens to the ranks that compute them, and back.
 
     Attributes:
-        chosen: [m], which of the b s tokens that are here are.
-        there: from these, [m, h], to those that are computed here, [b, k, h].
-        back: the other way.
+        chosen: [m] indices of the chosen tokens among the b s local tokens.
+        there: sends the local chosen tokens, [m, h], and returns the tokens to compute here, [b, k, h].
+        back: the inverse of ``there``.
     """
 
     chosen: Tensor
@@ -70,18 +70,18 @@ class TokenRoute(NamedTuple):
 
 
 class ChosenPlaces(TokenPlaces):
-    """Which tokens, and which of the chosen ones, this process has: all of them, unless it is one of several."""
+    """Tokens and chosen tokens of this process: all of them by default."""
 
     def attending(self, taken: Tensor) -> Tensor:
-        """Which of the chosen tokens attention is given here, in its order."""
+        """Return the chosen tokens that attention sees on this rank, in its order."""
         return taken
 
     def route(self, taken: Tensor, s: int) -> TokenRoute:
-        """The way of the chosen tokens.
+        """Return the route of the chosen tokens.
 
         Args:
-            taken: [b, k], their places.
-            s: tokens of each sequence that are here.
+            taken: [b, k] positions of the chosen tokens.
+            s: number of local tokens per sequence.
         """
         b, k = taken.shape
         chosen = (taken + s * torch.arange(b, device=taken.device).unsqueeze(1)).flatten()
@@ -89,16 +89,16 @@ class ChosenPlaces(TokenPlaces):
 
 
 class MixtureOfDepths(nn.Module):
-    """Decides which tokens pass through a layer, and adds what it makes of them to the residual stream.
+    """Choose the tokens that pass through a layer, and add the layer's update to the residual stream.
 
     Attributes:
-        router: [h], scores a token.
-        predictor_up, predictor_down: [p, h] and [p], foresee whether it is chosen.
-        mask: of the chosen tokens, as those of a shorter sequence.
-        places: which of them are here.
-        highest: the function of this name, which may be replaced where scores have no numbers.
-        tally: [`COUNTS` + 1] float64, what backward has counted, and the predictor's loss; None where nobody asks.
-        counts: whether its tally counts: of several ranks that have the same tokens one does.
+        router: [h] weights of the token score.
+        predictor_up, predictor_down: [p, h] and [p] weights of the network that predicts whether a token is chosen.
+        mask: attention mask of the chosen tokens, as a shorter sequence.
+        places: the chosen tokens of this process.
+        highest: the function `highest`, replaceable where scores have no values.
+        tally: [`COUNTS` + 1] float64 counts made in backward, and the predictor's loss; None if not recorded.
+        counts: whether to record the tally; of several ranks with the same tokens only one does.
     """
 
     def __init__(self, shape: ModelShape, layer: int):
@@ -115,7 +115,7 @@ class MixtureOfDepths(nn.Module):
         self.counts = True
 
     def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
-        """The residual stream behind the layer.
+        """Return the residual stream after the layer.
 
         Args:
             x: [b, s, h].
@@ -138,7 +138,7 @@ class MixtureOfDepths(nn.Module):
     def _foreseen(
         self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, part: Slice, block: ResidualLayer
     ) -> Tensor:
-        """A slice of one sequence, each token decided by itself."""
+        """Process a slice of one sequence, with the predictor's decision for each token."""
         if len(x) != 1 or context.documents is not None:
             raise ValueError("in slices not as many tokens of each sequence pass: one sequence and document only")
         index = (foreseen[0] > 0).nonzero().squeeze(1)  # [n]
@@ -154,8 +154,10 @@ class MixtureOfDepths(nn.Module):
         return scores.sigmoid() if self.depths.weight == "sigmoid" else scores
 
     def _learning(self, weights: Tensor, foreseen: Tensor, taken: Tensor, whole: Tensor, context: Context) -> Tensor:
-        """The weights, whose backward also begins that of the predictor's loss (binary cross-entropy, a mean over the
-        tokens of all sequences) and counts how often it was right."""
+        """Return the weights, with a backward that also starts the predictor's loss and counts its correct predictions.
+
+        The loss is binary cross-entropy, averaged over the tokens of all sequences.
+        """
         chosen = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, taken, True)
         chosen = self.places.own(chosen)  # [b, s]
         losses = F.binary_cross_entropy_with_logits(foreseen, chosen.to(foreseen), reduction="sum") / whole.shape[1]
@@ -167,14 +169,14 @@ class MixtureOfDepths(nn.Module):
         return WithLoss.apply(weights, losses / context.routing.sequences, counted, self)
 
     def _among(self, taken: Tensor, x: Tensor, context: Context) -> Context:
-        """What the chosen tokens share: their own places in the sequence, and none but each other to attend to."""
+        """Return the context of the chosen tokens: their original positions, and attention among each other only."""
         here = self.places.attending(taken)
         documents = None if context.documents is None else context.documents.gather(1, taken)
         mask = self.mask(0, here.shape[1], documents, x.device)
         return context._replace(rotary=self._rotary(here, x.dtype), mask=mask, documents=documents)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of [b, n] positions, each [b, 1, n, d/2]."""
+        """Return cos and sin of [b, n] positions, each [b, 1, n, d/2]."""
         if self.rotary is None:
             return None
         cos, sin = rotary_table(positions.flatten(), *self.rotary, dtype)
@@ -182,16 +184,16 @@ class MixtureOfDepths(nn.Module):
 
 
 def _added(x: Tensor, y: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-    """x with weight x row added to some of its tokens: [b, s, h] and [m, h], of the tokens ``index``, [m]."""
+    """Add weight x row to the tokens ``index`` [m] of x: [b, s, h] and rows [m, h]."""
     weight = weights.flatten().index_select(0, index).to(y.dtype).unsqueeze(-1)
     return x.flatten(0, 1).index_add(0, index, weight * y).view_as(x)
 
 
 def depths_of(model: nn.Module) -> Iterator[MixtureOfDepths]:
-    """Those of a model or a part of one, by layer."""
+    """Yield the Mixture-of-Depths modules of a model or of a part of it, in layer order."""
     return (module for module in model.modules() if isinstance(module, MixtureOfDepths))
 
 
 def begin(depths: MixtureOfDepths) -> None:
-    """Have one count from 0."""
+    """Reset the counts to 0."""
     depths.tally = torch.zeros(COUNTS + 1, dtype=torch.float64, device=depths.router.device)

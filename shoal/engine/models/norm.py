@@ -1,4 +1,4 @@
-"""Norms: torch's LayerNorm, and RMSNorm with a backward of its own."""
+"""RMSNorm with a hand-written backward for the CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shoal.engine.models.products import by_mkl
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight (Zhang & Sennrich 2019, equation 4).
+    """RMS normalisation, x / rms(x) * weight (Zhang & Sennrich 2019, equation 4).
 
-    torch's backward on the CPU takes some twenty passes over x, a fifth of its time in one division; written out it
-    takes five. The compiler fuses torch's, and its kernels keep more digits than bf16 has, so those cases stay with it.
+    On the CPU torch's backward makes about twenty passes over x and spends a fifth of its time in one division; this
+    one makes five. The compiler fuses torch's version, whose kernels keep more digits than bf16, so it is used there.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [.., h]."""
+        """Normalise the last dimension of x: [.., h]."""
         plain = x.dtype in (torch.float32, torch.float64) and self.weight is not None
         if torch.compiler.is_compiling() or not plain or x.device.type != "cpu":
             return super().forward(x)
@@ -24,7 +24,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w r x with r = (x.x / h + eps)^(-1/2), by row."""
+    """RMSNorm by row: y = w r x with r = (x.x / h + eps)^(-1/2)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        """dx = r w dy - x r^3 / h ((dy x).w), dw = sum over rows of r dy x."""
+        """Compute dx = r w dy - x r^3 / h ((dy x).w) and dw = sum over rows of r dy x."""
         x, weight, inverse = ctx.saved_tensors
         h = x.shape[-1]
         products = (gradient * x).view(-1, h)  # dy x: [rows, h]

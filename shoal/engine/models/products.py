@@ -1,12 +1,12 @@
-"""Which library multiplies float32 matrices on the CPU.
+"""Choice of the library for float32 matrix products on the CPU.
 
-torch takes MKL's products, which on AMD's processors are those for AVX2, whatever the processor can do: on Zen 5 less
-than half of its rate, on Zen 4, whose units are half as wide, nine tenths. oneDNN, which torch has for narrower
-formats, takes the widest instructions that there are. torch hands it float32 matrices where they may be rounded to
-bfloat16 on the way, and it rounds them on processors with AMX alone, which AMD's have not: `tune_products` looks.
+By default torch uses MKL, which limits AMD processors to AVX2: less than half of the peak rate on Zen 5, and nine
+tenths on Zen 4, whose vector units are half as wide. oneDNN uses the widest instructions available. torch gives float32
+matrices to oneDNN only if it may round them to bfloat16, which oneDNN does only on processors with AMX. AMD processors
+have no AMX; `tune_products` verifies that the results are exact.
 
-For each shape that it meets first oneDNN makes code, which takes 0.3 to 1.5 ms, and it is slow with vectors. What has
-ever new shapes, and what is small, is multiplied by MKL as before (`by_mkl`).
+oneDNN generates code for each new shape (0.3 to 1.5 ms) and is slow for vectors. Small products and products of
+changing shapes stay with MKL (`by_mkl`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 _CPUINFO = Path("/proc/cpuinfo")
-_EXACT = 1e-5  # relative to the largest element; bfloat16's products are off by 1e-3
-_FEW = 1 << 15  # numbers in the keys of a head, from which torch's attention kernel is no slower with oneDNN
+_EXACT = 1e-5  # relative to the largest element; errors of bfloat16 are 1e-3
+_FEW = 1 << 15  # elements in the keys of a head; from here on torch's attention kernel is not slower with oneDNN
 
 _by_onednn = False
 
 
 def tune_products() -> bool:
-    """Have oneDNN make this process's float32 products where it is known to be faster; returns whether it does."""
+    """Use oneDNN for this process's float32 products where it is known to be faster; return whether it is used."""
     if not (torch.backends.mkldnn.is_available() and _multiplies_faster()):
         return False
     _choose(onednn=True)
@@ -37,7 +37,7 @@ def tune_products() -> bool:
 
 @contextmanager
 def by_mkl() -> Iterator[None]:
-    """Float32 products inside are MKL's, in all threads of the process."""
+    """Use MKL for float32 products inside this context, in all threads of the process."""
     if not _by_onednn or torch.compiler.is_compiling():
         yield
         return
@@ -49,13 +49,15 @@ def by_mkl() -> Iterator[None]:
 
 
 def of_small_blocks(k: Tensor) -> AbstractContextManager:
-    """As `by_mkl`, for torch's attention kernel over some keys, [b, k, t, d], if they are few: the products of its
-    blocks are then so small that a call of oneDNN's takes longer."""
+    """Return `by_mkl` for torch's attention kernel if the keys [b, k, t, d] are few, else a null context.
+
+    The blocks of few keys are so small that the call overhead of oneDNN dominates.
+    """
     return by_mkl() if _few(k) else nullcontext()
 
 
 def backward_of_small_blocks(out: Tensor, k: Tensor) -> Tensor:
-    """As `of_small_blocks`, for the backward of what the kernel made, which is returned."""
+    """Apply `of_small_blocks` to the backward of the kernel's output, and return the output."""
     node = out.grad_fn
     if node is not None and _by_onednn and _few(k) and not torch.compiler.is_compiling():
         node.register_prehook(lambda gradients: _choose(onednn=False))
@@ -70,11 +72,11 @@ def _few(k: Tensor) -> bool:
 def _choose(*, onednn: bool) -> None:
     global _by_onednn
     _by_onednn = onednn
-    torch.set_float32_matmul_precision("medium" if onednn else "highest")  # in the words that torch has for it
+    torch.set_float32_matmul_precision("medium" if onednn else "highest")  # torch's names for these modes
 
 
 def _multiplies_faster() -> bool:
-    """A processor of AMD's with AVX-512."""
+    """Return whether the processor is an AMD one with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _CPUINFO.exists():
         return False
     lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())

@@ -1,11 +1,11 @@
-"""A decoder-only transformer, in the two families that published models come in.
+"""Decoder-only transformer in the families llama and gpt.
 
 - ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023).
 - ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
 
 Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, v vocabulary.
-The model is plain PyTorch. It can be built on the meta device, and any of ``embed``, ``layers.*`` and ``norm, head``
-can be taken out of it: what remains runs as one pipeline stage.
+The model is plain PyTorch and can be built on the meta device. Removing any of ``embed``, ``layers.*`` and ``norm,
+head`` leaves a valid pipeline stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shoal.spec.layout import Recompute
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads.
 
-    The number of heads is read off the projections' outputs, so that it may be any part of the model's heads.
+    The number of heads is derived from the output of the projections, so the module works on any subset of the heads.
     """
 
     def __init__(self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False):
@@ -69,13 +69,13 @@ class Attention(nn.Module):
 
 
 def norm(shape: ModelShape) -> nn.Module:
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm, by family."""
+    """Return RMSNorm (Zhang & Sennrich 2019) for llama, else LayerNorm."""
     kind = RMSNorm if shape.family == "llama" else nn.LayerNorm
     return kind(shape.hidden, eps=shape.norm_eps)
 
 
 class Block(nn.Module):
-    """One transformer layer, norms before (Xiong et al. 2020)."""
+    """One transformer layer with pre-normalisation (Xiong et al. 2020)."""
 
     def __init__(self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", recompute: Recompute = "none"):
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
         return x + self._feed_forward(x, context)
 
     def residual_update(self, x: Tensor, context: Context) -> Tensor:
-        """What the layer adds to the residual stream."""
+        """Return the layer's update of the residual stream."""
         y = self.attention(self.attention_norm(x), context)
         return y + self._feed_forward(x + y, context)
 
@@ -110,13 +110,13 @@ class Block(nn.Module):
 
 
 def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
-    """Call a function whose activations are computed again in backward instead of kept (Chen et al. 2016)."""
-    # There is no dropout, so no generator state to restore.
+    """Call a function and recompute its activations in backward instead of storing them (Chen et al. 2016)."""
+    # Without dropout there is no generator state to restore.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class Embedding(nn.Module):
-    """Token embeddings, plus learned positions in the gpt family."""
+    """Token embeddings, with learned positions in the gpt family."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -129,9 +129,9 @@ class Embedding(nn.Module):
 
 
 class Blocks(nn.ModuleDict):
-    """The layers that are here, by their numbers in the whole model."""
+    """Layers of this stage, keyed by layer number in the full model."""
 
-    if TYPE_CHECKING:  # what they are; torch's own methods give them
+    if TYPE_CHECKING:  # element types; torch implements the methods
 
         def __getitem__(self, key: str) -> Block: ...
         def values(self) -> ValuesView[Block]: ...
@@ -139,14 +139,14 @@ class Blocks(nn.ModuleDict):
 
 
 class Transformer(nn.Module):
-    """The whole model, or what a pipeline stage keeps of it (absent parts are None or missing from ``layers``).
+    """Full model, or one pipeline stage of it (absent parts are None or missing from ``layers``).
 
     Args:
-        kernel: of attention (`AttentionCore`).
-        recompute: which activations are computed again in backward instead of kept: of whole layers (full), or of the
-            core of attention, whose scores take the most memory for the fewest FLOPs (selective: Korthikanti et al.
-            2022, section 5).
-        seed: of the draws that gates make in training.
+        kernel: attention kernel (`AttentionCore`).
+        recompute: activations to recompute in backward instead of storing: of full layers ("full"), or of the attention
+            core, whose scores take the most memory for the fewest FLOPs ("selective": Korthikanti et al. 2022,
+            section 5).
+        seed: random seed of the gates in training.
     """
 
     def __init__(
@@ -175,22 +175,21 @@ class Transformer(nn.Module):
         sequences: float = 1,
         labels: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Run the parts that are here.
+        """Run the parts that this stage holds.
 
         Args:
             tokens: [b, s] int64 ids.
             targets: [b, s] int64, `IGNORE` where the loss does not count.
-            documents: [b, s] numbers of the documents packed in each sequence; attention stays inside each.
-            hidden: [b, s, h], the output of the layers before, where ``embed`` is absent.
-            part: the slice of the sequences that the tokens are, if these do not come whole; `documents` still are of
-                all their tokens.
-            samples: [b] int64, which samples of the data the sequences are, from which gates with chance in them draw;
-                None (validation, sampling) has no chance.
-            sequences: of the whole batch, over which the losses of routers are a mean.
-            labels: makes the targets that the loss is of from (logits, targets).
+            documents: [b, s] document number of each token in packed sequences; attention stays inside a document.
+            hidden: [b, s, h] output of the previous layers, required if ``embed`` is absent.
+            part: the slice that the tokens form, if sequences come in slices; `documents` still covers all tokens.
+            samples: [b] int64 sample index of each sequence in the data, which seeds random gates; None (validation,
+                generation) disables randomness.
+            sequences: number of sequences in the global batch, over which router losses are averaged.
+            labels: computes the loss targets from (logits, targets).
 
         Returns:
-            The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] with no head.
+            The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] without a head.
         """
         positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
@@ -220,9 +219,9 @@ class Transformer(nn.Module):
 
 
 def initial(name: str, shape: ModelShape) -> Initial:
-    """How a parameter of `Transformer` starts, by name: ones for norms, zeros for biases, else normal(0, 0.02).
+    """Return the initial distribution of a parameter: ones for norms, zeros for biases, else normal(0, 0.02).
 
-    Projections back into the residual stream start smaller by sqrt(2 L) (Radford et al. 2019, section 2.3).
+    Projections into the residual stream have a std smaller by sqrt(2 L) (Radford et al. 2019, section 2.3).
     """
     if name.endswith("bias"):
         return Initial(mean=0.0, std=0.0)
@@ -237,7 +236,7 @@ def initial(name: str, shape: ModelShape) -> Initial:
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Fill a whole model with the initial values of ``seed``, the same as any layout starts from."""
+    """Fill an unsharded model with the initial values of ``seed``, which are the same for every layout."""
     for name, parameter in model.named_parameters():
         whole = tuple(parameter.shape)
         start = initial(name, model.shape)

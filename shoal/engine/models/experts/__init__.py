@@ -1,1 +1,1 @@
-"""Mixtures of experts on one device: who gets which token (`gates`, `router`), and what is done with it (`grouped`)."""
+"""Mixture of experts on one device: routing (`gates`, `router`) and the expert computation (`grouped`)."""

@@ -1,4 +1,4 @@
-"""What routers have counted in a step, and the biases that it moves."""
+"""Token counts and bias updates of routers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shoal.engine.models.experts.router import SUMS, Router
 
 
 def routers_of(model: nn.Module) -> Iterator[Router]:
-    """The routers of a model or a part of one, by layer."""
+    """Yield the routers of a model or of a part of it, in layer order."""
     return (module for module in model.modules() if isinstance(module, Router))
 
 
 def begin(router: Router) -> None:
-    """Have a router count from 0."""
+    """Reset a router's training counts to 0."""
     router.tally = _zeros(router)
 
 
 def begin_validation(router: Router) -> None:
-    """Have a router count from 0 what passes forward alone."""
+    """Reset a router's validation counts to 0; they count forward passes without a backward."""
     router.validated = _zeros(router)
 
 
@@ -30,10 +30,10 @@ def _zeros(router: Router) -> Tensor:
 
 
 def drop_nothing(model: nn.Module) -> None:
-    """Have every expert take all tokens that it is chosen for.
+    """Remove the capacity limit of all experts, for inference.
 
-    A capacity is a part of a whole sequence, which a text that is being written is not yet; inference goes without
-    (as Gale et al. 2023 do in training too).
+    Capacity is a fraction of a full sequence, and a sequence being generated is not complete. Gale et al. 2023 drop no
+    tokens in training either.
     """
     for router in routers_of(model):
         router.experts = router.experts.model_copy(update={"capacity_factor": 0.0})
@@ -41,10 +41,10 @@ def drop_nothing(model: nn.Module) -> None:
 
 @torch.no_grad()
 def rebalance(router: Router, loads: Tensor) -> None:
-    """After a step, favour the experts that got fewer tokens than the mean (Wang et al. 2024, algorithm 1).
+    """Raise the bias of experts with fewer tokens than the mean (Wang et al. 2024, algorithm 1); call once a step.
 
     Args:
-        loads: [E], tokens that each got, of the whole batch.
+        loads: [E] tokens per expert in the global batch.
     """
     if router.bias is not None:
         router.bias += router.experts.bias_update * torch.sign(loads.mean() - loads).to(router.bias)

@@ -1,9 +1,8 @@
-"""Which experts get which tokens: one function for each way to decide it.
+"""Gates of a mixture of experts: assign tokens to experts from router logits.
 
-Each takes the router's logits of whole sequences, [b, s, E], and decides for each sequence alone, so that no other
-sequence of the batch, and no way to split the batch over devices, changes what a token computes (a sequence is a
-"group" of Lepikhin et al. 2020, section 3.2). Of equal scores the expert, or the token, with the lower index comes
-first. Shapes: b sequences, s tokens, E experts, k experts per token.
+Each gate takes logits [b, s, E] of full sequences and decides per sequence (a "group" of Lepikhin et al. 2020, section
+3.2). The result of a token therefore depends neither on other sequences nor on how the batch is split over devices.
+Ties go to the lower index of expert or token. Shapes: b sequences, s tokens, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from shoal.spec.catalog import Experts
 
 
 class Choice(NamedTuple):
-    """What a gate decides.
+    """Result of a gate.
 
     Attributes:
-        weights: [b, s, E] of each expert's output in a token's, 0 where it is not chosen.
-        chosen: [b, s, E] bool, the tokens that each expert gets.
-        dropped: [b, s] int64, how many experts a token was meant for that had no room for it (expert-choice: 1 for a
-            token that no expert chose).
-        balance: [b] the loss that is least where all experts get the same.
+        weights: [b, s, E] weight of each expert's output for each token, 0 where not chosen.
+        chosen: [b, s, E] bool, True where the expert processes the token.
+        dropped: [b, s] int64 number of a token's experts that were full (expert-choice: 1 for a token that no expert
+            chose).
+        balance: [b] load-balancing loss, minimal at equal loads.
     """
 
     weights: Tensor
@@ -34,11 +33,13 @@ class Choice(NamedTuple):
     balance: Tensor
 
 
-ALIKE = 2.0**-20  # of a share; fp32 has 24 bits
+ALIKE = 2.0**-20  # relative to a share; fp32 has 24 bits
 
 
 def capacity(experts: Experts, s: int) -> int | None:
-    """Tokens of a sequence that one expert takes, ceil(f k s / E) (Fedus et al. 2022, equation 3); None for any number.
+    """Return the tokens of a sequence that one expert takes, or None if unlimited.
+
+    It is ceil(f k s / E) (Fedus et al. 2022, equation 3).
 
     >>> capacity(Experts(count=8, per_token=2, ffn=1, capacity_factor=1.25), 100)
     32
@@ -49,15 +50,15 @@ def capacity(experts: Experts, s: int) -> int | None:
 
 
 def _rounded_up(tokens: float) -> int:
-    """1.05 x 6 x 1280 / 8 is 1008, and a little more in floating point."""
+    """Round up, tolerating float error: 1.05 x 6 x 1280 / 8 is 1008, but evaluates to slightly more."""
     return math.ceil(round(tokens, 6))
 
 
 def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choice:
-    """The k experts with the highest scores (Jiang et al. 2024, section 2.1; DeepSeek-AI 2024, equations 12 to 20).
+    """Choose the k experts with the highest scores (Jiang et al. 2024, section 2.1; DeepSeek-AI 2024, eqs. 12 to 20).
 
     Args:
-        bias: [E], added to the scores in choosing alone.
+        bias: [E] added to the scores for the selection only.
     """
     scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
     ranks = _highest(scores if bias is None else scores + bias.to(scores.dtype), experts.per_token)
@@ -71,7 +72,7 @@ def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choic
 
 
 def switch(logits: Tensor, experts: Experts) -> Choice:
-    """The one expert with the highest score, while it has room (Fedus et al. 2022, sections 2.1 and 2.2)."""
+    """Choose the expert with the highest score, up to its capacity (Fedus et al. 2022, sections 2.1 and 2.2)."""
     shares = logits.softmax(-1)
     ranks = _highest(shares, 1)
     chosen = _within(ranks, capacity(experts, logits.shape[1]))
@@ -79,9 +80,10 @@ def switch(logits: Tensor, experts: Experts) -> Choice:
 
 
 def gshard(logits: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
-    """The highest, and the second with a chance of twice its weight (Lepikhin et al. 2020, algorithm 1).
+    """Choose the best expert, and the second with probability 2 x its weight (Lepikhin et al. 2020, algorithm 1).
 
-    The first choices of a sequence take their places before the second ones; a second one without luck takes none.
+    All first choices of a sequence take capacity before any second choice. A second choice that is not drawn takes
+    none.
 
     Args:
         draws: [b, s] uniform in (0, 1); None always takes the second.
@@ -98,7 +100,7 @@ def gshard(logits: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
 
 
 def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
-    """The k highest of noisy logits (Shazeer et al. 2017, equations 3 to 5; balance: equations 6 to 10).
+    """Choose the k highest noisy logits (Shazeer et al. 2017, equations 3 to 5; balance: equations 6 to 10).
 
     Args:
         clean: x W_g.
@@ -113,7 +115,7 @@ def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor |
     weights = noisy.masked_fill(~wanted, -math.inf).softmax(-1)
     balance = _variation(weights.sum(1))
     if len(ranks) > k and draws is not None:
-        # The chance that an expert is among the k highest if its own noise is drawn again.
+        # The probability that an expert is among the k highest if only its own noise is redrawn.
         kth = noisy.masked_fill(~ranks[k - 1], 0).sum(-1, keepdim=True)
         next_ = noisy.masked_fill(~ranks[k], 0).sum(-1, keepdim=True)
         above = torch.where(wanted, next_, kth)
@@ -122,11 +124,11 @@ def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor |
 
 
 def expert_choice(logits: Tensor, experts: Experts) -> Choice:
-    """Each expert takes the tokens of a sequence that score highest with it (Zhou et al. 2022, section 3.2).
+    """Let each expert take the highest-scoring tokens of a sequence (Zhou et al. 2022, section 3.2).
 
-    A token's experts depend on the tokens after it: such a model cannot be sampled token by token. Scores that agree to
-    `ALIKE` count as equal, and the earlier token is taken: two tokens that have seen the same (as the first ones of two
-    documents) differ by rounding alone, which no two layouts have alike.
+    A token's experts depend on later tokens, so such a model cannot generate token by token. Scores that agree to
+    `ALIKE` count as ties, and ties go to the earlier token: tokens with identical prefixes (such as the first of two
+    documents) differ only by rounding, which depends on the layout.
     """
     shares = logits.softmax(-1)
     s = logits.shape[1]
@@ -138,36 +140,38 @@ def expert_choice(logits: Tensor, experts: Experts) -> Choice:
 
 
 def _highest(scores: Tensor, k: int) -> list[Tensor]:
-    """For each rank below k a [b, s, E] bool with one True for each token; of equal scores the first expert."""
+    """Return one [b, s, E] one-hot bool per rank below k; ties go to the first expert."""
     left, ranks = scores.detach(), []
     for _ in range(k):
-        best = left.argmax(-1, keepdim=True)  # torch promises the first of equal ones
+        best = left.argmax(-1, keepdim=True)  # argmax returns the first of equal values
         ranks.append(torch.zeros_like(left, dtype=torch.bool).scatter_(-1, best, True))
         left = left.scatter(-1, best, -math.inf)
     return ranks
 
 
 def _within(ranks: list[Tensor], room: int | None) -> Tensor:
-    """Those that find a place: first choices before second ones, and earlier tokens before later ones."""
+    """Apply a capacity: first choices before second ones, earlier tokens before later ones."""
     if room is None:
         return torch.stack(ranks).any(0)
     taken = torch.zeros_like(ranks[0][:, :1], dtype=torch.int64)
     kept = []
     for wanted in ranks:
-        place = wanted.cumsum(1) + taken  # from 1
+        place = wanted.cumsum(1) + taken  # counts from 1
         kept.append(wanted & (place <= room))
         taken = place[:, -1:]
     return torch.stack(kept).any(0)
 
 
 def _balance(shares: Tensor, wanted: Tensor) -> Tensor:
-    """E times the sum over experts of (part of the choices) x (mean share): 1 where all are alike (Fedus et al. 2022,
-    equations 4 to 6; for k choices, DeepSeek-AI 2024, equations 17 to 20). [b]."""
-    part = wanted.sum(1).to(shares.dtype) / wanted.sum((1, 2)).unsqueeze(-1)  # of integers it would be float32
+    """Return E x sum over experts of (fraction of choices) x (mean share), [b]; 1 at equal loads.
+
+    Fedus et al. 2022, equations 4 to 6; for k choices, DeepSeek-AI 2024, equations 17 to 20.
+    """
+    part = wanted.sum(1).to(shares.dtype) / wanted.sum((1, 2)).unsqueeze(-1)  # dividing integers would give float32
     return shares.shape[-1] * (part * shares.mean(1)).sum(-1)
 
 
 def _variation(loads: Tensor) -> Tensor:
-    """The squared coefficient of variation over the experts, [b, E] -> [b]."""
+    """Return the squared coefficient of variation over the experts, [b, E] -> [b]."""
     mean = loads.mean(-1, keepdim=True)
     return ((loads - mean) / (mean + 1e-10)).square().mean(-1)

@@ -1,8 +1,7 @@
-"""The feed-forward blocks of many experts, as products of runs of rows with a matrix each.
+"""Feed-forward blocks of all experts as grouped matrix products.
 
-Tokens come sorted by expert, so that an expert's are one run of rows: nothing is padded and nothing dropped (Gale et
-al. 2023, "MegaBlocks"). On CUDA a run is part of one grouped product; on the CPU each is a product of its own, written
-in place into one result.
+Tokens are sorted by expert, so the rows of an expert are contiguous: no padding and no dropping (Gale et al. 2023,
+"MegaBlocks"). CUDA uses one grouped product. The CPU uses one product per expert, written into a shared result.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from shoal.engine.models.products import by_mkl
 from shoal.spec.catalog import ModelShape
 
-_ALIGN = 16  # bytes: torch's grouped products take rows that are a multiple of it
+_ALIGN = 16  # bytes: torch's grouped products need rows that are a multiple of it
 
 
 class GroupedExperts(nn.Module):
-    """E feed-forward blocks without biases, of the family's kind.
+    """E feed-forward blocks without biases; SwiGLU for llama, else GELU.
 
     Attributes:
-        gate, up: [E, f, h] (gate: llama alone).
+        gate, up: [E, f, h] (gate: llama only).
         down: [E, h, f].
     """
 
@@ -37,20 +36,20 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, h, f))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Pass each run of rows through its expert.
+        """Apply each expert to its rows.
 
         Args:
-            rows: [m, h], by expert.
+            rows: [m, h], sorted by expert.
             counts: [E] rows of each expert; they add up to m.
         """
         return self.blocks(rows, counts.tolist())
 
     def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
-        """y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
+        """Compute y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
         return GroupedFunction.apply(x, weight, counts)
 
     def blocks(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """The feed-forward blocks, of rows that are here."""
+        """Apply the feed-forward blocks to rows that are on this rank."""
         up = self.product(x, self.up, counts)
         if self.gate is None:
             return self.product(F.gelu(up, approximate="tanh"), self.down, counts)
@@ -76,7 +75,7 @@ class GroupedFunction(torch.autograd.Function):
 
 
 def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """y[run e] = x[run e] matrices[e]: [m, k], [E, k, n] -> [m, n]."""
+    """Compute y[run e] = x[run e] matrices[e]: [m, k], [E, k, n] -> [m, n]."""
     if _one_kernel(x, matrices):
         return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts, x.device))
     y = x.new_empty(len(x), matrices.shape[-1])
@@ -88,14 +87,14 @@ def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, *, fresh: bool) -> None:
-    """total[e] (+)= d_y[run e]^T x[run e]: [m, n], [m, k] -> [E, n, k], in place.
+    """Compute total[e] (+)= d_y[run e]^T x[run e] in place: [m, n], [m, k] -> [E, n, k].
 
     Args:
-        fresh: whether nothing is in ``total`` yet.
+        fresh: True to overwrite ``total`` instead of adding to it.
     """
     if _one_kernel(x, d_y):
         product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=_ends(counts, x.device))
-        if 0 in counts:  # of which the kernel writes nothing that can be relied on
+        if 0 in counts:  # the kernel leaves the output of empty groups undefined
             product[[e for e, count in enumerate(counts) if count == 0]] = 0
         (total.copy_ if fresh else total.add_)(product)
         return
@@ -104,7 +103,7 @@ def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor,
             if run.start == run.stop:
                 if fresh:
                     part.zero_()
-            elif total.dtype != x.dtype:  # in bf16: sums are kept in float32
+            elif total.dtype != x.dtype:  # bf16 products are accumulated in float32
                 (part.copy_ if fresh else part.add_)(d_y[run].t() @ x[run])
             elif fresh:
                 torch.mm(d_y[run].t(), x[run], out=part)
@@ -113,7 +112,7 @@ def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor,
 
 
 def runs(counts: Sequence[int]) -> list[slice]:
-    """The rows of each expert.
+    """Return the row range of each expert.
 
     >>> runs([2, 0, 3])
     [slice(0, 2, None), slice(2, 2, None), slice(2, 5, None)]
@@ -127,7 +126,7 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _one_kernel(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes these: bf16 on CUDA, rows and columns of whole 16 bytes."""
+    """Return whether torch's grouped product takes these: bf16 on CUDA, rows and columns multiples of 16 bytes."""
     return all(
         x.is_cuda and x.dtype == torch.bfloat16 and not any(n * x.element_size() % _ALIGN for n in x.shape[1:])
         for x in operands

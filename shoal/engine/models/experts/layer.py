@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward block."""
+"""Mixture-of-experts layer that replaces a feed-forward block."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shoal.spec.catalog import ModelShape
 
 
 class MoE(nn.Module):
-    """The sum over the experts that a token is given to of weight x expert(token), and of those that all tokens pass.
+    """Weighted sum of the routed experts' outputs, plus the output of the shared experts.
 
     Attributes:
-        router: gives tokens to experts.
-        experts: those that tokens are routed to.
-        shared: one block as wide as the shared experts together, or None.
+        router: assigns tokens to experts.
+        experts: the routed experts.
+        shared: the shared experts as one block of their total width, or None.
     """
 
     def __init__(self, shape: ModelShape, layer: int):
@@ -30,31 +30,31 @@ class MoE(nn.Module):
         self.shared = block(shape, width) if width else None
 
     def forward(self, x: Tensor, context: RoutingContext) -> Tensor:
-        """x: [b, s, h]."""
+        """Apply the layer to x: [b, s, h]."""
         places = self.router.places
         y = places.join(self.routed(places.take(x), context))
         return y if self.shared is None else y + self.shared(x)
 
     def routed(self, x: Tensor, context: RoutingContext) -> Tensor:
-        """What the router's experts make of the tokens."""
+        """Return the weighted sum of the routed experts' outputs."""
         weights, chosen = self.router(x, context)  # [b, s, E]
         rows = x.flatten(0, 1)  # [n, h]
-        expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], by expert and then by token
+        expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], sorted by expert, then by token
         y = self.experts(_Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
         weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
         return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
 
 
 def _sums(rows: Tensor, token: Tensor, n: int) -> Tensor:
-    """The sum of each token's rows, in the same order each time: [m, h] and which of n each is of -> [n, h]."""
+    """Sum the rows of each of n tokens in a fixed order: [m, h] and the token of each row -> [n, h]."""
     if rows.device.type == "cpu":
         return rows.new_zeros(n, rows.shape[1]).index_add_(0, token, rows)
-    # Elsewhere `index_add_` adds in any order, and of three terms that changes the sum; this sorts them first.
+    # On other devices `index_add_` adds in any order, which changes sums of three terms; this sorts first.
     return torch.ops.aten.embedding_dense_backward(rows, token, n, -1, False)
 
 
 class _Rows(torch.autograd.Function):
-    """Each token's row, as often as it is given to an expert: [n, h] -> [m, h]."""
+    """Copy each token's row once per expert: [n, h] -> [m, h]."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, token: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Each token's sum of weight x row, keeping the rows for backward and not their products: -> [n, h]."""
+    """Weighted sum of each token's rows, [n, h]; saves the rows for backward, not the products."""
 
     @staticmethod
     def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The router of a layer with experts: scores in float32 at least, a gate, and the losses that keep it in balance."""
+"""Router of a mixture-of-experts layer: scores in at least float32, a gate, and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoal.engine.models.initial import key_of, normal, uniform
 from shoal.spec.catalog import ModelShape
 
 SUMS = 3
-"""Numbers of a `Router.tally` before the experts' own: dropped, balance loss, z loss."""
+"""Leading entries of a `Router.tally`, before one per expert: dropped choices, balance loss, z loss."""
 
 
 class RoutingContext(NamedTuple):
-    """What routers need to know of a forward pass.
+    """Routing inputs of a forward pass.
 
     Attributes:
-        sequences: of the whole batch, over which the routers' losses are a mean.
-        seed: of the draws.
-        samples: [b] int64, which samples of the data the sequences are; None draws nothing.
+        sequences: number of sequences in the global batch, over which the routers' losses are averaged.
+        seed: random seed of the draws.
+        samples: [b] int64 sample index of each sequence in the data; None disables random draws.
     """
 
     sequences: float = 1
@@ -33,51 +33,54 @@ class RoutingContext(NamedTuple):
 
 
 class Tallied(Protocol):
-    """What decides where tokens go, and has counted it."""
+    """A module with a tally of its routing decisions."""
 
     tally: Tensor | None
 
 
 class TokenPlaces:
-    """Which tokens of the sequences this process has: all of them, unless it is one of several (`gather`: the full
-    scores that all decide by).
+    """Tokens of the sequences that this process routes: all of them by default.
+
+    Subclasses split sequences over ranks; `gather` then returns the full scores, from which every rank decides.
 
     Attributes:
-        share: of the losses' tally, where several ranks compute the same sequences.
+        share: factor of this rank's losses in the tally if several ranks compute the same sequences.
     """
 
     share = 1.0
 
     def take(self, x: Tensor) -> Tensor:
-        """Of the activations, [b, s, h], those of the tokens that are routed here."""
+        """Return the activations of the tokens routed by this process, out of [b, s, h]."""
         return x
 
     def join(self, y: Tensor) -> Tensor:
-        """Back to all tokens of the activations."""
+        """Restore the activations of all tokens from the results of this process."""
         return y
 
     def gather(self, scores: Tensor) -> Tensor:
-        """Scores of all tokens of each sequence, in their order, from those of the tokens that are routed here."""
+        """Return the scores of all tokens of each sequence, in order, from the scores of this process."""
         return scores
 
     def own(self, made: Tensor) -> Tensor:
-        """Back to the tokens that are routed here: [b, s, ..]."""
+        """Return the entries of this process's tokens: [b, s, ..]."""
         return made
 
 
 class Router(nn.Module):
-    """Scores every token against every expert, and lets the gate choose.
+    """Router that scores every token against every expert and applies the gate.
 
-    The losses do not become part of the output: backward adds their gradient to that of the scores, as if their mean
-    over the sequences of the batch had been added to the loss that it starts from. So no stage of a pipeline has to
-    hand them on, and the loss that is reported is that of the tokens.
+    The auxiliary losses are not part of the output: backward adds their gradients to the gradient of the scores, as if
+    their mean over the sequences of the batch had been added to the training loss. Pipeline stages therefore need not
+    pass them on, and the reported loss is the token loss.
 
     Attributes:
-        bias: [E], added to the scores in choosing; changed by `shoal.engine.models.experts.balance`, not by gradients.
-        tally: [`SUMS` + E] float64, what backward has counted: choices dropped, the two losses, and the tokens that
-            each expert got; None where nobody asks.
-        validated: the same of forward passes without a backward, which recomputation has too; None but in validation.
-        places: the tokens that are routed here.
+        bias: [E] added to the scores for the selection only; updated by `shoal.engine.models.experts.balance`, not by
+            gradients.
+        tally: [`SUMS` + E] float64 counts made in backward: dropped choices, the two losses, tokens per expert; None if
+            not recorded.
+        validated: the same for forward passes without gradients; None except in validation, because recomputation
+            also runs such passes.
+        places: the tokens that this process routes.
     """
 
     bias: Tensor | None
@@ -96,13 +99,13 @@ class Router(nn.Module):
         self.places = TokenPlaces()
 
     def forward(self, x: Tensor, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        """Choose.
+        """Choose the experts of each token.
 
         Args:
             x: [b, s, h].
 
         Returns:
-            As of `Choice`: weights and chosen, [b, s, E] each.
+            ``weights`` and ``chosen`` of `Choice`, [b, s, E] each.
         """
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = self.weight if self.noise is None else torch.cat((self.weight, self.noise))
@@ -133,7 +136,7 @@ class Router(nn.Module):
         return gate(logits, experts), logits
 
     def _draw(self, kind: Callable, like: Tensor, context: RoutingContext) -> Tensor | None:
-        """A number for each element of [b, s, ...], which depends on (seed, layer, sample, place in it) alone."""
+        """Draw a number for each element of [b, s, ...], a function of (seed, layer, sample, position) only."""
         if context.samples is None:
             return None
         each = like[0].numel()
@@ -148,8 +151,10 @@ class Router(nn.Module):
 
 
 class WithLoss(torch.autograd.Function):
-    """The weights as they are; backward gives the loss a gradient of 1, and adds what was counted to the tally of what
-    routes. A forward that is computed again, by recomputation, is so counted once."""
+    """Identity of the weights whose backward gives the loss a gradient of 1 and adds the counts to the tally.
+
+    Counting in backward counts a recomputed forward once.
+    """
 
     @staticmethod
     def forward(ctx, weights: Tensor, loss: Tensor, counted: Tensor | None, router: Tallied) -> Tensor:
