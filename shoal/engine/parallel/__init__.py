@@ -1,1 +1,1 @@
-"""Each parallelism in a room of its own: it takes a plain model and transforms it."""
+"""Parallelisms: each transforms a plain model into this rank's share of it."""

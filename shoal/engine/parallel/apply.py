@@ -1,4 +1,4 @@
-"""One function that turns a plain model into this rank's stage of it, in a fixed order with its reasons."""
+"""Turn a plain model into this rank's pipeline stages, applying every parallelism in a fixed order."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from shoal.spec.catalog import ModelShape
 
 @dataclass
 class LocalStage:
-    """What one rank holds of one pipeline stage: the modules that compute and the parameters behind them.
+    """One pipeline stage on this rank: its modules and its parameters.
 
     Attributes:
-        index: among all stages.
-        part: of the model, which it computes; `index`, unless there are several copies.
+        index: index among all stages.
+        part: the part of the model that the stage computes; equals `index` unless the model has several copies.
     """
 
     index: int
@@ -52,17 +52,17 @@ def build_stages(
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
-        shape: the whole model.
-        spread: of the sequences over the context-parallel ranks.
-        kernel, seed: as of `Transformer`.
-        compile: compile each layer, and the loss where it is not split.
-        float8: which products are in 8 bits, if any, and how.
+        shape: the full model.
+        spread: assignment of the tokens of a sequence to the context-parallel ranks.
+        kernel, seed: see `Transformer`.
+        compile: compile each layer, and the loss if it is not split.
+        float8: the layers that multiply in 8 bits, or None.
 
     Returns:
-        The stages, and the parameters of all of them together.
+        The stages, and the parameters of all stages on this rank.
     """
     here, holders = mesh.index("pp"), program.stage_rank
-    # Groups that cross the pipeline, on every rank at the same point.
+    # Group creation is collective: every rank creates these groups at the same point.
     ends = None
     if shape.tied and program.depth > 1:
         places = sorted({rank for s, rank in enumerate(holders) if program.is_first(s) or program.is_last(s)})
@@ -87,13 +87,13 @@ def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: TokenAssignment, *,
     copies: str, kernel: Kernel, seed: int, compile: bool, float8: Float8 | None,
 ) -> LocalStage:
-    """One stage, with this rank's shard of it allocated."""
+    """Build one stage and allocate this rank's shard of it."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
     overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
-    # On the meta device, so that no rank ever allocates a whole matrix.
+    # On the meta device, so no rank allocates an unsharded matrix.
     with torch.device("meta"):
         model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
-    keep_stage(model, part, layers_of(shape, program))  # first: what is not here need not be split
+    keep_stage(model, part, layers_of(shape, program))  # first: parts of other stages need not be split
     sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
     splits = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = chosen_spread(shape, mesh, spread)
@@ -105,23 +105,23 @@ def _build_stage(
     apply_mixture_of_depths(model, shape, mesh, spread, chosen)
     if compile:
         fused: list[nn.Module] = list(model.layers.values())
-        if mesh.size("tp") == 1:  # a loss split over ranks is a collective, which cannot be fused
+        if mesh.size("tp") == 1:  # a split loss contains a collective, which cannot be compiled
             fused.append(model.loss)
-        for module in fused:  # not by `Module.compile`, which takes a module's hooks too: they gather its parameters
+        for module in fused:  # not `Module.compile`, which also compiles the hooks that gather parameters
             module.forward = torch.compile(module.forward, dynamic=False)
     else:
         _receive_gradients(model, sink)
     if float8:
         apply_float8(model, float8, splits, mesh, sink)
-    # Last, and so outermost: parameters are gathered before a layer is entered, recomputed or not.
+    # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
     members = _materialise(model, splits, policy.compute, mesh.device)
     units = _units(model)
     owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
-    unclaimed = dict(members)  # a tied head belongs to the unit that comes first
+    unclaimed = dict(members)  # a tied head belongs to the first unit
     parameters = ShardedParameters(
         [[unclaimed.pop(p) for p in unit if p in unclaimed] for unit in owned], mesh, policy
     )
-    if not compile:  # which would fuse, and so needs to see, the whole backward
+    if not compile:  # the compiler has to see the full backward
         sink.connect(parameters, model)
     if layout.zero == 3:
         needed = [
@@ -134,7 +134,7 @@ def _build_stage(
 
 
 def _receive_gradients(model: Transformer, sink: GradSink) -> None:
-    """Replace what was not split, so that its gradients go to ``sink`` too."""
+    """Replace unsplit layers by ones whose gradients go to ``sink``."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             model.set_submodule(name, Linear(module, sink))
@@ -143,7 +143,7 @@ def _receive_gradients(model: Transformer, sink: GradSink) -> None:
 
 
 def _backward_follows(program: Program, stage: int) -> bool:
-    """Whether a stage is not run forward again before the backward of the micro-batch just run."""
+    """Return whether each forward of a stage is directly followed by the backward of the same micro-batch."""
     order = [
         action.op
         for action in program.actions[program.stage_rank[stage]]
@@ -153,7 +153,7 @@ def _backward_follows(program: Program, stage: int) -> bool:
 
 
 def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None:
-    """Fill this rank's shards with the model's initial values, which depend on (seed, name, index) alone."""
+    """Fill this rank's shards with the model's initial values, a function of (seed, name, index)."""
     with torch.no_grad():
         for name, pieces in parameters.weights().items():
             for piece in pieces:
@@ -164,7 +164,7 @@ def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None
 
 
 def _units(model: Transformer) -> list[list[nn.Module]]:
-    """What is used together, in forward order."""
+    """Return the groups of modules that are gathered together, in forward order."""
     units: list[list[nn.Module]] = [[layer] for layer in model.layers.values()]
     if model.embed is not None:
         units.insert(0, [model.embed])
@@ -176,10 +176,11 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 def _materialise(
     model: Transformer, splits: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
 ) -> dict[nn.Parameter, tuple[nn.Parameter, ParamPlacement, bool]]:
-    """Replace every meta parameter by one whose data the engine will set: meta ones cannot take real data.
+    """Replace meta parameters by real ones whose data the engine sets; meta parameters cannot take real data.
 
     Returns:
-        By new parameter: (parameter, its split, whether weight decay applies: to matrices, not to norms and biases).
+        By new parameter: (parameter, placement, whether weight decay applies). Decay applies to matrices, not to norms
+        and biases.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     members = {}

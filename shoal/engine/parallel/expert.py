@@ -1,14 +1,13 @@
-"""Expert parallelism: each rank holds some experts, and tokens are sent to them and back (Lepikhin et al. 2020).
+"""Expert parallelism: experts are spread over ranks, and tokens travel to them and back (Lepikhin et al. 2020).
 
-The ranks of a pipeline stage, dp x cp x tp of them, are laid out once more for the experts: those that hold other
-experts (ep), those that split one expert's matrices (etp), and those that hold the same (edp), over which the experts'
-gradients are summed and their state is sharded (Liu et al. 2025, "MoE parallel folding"). So neither has to fit the
-other's degrees.
+The dp x cp x tp ranks of a pipeline stage form a second mesh for the experts. Along ep, ranks hold different experts.
+Along etp, they split each expert's matrices. Along edp, they hold the same experts; gradients are summed and optimizer
+state is sharded over it (Liu et al. 2025, "MoE parallel folding"). The degrees of the two meshes are independent.
 
     own tokens -> router -> all-to-all over ep -> all-gather over etp -> experts -> reduce-scatter -> all-to-all -> sum
 
-Every rank sends its own tokens: its replica's, and of those, where tp or cp > 1, its part of each sequence. Gates
-decide for whole sequences, so the ranks of a replica put their parts' scores together first.
+Every rank sends its own tokens: its part of each of its replica's sequences if tp or cp > 1. Gates decide per full
+sequence, so the ranks of a replica first gather the scores.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
 
-SEQUENCE = 1  # dim of [b, s, ..] that is split over tp
+SEQUENCE = 1  # dim of [b, s, ..] that tp splits
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """This rank's place among the ranks of its pipeline stage, as the experts are spread over them.
+    """This rank's position in the expert mesh of its pipeline stage.
 
     Attributes:
-        group: other experts (ep).
-        tensor: other parts of the same experts (etp).
-        sink: takes their gradients.
+        group: ranks with different experts (ep).
+        tensor: ranks with other parts of the same experts (etp).
+        sink: receives the experts' gradients.
     """
 
     group: Group | None
@@ -67,14 +66,14 @@ def apply_expert_parallel(
     model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, spread: TokenAssignment,
     chosen: TokenAssignment | None = None,
 ) -> dict[str, ParamPlacement]:
-    """Split the experts of a model on the meta device in place, and have its tokens sent to them.
+    """Split the experts of a model on the meta device in place, and route tokens to them.
 
     Args:
-        spread: of the sequences over the context-parallel ranks.
-        chosen: of those tokens that pass through layers which take some.
+        spread: assignment of the tokens of a sequence to the context-parallel ranks.
+        chosen: the same for the tokens chosen in Mixture-of-Depths layers.
 
     Returns:
-        How the experts' parameters and the routers' are split, by name.
+        Placements of the parameters of experts and routers, by name.
     """
     if shape.experts is None:
         return {}
@@ -84,7 +83,7 @@ def apply_expert_parallel(
     )
     tp, cp = mesh.group("tp"), mesh.group("cp")
     for axis in ("edp_shard", "edp_replicate", "stage"):
-        mesh.group(axis)  # on every stage, also on one without experts: groups are named by how many a process has
+        mesh.group(axis)  # on every stage, even without experts: group names count a process's groups
     splits: dict[str, ParamPlacement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
@@ -92,7 +91,7 @@ def apply_expert_parallel(
         module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", at)
         splits |= {placement.name: placement for placement in experts.placements}
         for part, parameter in module.router.named_parameters(recurse=False):
-            # Every rank of tp scores its own part of the sequences.
+            # Each tp rank scores its own part of the sequences.
             whole = tuple(parameter.shape)
             full = f"{name}.router.{part}"
             splits[full] = ParamPlacement(
@@ -108,10 +107,10 @@ def apply_expert_parallel(
 
 
 class TokenShares(TokenPlaces):
-    """Of the ranks that share sequences (tp and cp), each routes its own tokens, by the scores of all.
+    """Token shares of ranks that split sequences (tp and cp): each routes its own tokens, given all scores.
 
     Args:
-        spread: of the sequences over the ranks of cp; each rank's tokens are in equal parts over those of tp.
+        spread: assignment of tokens to the cp ranks; the tp ranks split each rank's tokens evenly.
     """
 
     def __init__(self, mesh: Mesh, spread: TokenAssignment):
@@ -120,16 +119,16 @@ class TokenShares(TokenPlaces):
         parts, rank = mesh.size("tp"), mesh.index("tp")
         ranks = range(mesh.size("cp"))
         self.share = 1 / (parts * len(ranks))
-        self.sizes = [count(spread.chunks(other)) for other in ranks]  # tokens of each rank of cp
-        self.lengths = part_lengths(self.sizes[mesh.index("cp")], parts)  # and of those, of each rank of tp
+        self.sizes = [count(spread.chunks(other)) for other in ranks]  # tokens of each cp rank
+        self.lengths = part_lengths(self.sizes[mesh.index("cp")], parts)  # tokens of each tp rank, within this cp rank
         start = sum(self.lengths[:rank])
         self.here = slice(start, start + self.lengths[rank])
         self.order: Tensor | None = None
         if self.cp is not None:
             with mesh.real_index_tensors():
                 places = [places_of(spread.chunks(other), mesh.device) for other in ranks]
-                self.order = torch.cat(places).argsort()  # from the ranks' tokens, one's after the other's, to the
-                self.mine = places[mesh.index("cp")][self.here]  # sequence; and the places in it of what is here
+                self.order = torch.cat(places).argsort()  # from rank order to sequence order
+                self.mine = places[mesh.index("cp")][self.here]  # positions of the local tokens
 
     def take(self, x: Tensor) -> Tensor:
         return x if self.split_already else shard_of(x, self.tp, SEQUENCE, self.lengths)
@@ -148,11 +147,11 @@ class TokenShares(TokenPlaces):
 
 
 class DistributedExperts(GroupedExperts):
-    """This rank's experts, and of each its part of the inner width; every row goes to its expert, wherever that is.
+    """This rank's experts, or its slice of their inner width; exchanges tokens with the ranks of other experts.
 
     Args:
-        whole: all experts.
-        name: theirs in the model.
+        whole: all experts, unsharded.
+        name: module name in the model.
     """
 
     def __init__(self, whole: GroupedExperts, name: str, at: ExpertParallel):
@@ -161,7 +160,7 @@ class DistributedExperts(GroupedExperts):
         self.placements: list[ParamPlacement] = []
         for part, parameter in whole.named_parameters():
             n, *dims = parameter.shape
-            inner = 1 if part == "down" else 0  # which of a matrix's dims is the inner width
+            inner = 1 if part == "down" else 0  # the matrix dim of the inner width
             start, local = [at.index * n // at.size, 0, 0], [n // at.size, *dims]
             local[1 + inner] //= at.tensor_size
             start[1 + inner] = at.tensor_index * local[1 + inner]
@@ -170,32 +169,32 @@ class DistributedExperts(GroupedExperts):
             self.placements.append(ParamPlacement(f"{name}.{part}", (n, *dims), box, box.shape, replicas="edp"))
 
     def extra_repr(self) -> str:
-        """``ep=4, etp=2``."""
+        """Return ``ep=4, etp=2``."""
         return f"ep={self.at.size}, etp={self.at.tensor_size}"
 
     def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
-        """As of `GroupedExperts`; the gradient of the weight goes to the sink."""
+        """Compute `GroupedExperts.product`, with the weight gradient sent to the sink."""
         if self.sink.parameters is None:
             return super().product(x, weight, counts)
         return GroupedLinearFunction.apply(self.sink, x, weight, counts)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Pass every row through its expert: [m, h] by expert -> [m, h] in the same order.
+        """Apply each row's expert: [m, h], sorted by expert -> [m, h] in the same order.
 
         Args:
-            counts: [E], rows for each expert of the model.
+            counts: [E] rows for each expert of the model.
         """
         at = self.at
         if at.group is None and at.tensor is None:
             return super().forward(rows, counts)
-        per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, expert there]
-        coming = per_rank[:, at.index].contiguous()  # [from, expert here]
-        everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, expert here]
+        per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, local expert]
+        coming = per_rank[:, at.index].contiguous()  # [from, local expert]
+        everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, local expert]
         send = counts.view(at.size, -1).sum(1).tolist()
         receive = to_host(coming.sum(1))
         gathered = to_host(everywhere.sum((1, 2)))
         order = _by_expert(everywhere.flatten(0, 1))
-        # One name: what backward does not need is gone at the next step.
+        # Reusing one name frees each tensor that backward does not need at the next step.
         rows = exchange_rows(rows, send, receive, at.group)
         rows = gather_rows(rows, gathered, at.tensor)
         rows = permute_rows(rows, *order)
@@ -206,7 +205,7 @@ class DistributedExperts(GroupedExperts):
 
 
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """From rows by source and then by expert to rows by expert: the order, and the order back.
+    """Return the permutation from rows sorted by (source, expert) to rows sorted by expert, and its inverse.
 
     Args:
         counts: [sources, experts].

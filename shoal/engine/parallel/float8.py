@@ -1,12 +1,12 @@
-"""Linear layers whose three products take 8-bit copies of what they multiply.
+"""Linear layers whose three matrix products use 8-bit operands.
 
     y = x W^T      x and W with rows along the input features
     dX = dY W      dY and W^T along the output features
     dW = dY^T X    dY^T and X^T along the tokens
 
-Sums are made in the compute format, and so are all other operations. Where a block of a scale spans features that
-tensor parallelism has split, its largest number is the maximum over the axis: scales are those of one device. Blocks
-inside a rank's part need no such word, which is what they are for.
+Accumulation and all other operations use the compute dtype. Where a scaling block spans features split by tensor
+parallelism, its absolute maximum is reduced over the axis, so scales equal those of one device. Blocks inside a rank's
+part need no communication.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from shoal.spec.number_formats import E5M2
 
 TOKENS, IN, OUT = "tokens", "in", "out"
 DIMS = {INPUT: (TOKENS, IN), WEIGHT: (OUT, IN), GRADIENT: (TOKENS, OUT)}
-_ALIGN = 16  # elements: what `torch._scaled_mm` asks of the sides of its matrices
+_ALIGN = 16  # elements: `torch._scaled_mm` requires matrix sides that are a multiple of it
 
 
 @dataclass(frozen=True)
 class Float8:
-    """What of a whole model multiplies in 8 bits.
+    """8-bit settings of a model.
 
     Attributes:
-        layers: names of the linear layers that do.
-        recipe: how.
-        history: of their largest numbers, where scales are delayed.
+        layers: names of the linear layers that use 8-bit products.
+        recipe: the scaling recipe.
+        history: history of absolute maxima, for delayed scaling.
     """
 
     layers: tuple[str, ...]
@@ -58,7 +58,7 @@ class Float8:
 
     @staticmethod
     def of(policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device) -> Float8 | None:
-        """Of a run; None where its products are in the compute format."""
+        """Return the 8-bit settings of a run; None if its products use the compute dtype."""
         products = policy.formats.products
         if products == "compute":
             return None
@@ -67,11 +67,11 @@ class Float8:
         return Float8(tuple(layers), recipe, history)
 
     def native(self, compute: torch.dtype, device: torch.device) -> bool:
-        """Whether products are made in 8 bits, and not of what the codes stand for."""
+        """Return whether the device multiplies the 8-bit codes directly, without decoding them first."""
         return has_float8_products(device) and all(_takes(grain, compute) for grain in self.recipe.grains)
 
     def end_step(self, world: Group | None) -> None:
-        """A step is over on every rank: agree on what it had at most."""
+        """Finish a step: reduce the recorded absolute maxima over all ranks."""
         if self.history:
             all_reduce(self.history.now, world, dist.ReduceOp.MAX)
             self.history.end_step()
@@ -80,11 +80,11 @@ class Float8:
 def apply_float8(
     model: Transformer, float8: Float8, splits: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
 ) -> None:
-    """Have linear layers multiply in 8 bits, in place.
+    """Replace linear layers, in place, by ones with 8-bit products.
 
     Args:
-        splits: how tensor parallelism split their weights, by name.
-        sink: takes their gradients.
+        splits: tensor-parallel placements of their weights, by name.
+        sink: receives their gradients.
     """
     last = _Last()
     for name, module in model.named_modules():
@@ -99,7 +99,7 @@ def apply_float8(
 
 
 class _Encoded(NamedTuple):
-    """A matrix that was encoded: its codes and those of its transpose, and the largest numbers of its blocks."""
+    """An encoded matrix: its codes, the codes of its transpose, and the absolute maxima of its blocks."""
 
     of: weakref.ref[Tensor]
     codes: tuple[Codes, Codes]
@@ -108,18 +108,18 @@ class _Encoded(NamedTuple):
 
 @dataclass
 class _Last:
-    """What was encoded last: q, k and v read the same input, and so do gate and up."""
+    """Cache of the last encoded input, shared by q, k and v, and by gate and up."""
 
     input: _Encoded | None = None
 
 
 class Float8Product:
-    """The products of one linear layer.
+    """8-bit products of one linear layer.
 
     Args:
-        split: the dimension of its weight of which this rank has a part: "in", "out" or "".
-        group: that has the other parts.
-        native: whether the device multiplies such numbers; else they are multiplied as what they stand for.
+        split: the dimension of its weight that tensor parallelism splits: "in", "out" or "".
+        group: the ranks that hold the other parts.
+        native: whether the device multiplies 8-bit codes; otherwise they are decoded first.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Float8Product:
         self.sink, self.native = sink, native
 
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """x W^T + bias: [.., in] -> [.., out]."""
+        """Compute x W^T + bias: [.., in] -> [.., out]."""
         along, turned = self._encode_input(x)
         y = _Float8Linear.apply(self, x, weight, along.codes, along.scale, turned.codes, turned.scale)
         return y if bias is None else _AddBias.apply(self.sink, y, bias)
@@ -139,14 +139,14 @@ class Float8Product:
     def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
         last = self.last.input
         if last is None or last.of() is not x:
-            # Detached, and so encoded without autograd: the product gives the gradient of x as a whole.
+            # Detached: encoding needs no autograd, because the product computes the gradient of x.
             both, most = self.encode(x.detach().flatten(0, -2), INPUT)
             self.last.input = last = _Encoded(weakref.ref(x), both, most)
         self._note(INPUT, last.most)
         return last.codes
 
     def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
-        """The codes of a matrix, those of its transpose, and the largest numbers of the former's blocks."""
+        """Return the codes of a matrix and of its transpose, and the absolute maxima of its blocks."""
         codes, most = self._encode(x, what, DIMS[what])
         turned = codes.t() if self.recipe.turns(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
         return (codes, turned), most
@@ -160,7 +160,7 @@ class Float8Product:
             if self.split in spanned:
                 most = all_reduce(most.clone(), self.group, dist.ReduceOp.MAX)
             scale = scale_of(most, kind, grain)
-        else:  # it is finite whatever x is, and a step with numbers that are not must be noticed
+        else:  # codes are finite for any x, but non-finite values must stay detectable
             scale = torch.where(found.isfinite().all(), scale, torch.nan)
         return encode(x, scale, kind, grain), found
 
@@ -169,7 +169,7 @@ class Float8Product:
             self.history.note(self.name, what, most)
 
     def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
-        """W along the input features, or W^T along the output's."""
+        """Encode W along the input features, or W^T along the output features."""
         across = turned and not self.recipe.turns(WEIGHT)
         dims = DIMS[WEIGHT]
         codes, most = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
@@ -178,23 +178,23 @@ class Float8Product:
         return codes.t() if turned and not across else codes
 
     def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
-        """dY along the output features, dY^T along the tokens."""
+        """Encode dY along the output features and dY^T along the tokens."""
         both, most = self.encode(gradient, GRADIENT)
         if self.history:
             self.history.note(self.name, GRADIENT, most)
         return both
 
     def multiply(self, a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-        """a b^T: [m, k], [n, k] -> [m, n]."""
+        """Compute a b^T: [m, k], [n, k] -> [m, n]."""
         return multiply(a, b, dtype, native=self.native)
 
 
 def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
-    """a b^T: [m, k], [n, k] -> [m, n].
+    """Compute a b^T: [m, k], [n, k] -> [m, n].
 
     Args:
-        native: by `torch._scaled_mm`, where it takes such codes: whole tensors or rows that share a scale, not e5m2 on
-            both sides, and sides that are multiples of 16.
+        native: use `torch._scaled_mm` if it supports the codes: one scale per tensor or row, not e5m2 on both sides,
+            and sides that are multiples of 16.
     """
     both_e5m2 = a.codes.dtype == b.codes.dtype == getattr(torch, E5M2.name)
     taken = a.grain == b.grain and _takes(a.grain, dtype)
@@ -210,7 +210,7 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
 
 
 def _takes(grain: Grain, dtype: torch.dtype) -> bool:
-    """Whether `torch._scaled_mm` takes such scales, and gives such results."""
+    """Return whether `torch._scaled_mm` supports the scales and the result dtype."""
     return (grain == TENSOR and dtype != torch.float64) or (grain == ROW and dtype == torch.bfloat16)
 
 
@@ -224,7 +224,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.save_for_backward(weight, turned, turned_scale)
         grain = layer.recipe.grains[INPUT]
         y = layer.multiply(Codes(codes, scale, grain), layer.encode_weight(weight, turned=False), x.dtype)
-        return y.resize_(*x.shape[:-1], y.shape[-1])  # no view: ranks of tensor parallelism sum it in place
+        return y.resize_(*x.shape[:-1], y.shape[-1])  # not a view: tensor-parallel ranks sum it in place
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -233,7 +233,7 @@ class _Float8Linear(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = layer.multiply(along, layer.encode_weight(weight, turned=True), ctx.dtype).view(ctx.shape)
-        if ctx.needs_input_grad[2]:  # else it is frozen
+        if ctx.needs_input_grad[2]:  # else frozen
             x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
             term = partial(_add_multiplied, layer, across, x, ctx.dtype)
             (layer.sink.add if d_x is None else layer.sink.defer_or_add)([ctx.weight], term)
@@ -241,7 +241,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """Added in the compute format; its gradient is handed over as a matrix's is."""
+    """Bias addition in the compute dtype; its gradient goes to the sink."""
 
     @staticmethod
     def forward(ctx, sink: GradSink, y: Tensor, bias: nn.Parameter) -> Tensor:

@@ -1,21 +1,21 @@
-"""The layers that stand in a model for torch's linear layers and embeddings.
+"""Replacements of torch's linear layers and embeddings, unsplit or split over tensor-parallel ranks.
 
-    `Linear`, `EmbeddingTable`  unsplit; their gradients go straight into their buffers (`GradSink`)
-    `ColumnLinear`              rank r has the r-th part of the outputs; gathers its input
-    `KVColumnLinear`            the same for keys and values, whose heads may be fewer than the ranks
-    `RowLinear`                 rank r has the r-th part of the inputs; sums its output over the ranks
-    `VocabularyEmbedding`       rank r has the r-th part of the token ids
-    `VocabularyHead`            the same for the output matrix, whose logits stay split
-    `VocabularyLoss`            cross-entropy of such logits
+    `Linear`, `EmbeddingTable`  unsplit; gradients go directly to their buffers (`GradSink`)
+    `ColumnLinear`              rank r holds the r-th part of the outputs; gathers its input
+    `KVColumnLinear`            the same for keys and values, which may have fewer heads than ranks
+    `RowLinear`                 rank r holds the r-th part of the inputs; sums its output over the ranks
+    `VocabularyEmbedding`       rank r holds the r-th part of the token ids
+    `VocabularyHead`            the same for the output matrix; its logits stay split
+    `VocabularyLoss`            cross-entropy of split logits
     `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
 
-Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, so that
-each rank computes its own heads or hidden units; its last is split by input, so that the ranks' outputs are partial
-sums. Two collectives a block and direction remain: one where a block is entered, one where it is left.
+Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): the first matrices of a block are split by output, so
+each rank computes its own heads or hidden units. The last matrix is split by input, so the outputs of the ranks are
+partial sums. This takes two collectives per block and direction: one on entry, one on exit.
 
-With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) the activations between the blocks are split along
-the sequence: entering gathers them, leaving sums and scatters. The bytes are the same; norms and residuals are not
-computed and stored tp times.
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) activations between blocks are split along the
+sequence: entry is an all-gather, exit a reduce-scatter. The bytes are the same, and norms and residuals are no longer
+duplicated tp times.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shoal.spec.catalog import ModelShape
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place among the ranks that split one layer.
+    """This rank's position among the ranks that split a layer.
 
     Attributes:
-        sink: takes the gradients of what is split; flushed in backward while an entry's collective is on its way.
-        overlap: whether products and the collectives next to them are made part by part, together.
+        sink: receives the gradients of split parameters; flushed in backward during the collective of the entry.
+        overlap: whether products and adjacent collectives are chunked and overlapped.
     """
 
     group: Group
@@ -54,33 +54,33 @@ class TensorParallel:
     overlap: bool = False
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Enter a block, where every rank needs all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
+        """Enter a block, whose ranks need all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
         if self.sequence_parallel:
             return gather_from(x, self.group, SEQUENCE, self.sink.flush)
         return copy_to(x, self.group, self.sink.flush)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Leave a block: sum the partial outputs. [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
+        """Leave a block by summing the partial outputs: [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
         return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
 
     def gather_hidden(self, x: Tensor) -> Tensor:
-        """Enter a product over all of h: what this rank has of the hidden state -> [b, s, h]."""
+        """Gather the full h for a product: this rank's part of the hidden state -> [b, s, h]."""
         return self.gather_input(x)
 
     def reduce_hidden(self, x: Tensor) -> Tensor:
-        """Leave a sum over all ranks: [b, s, h] -> what this rank has of the hidden state."""
+        """Sum over all ranks: [b, s, h] -> this rank's part of the hidden state."""
         return self.reduce_output(x)
 
     def entry(self, tokenwise: bool = False) -> NoComm:
-        """`gather_input` together with the products after it; ``tokenwise`` where tokens may come in any order."""
+        """Return `gather_input` fused with the products after it; ``tokenwise`` if token order does not matter."""
         return RingEntry(self.group, tokenwise) if self.sequence_parallel else ChunkedEntry(self.group)
 
     def exit(self, tokenwise: bool = False) -> NoComm:
-        """`reduce_output` together with the product before it."""
+        """Return `reduce_output` fused with the product before it."""
         return RingExit(self.group, tokenwise) if self.sequence_parallel else ChunkedExit(self.group)
 
     def own_positions(self, positions: Tensor) -> Tensor:
-        """Those of this rank's part of the sequence: [s] -> [s/tp]."""
+        """Return the positions of this rank's part of the sequence: [s] -> [s/tp]."""
         return positions.chunk(self.size)[self.rank]
 
 
@@ -88,13 +88,13 @@ class TensorParallel:
 
 
 class Linear(nn.Linear):
-    """A linear layer: x W^T + b.
+    """Linear layer: x W^T + b.
 
     Args:
-        whole: the layer that it stands for, with its parameters.
+        whole: the layer to replace, whose parameters it takes.
 
     Attributes:
-        product: makes x W^T + b in another way (from x, W, and b or None): in 8 bits.
+        product: alternative computation of x W^T + b from (x, W, b or None), such as one in 8 bits.
     """
 
     weight: nn.Parameter
@@ -108,20 +108,20 @@ class Linear(nn.Linear):
         self.register_parameter("bias", whole.bias)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """[.., in] -> [.., out]; ``y`` is the result, where it was made with that of others (`together`)."""
+        """Apply the layer: [.., in] -> [.., out]; ``y`` is the result if `together` computed it already."""
         return self.results(x, (self,))[0] if y is None else y
 
     def together(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """What this layer and others make of one input. Each is called, so that hooks find it as it would be alone."""
+        """Apply several layers to one input. Each layer is still called, so that its hooks run."""
         results = self.results(x, layers)
         return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """What layers of this kind make of one input."""
+        """Compute the outputs of several layers of this type for one input."""
         return multiply(x, layers)
 
     def extra_repr(self) -> str:
-        """``in_features=64, out_features=128/4, bias=False, tp=4``: a quarter of the outputs is here."""
+        """Return ``in_features=64, out_features=128/4, bias=False, tp=4`` where a quarter of the outputs is local."""
         columns, rows = (_part(n, here) for n, here in zip((self.in_features, self.out_features),
                                                            (self.weight.shape[1], self.weight.shape[0]), strict=True))
         ranks = f", tp={self.at.size}" if self.at else ""
@@ -129,12 +129,12 @@ class Linear(nn.Linear):
 
 
 def _part(n: int, here: int) -> str:
-    """``128/4`` of 128, where 32 are here."""
+    """Return ``128/4`` for size 128 with 32 local."""
     return str(n) if n == here else f"{n}/{-(-n // here)}"
 
 
 def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True) -> Sequence[Tensor]:
-    """x W^T (+ b) of each layer: [.., in] -> [.., out], by one function where none of them has its own way."""
+    """Compute x W^T (+ b) for each layer: [.., in] -> [.., out]; one autograd function if no layer sets ``product``."""
     own = [layer.product for layer in layers]
     biases = [layer.bias if biased else None for layer in layers]
     if any(own) and len(layers) > 1:
@@ -148,11 +148,11 @@ def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, bia
 
 
 class ColumnLinear(Linear):
-    """Split by output: rank r holds the r-th part of the rows of the weight and of the bias.
+    """Linear layer split by output: rank r holds the r-th part of the rows of weight and bias.
 
     Args:
-        whole: the layer on one device.
-        name: its name in the whole model.
+        whole: the unsplit layer.
+        name: module name in the full model.
     """
 
     at: TensorParallel
@@ -163,28 +163,28 @@ class ColumnLinear(Linear):
         self.placements = [keep_rows(self, name, part, at, self.parts()) for part, _ in whole.named_parameters()]
 
     def parts(self) -> int:
-        """Into how many the outputs are split."""
+        """Return the number of parts of the output."""
         return self.at.size
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """One collective gathers the input of all of them."""
+        """Compute the outputs after one collective that gathers the shared input."""
         if self.at.overlap:
             return multiply(x, layers, self.at.entry(self.tokenwise))
         return multiply(self.at.gather_input(x), layers)
 
 
 class KVColumnLinear(ColumnLinear):
-    """`ColumnLinear` for keys and values. Where tp exceeds their heads, neighbours in tp hold the same head."""
+    """`ColumnLinear` for keys and values; if tp exceeds their heads, neighbouring ranks hold the same head."""
 
     def parts(self) -> int:
-        """At most one for each head."""
+        """Return the number of parts, at most one per head."""
         return min(self.at.size, self.at.shape.kv_heads)
 
 
 class RowLinear(Linear):
-    """Split by input: rank r holds the r-th part of the columns of the weight; the bias is added once, after the sum.
+    """Linear layer split by input: rank r holds the r-th part of the weight's columns; the bias is added after the sum.
 
-    Args: as of `ColumnLinear`.
+    Args: see `ColumnLinear`.
     """
 
     at: TensorParallel
@@ -198,7 +198,7 @@ class RowLinear(Linear):
         self.placements = [ParamPlacement(f"{name}.weight", tuple(whole.weight.shape), box, box.shape)]
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """[b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
+        """Compute the output: [b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
         if self.at.overlap:
             (y,) = multiply(x, layers, self.at.exit(self.tokenwise), biased=False)
         else:
@@ -208,10 +208,10 @@ class RowLinear(Linear):
 
 
 class VocabularyHead(ColumnLinear):
-    """The output matrix split by token id: each rank has the logits of its own ids."""
+    """Output matrix split by token id: each rank computes the logits of its own ids."""
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """What this rank has of the hidden state -> [b, s, v/tp]."""
+        """Compute logits: this rank's part of the hidden state -> [b, s, v/tp]."""
         if self.at.overlap:
             return multiply(x, layers, self.at.entry())
         return multiply(self.at.gather_hidden(x), layers)
@@ -221,10 +221,10 @@ class VocabularyHead(ColumnLinear):
 
 
 class EmbeddingTable(nn.Embedding):
-    """A table of rows.
+    """Embedding table.
 
     Args:
-        whole: the module that it stands for, with its table.
+        whole: the module to replace, whose table it takes.
     """
 
     at: TensorParallel | None = None
@@ -235,19 +235,19 @@ class EmbeddingTable(nn.Embedding):
         self.weight = whole.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[..] -> [.., h]."""
+        """Look up ids: [..] -> [.., h]."""
         if self.sink.parameters is None:
             return F.embedding(ids, self.weight)
         return EmbeddingFunction.apply(self.sink, ids, self.weight)
 
     def extra_repr(self) -> str:
-        """``257/4, 64, tp=4``."""
+        """Return ``257/4, 64, tp=4``."""
         sizes = zip((self.num_embeddings, self.embedding_dim), self.weight.shape, strict=True)
         return ", ".join(_part(n, here) for n, here in sizes) + (f", tp={self.at.size}" if self.at else "")
 
 
 class VocabularyEmbedding(EmbeddingTable):
-    """Split by token id: a rank looks up its own ids, gives zeros for the others, and the sum is complete."""
+    """Embedding split by token id: each rank looks up its own ids, returns zeros for others, and the ranks sum."""
 
     at: TensorParallel
 
@@ -257,7 +257,7 @@ class VocabularyEmbedding(EmbeddingTable):
         self.placements = [keep_rows(self, name, "weight", at, at.size)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[b, s] -> what this rank has of [b, s, h]."""
+        """Look up ids: [b, s] -> this rank's part of [b, s, h]."""
         box = self.placements[0].box
         ids = ids - box.offset[0]
         foreign = (ids < 0) | (ids >= box.shape[0])
@@ -266,7 +266,7 @@ class VocabularyEmbedding(EmbeddingTable):
 
 
 class SequenceEmbedding(EmbeddingTable):
-    """A table of positions: with sequence parallelism a rank needs its own part of the sequence."""
+    """Position embedding that, with sequence parallelism, looks up this rank's part of the sequence only."""
 
     at: TensorParallel
 
@@ -275,12 +275,12 @@ class SequenceEmbedding(EmbeddingTable):
         self.at, self.placements = at, list[ParamPlacement]()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[s] -> [s, h] or [s/tp, h]."""
+        """Look up positions: [s] -> [s, h] or [s/tp, h]."""
         return super().forward(self.at.own_positions(ids) if self.at.sequence_parallel else ids)
 
 
 class VocabularyLoss(nn.Module):
-    """Cross-entropy over logits that are split by token id."""
+    """Cross-entropy of logits split by token id."""
 
     def __init__(self, whole: nn.Module, name: str, at: TensorParallel):
         super().__init__()
@@ -290,7 +290,7 @@ class VocabularyLoss(nn.Module):
         self.here = min(rows, max(0, at.shape.vocab - self.first))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
+        """Return the summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
         return SummedCrossEntropy.apply(
             logits, targets - self.first, targets != IGNORE, self.here,
             lambda x: all_gather(x.unsqueeze(0), self.at.group),
@@ -301,12 +301,12 @@ class VocabularyLoss(nn.Module):
 
 
 def tokenwise(name: str) -> bool:
-    """Whether a layer is of a feed-forward block, between whose matrices each token is worked on by itself."""
+    """Return whether a layer belongs to a feed-forward block, which processes each token independently."""
     return ".mlp." in name
 
 
 def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:
-    """Keep one of ``parts`` equal runs of rows of a parameter; the last runs may be short and are padded."""
+    """Keep one of ``parts`` equal row ranges of a parameter; the last ranges may be short and are padded."""
     parameter = getattr(module, part)
     whole = tuple(parameter.shape)
     copies = at.size // parts
@@ -322,5 +322,5 @@ def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts
 
 
 def empty_like(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    """Another of this shape, with no values yet."""
+    """Return an uninitialised parameter of this shape."""
     return nn.Parameter(parameter.new_empty(shape))

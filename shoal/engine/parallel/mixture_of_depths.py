@@ -1,14 +1,14 @@
-"""Layers that only some tokens pass through, where several ranks have the tokens of a sequence.
+"""Mixture-of-Depths layers with sequences split over ranks.
 
-With sequence or context parallelism the chosen tokens of a sequence lie anywhere among the ranks that share it, as many
-on one as its tokens happen to score. They are computed as a shorter sequence, spread over these ranks in the same way:
+With sequence or context parallelism the chosen tokens of a sequence are unevenly distributed over its ranks. They are
+computed as a shorter sequence, spread evenly over the same ranks:
 
     own tokens -> scores -> all-gather -> the k highest -> all-to-all -> layer -> all-to-all -> weighted sum
 
-The scores are [b, s] numbers, and every rank decides the same from them. Chosen tokens travel to the ranks that have
-their places in the shorter sequence, each rank an equal part, so that the layer's collectives find what they expect.
-With context parallelism attention goes by these places (a token's place among the chosen), rotation by the true ones.
-Where tensor-parallel ranks have the same tokens nothing has to travel.
+Every rank takes the same decision from the [b, s] scores. Chosen tokens move to the ranks of their positions in the
+shorter sequence, an equal part per rank, so the layer's collectives stay uniform. With context parallelism attention
+uses positions in the shorter sequence, and rotary embeddings use the original positions. No exchange is needed where
+tensor-parallel ranks hold the same tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SEQUENCE = 1  # dim of [b, s]
 
 @dataclass(frozen=True)
 class SharedPlaces(ChosenPlaces):
-    """Of one of several ranks.
+    """Chosen tokens of one of several ranks that share sequences.
 
     Attributes:
-        group: of the ranks that share sequences, of which this is number ``rank``.
-        tokens: of each of them, the places in the sequence of its tokens, in its order.
-        chosen: of each, the places among the chosen tokens of those that it computes, in its order.
-        context: the places among the chosen tokens of those that attention is given here, in its order.
+        group: the ranks that share sequences; this one has index ``rank``.
+        tokens: positions in the sequence of each rank's tokens, in its order.
+        chosen: positions among the chosen tokens of the tokens that each rank computes, in its order.
+        context: positions among the chosen tokens of the tokens that attention sees on this rank, in its order.
     """
 
     group: Group
@@ -62,16 +62,16 @@ class SharedPlaces(ChosenPlaces):
     def route(self, taken: Tensor, s: int) -> TokenRoute:
         sizes = [len(places) for places in self.chosen]
         holder, local = self._holders()
-        taken = taken.index_select(SEQUENCE, torch.cat(list(self.chosen)))  # those of the first rank, of the second, ..
+        taken = taken.index_select(SEQUENCE, torch.cat(list(self.chosen)))  # ordered by rank
         holders = holder[taken]
         index, send = [], []
         for places, ranks in zip(taken.split(sizes, SEQUENCE), holders.split(sizes, SEQUENCE), strict=True):
             sequence, column = (ranks == self.rank).nonzero(as_tuple=True)
             index.append(sequence * s + local[places[sequence, column]])
             send.append(len(sequence))
-        sources = holders.split(sizes, SEQUENCE)[self.rank].flatten()  # of what is computed here, in its order
+        sources = holders.split(sizes, SEQUENCE)[self.rank].flatten()  # source ranks, in local order
         receive = torch.bincount(sources, minlength=len(sizes)).tolist()
-        order = sources.argsort(stable=True)  # in which it arrives: by rank
+        order = sources.argsort(stable=True)  # order of arrival: by rank
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         shape = (len(taken), sizes[self.rank], -1)
 
@@ -84,7 +84,7 @@ class SharedPlaces(ChosenPlaces):
         return TokenRoute(torch.cat(index), there, home)
 
     def _holders(self) -> tuple[Tensor, Tensor]:
-        """By place in the sequence, the rank that has its token, and which of the rank's it is."""
+        """Return, by position in the sequence, the rank that holds the token and its local index there."""
         everywhere = torch.cat(list(self.tokens))
         ranks = torch.cat([torch.full_like(places, rank) for rank, places in enumerate(self.tokens)])
         numbers = torch.cat([torch.arange(len(places), device=places.device) for places in self.tokens])
@@ -93,10 +93,10 @@ class SharedPlaces(ChosenPlaces):
 
 
 def chosen_spread(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> TokenAssignment | None:
-    """How the chosen tokens of a sequence are spread over the context-parallel ranks; None where all are taken.
+    """Return the assignment of the chosen tokens to the context-parallel ranks; None without Mixture-of-Depths.
 
     Args:
-        whole: of all tokens.
+        whole: assignment of all tokens.
     """
     return None if shape.depths is None else spread(mesh.layout, shape.depths.taken(whole.tokens))
 
@@ -104,21 +104,21 @@ def chosen_spread(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> Toke
 def apply_mixture_of_depths(
     model: Transformer, shape: ModelShape, mesh: Mesh, whole: TokenAssignment, chosen: TokenAssignment | None
 ) -> None:
-    """Have the layers that take some tokens, in place, decide for whole sequences and share the work evenly.
+    """Make the Mixture-of-Depths layers, in place, choose from full sequences and share the work evenly.
 
     Args:
-        model: a `Transformer`, or the part of one that a pipeline stage keeps.
-        whole, chosen: of all tokens and of the chosen ones over the context-parallel ranks.
+        model: a `Transformer`, or the part of one in a pipeline stage.
+        whole, chosen: assignment of all tokens and of the chosen tokens to the context-parallel ranks.
     """
     if chosen is None:
         return
     parts = mesh.layout.token_multiple
     axis = "sequence" if parts > 1 else "cp"
-    group = mesh.group(axis)  # on every stage, also where no layer of it takes some tokens
+    group = mesh.group(axis)  # on every stage, even if none of its layers skips tokens
     for layer in model.layers.values():
         if (depth := layer.depth) is None:
             continue
-        # Without sequence parallelism tensor-parallel ranks have the same tokens, of which the first counts.
+        # Without sequence parallelism the tensor-parallel ranks hold the same tokens, and only the first counts.
         depth.counts = parts > 1 or mesh.index("tp") == 0
         if group is None:
             continue
@@ -129,6 +129,6 @@ def apply_mixture_of_depths(
 
 
 def by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:
-    """The places of every rank: those of context-parallel ranks, which tensor-parallel ones share evenly, or all."""
+    """Return the token positions of every rank; tensor-parallel ranks split those of a context-parallel rank evenly."""
     ranks = range(each.ring * each.ulysses)
     return [part for rank in ranks for part in places_of(each.chunks(rank), device).chunk(parts)]

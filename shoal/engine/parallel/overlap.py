@@ -1,22 +1,22 @@
-"""Collectives of tensor parallelism that go on while the product that they belong to is made, part by part.
+"""Tensor-parallel collectives overlapped with the adjacent matrix product, chunk by chunk.
 
-A product over all of a sequence does not need all of it at once (Wang et al. 2023, "Overlap communication with
-dependent computation via decomposition in large deep learning models", section 4). With sequence parallelism, whose
-parts lie on the ranks of a ring:
+A product over a sequence can start before all of the sequence has arrived (Wang et al. 2023, "Overlap communication
+with dependent computation via decomposition in large deep learning models", section 4). With sequence parallelism the
+ranks form a ring:
 
-- *gather, then multiply*: a rank multiplies its own part while the next arrives from its neighbour, and passes on what
-  it has (`gather_products`);
-- *multiply, then sum and scatter*: it begins with the part that has the longest way, passes the sum so far on, and
+- *all-gather, then multiply*: a rank multiplies its part while the next arrives from its neighbour, and forwards it
+  (`gather_products`);
+- *multiply, then reduce-scatter*: a rank starts with the part that travels farthest, forwards the partial sum, and
   multiplies the next part meanwhile; its own part is last (`scatter_products`).
 
-The forward of a region's entry gathers and the backward of its exit does; the other two scatter. Each sends what the
-collective would send, (n-1)/n of [b, s, h].
+The forward of a region's entry and the backward of its exit gather; the other two scatter. The volume equals the
+collective's, (n-1)/n of [b, s, h].
 
-The feed-forward block works on each token by itself, so there the parts lie one after the other: of several sequences
-that is not the order of their tokens, but each part is one matrix.
+The feed-forward block is independent of token order, so its parts are stored one after the other: with several
+sequences this changes the order of tokens, but makes each part one matrix.
 
-Without sequence parallelism the products of the exit (in forward) and of the entry (in backward) are made in `CHUNKS`
-runs of tokens, whose sums are on their way while the next is multiplied.
+Without sequence parallelism the products of the exit (in forward) and of the entry (in backward) are computed in
+`CHUNKS` chunks of tokens, and each chunk is all-reduced while the next is multiplied.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal.engine.collectives.ops import Pending, start_all_reduce, start_shift
 from shoal.engine.parallel.weight_grad import Meanwhile, NoComm
 
 SEQUENCE = 1  # dim of [b, s, h] that sequence parallelism splits
-CHUNKS = 2  # of an all-reduce: more of them hide more, and make smaller products
+CHUNKS = 2  # chunks per all-reduce: more hide more communication, but make smaller products
 
 
 def multiply_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write x F into ``out``: [b, s, k], [k, n] -> [b, s, n]; both may be parts of longer sequences."""
+    """Write x F into ``out``: [b, s, k], [k, n] -> [b, s, n]; both may be slices of longer sequences."""
     if x.is_contiguous() and out.is_contiguous():
         torch.mm(x.flatten(0, 1), factor, out=out.view(-1, out.shape[-1]))
     else:
@@ -44,16 +44,16 @@ def multiply_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 
 def parts_of(x: Tensor, n: int, tokenwise: bool) -> Tensor | tuple[Tensor, ...]:
-    """Each rank's part [b, s/n, k] of [b, s, k], as views.
+    """Return each rank's part [b, s/n, k] of [b, s, k], as views.
 
     Args:
-        tokenwise: the parts lie one after the other, whatever the order of the tokens then is.
+        tokenwise: store the parts one after the other, regardless of token order.
     """
     return x.view(n, len(x), -1, x.shape[-1]) if tokenwise else x.chunk(n, SEQUENCE)
 
 
 def pass_on(x: Tensor, group: Group, into: Tensor | None = None) -> tuple[Tensor, Pending]:
-    """Start sending contiguous ``x`` to the next rank of the ring: (what will come from the one before, both)."""
+    """Start sending contiguous ``x`` to the next rank of the ring; return (receive buffer, pending transfer)."""
     arriving = torch.empty_like(x) if into is None else into
     rank, ranks = group.rank(), group.ranks
     return arriving, start_shift(x, ranks[(rank + 1) % len(ranks)], arriving, ranks[rank - 1], group)
@@ -62,15 +62,15 @@ def pass_on(x: Tensor, group: Group, into: Tensor | None = None) -> tuple[Tensor
 def gather_products(
     x: Tensor, factors: Sequence[Tensor], group: Group, tokenwise: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """All parts of x, and their products with each factor, of which each part's is made when it is here.
+    """Gather all parts of x, and multiply each by every factor as it arrives.
 
     Args:
         x: [b, s/n, k], this rank's part.
         factors: [k, m_i].
-        tokenwise: as in `parts_of`, of what is returned.
+        tokenwise: see `parts_of`; applies to the results.
 
     Returns:
-        [b, s, k], and of each factor [b, s, m_i].
+        The gathered x [b, s, k], and one product [b, s, m_i] per factor.
     """
     n, rank = group.size(), group.rank()
     b, part, k = x.shape
@@ -98,21 +98,21 @@ def scatter_products(
     xs: Sequence[Tensor], factors: Sequence[Tensor], group: Group, tokenwise: bool,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """This rank's part of the sum over all ranks of the sum over i of x_i F_i.
+    """Return this rank's part of the sum over all ranks of sum_i x_i F_i.
 
     Args:
         xs: [b, s, k_i].
         factors: [k_i, m].
-        tokenwise: as in `parts_of`, of the xs.
-        meanwhile: called while the last sum is on its way.
+        tokenwise: see `parts_of`; applies to the xs.
+        meanwhile: called during the last transfer.
 
     Returns:
-        [b, s/n, m]; sums are added in the order of the ring that ends here.
+        [b, s/n, m], summed in ring order ending at this rank.
     """
     n, rank = group.size(), group.rank()
     b, s, _ = xs[0].shape
     parts = [parts_of(x.contiguous() if tokenwise else x, n, tokenwise) for x in xs]
-    sums: tuple[Tensor, Pending] | None = None  # of the ranks before, on their way
+    sums: tuple[Tensor, Pending] | None = None  # partial sums in transit
     for hop in range(n):
         at = (rank - 1 - hop) % n
         mine = xs[0].new_empty(b, s // n, factors[0].shape[1])
@@ -132,7 +132,7 @@ def scatter_products(
 
 @dataclass(frozen=True)
 class RingEntry(NoComm):
-    """Into a region with sequence parallelism: gather, then multiply."""
+    """Entry of a region with sequence parallelism: all-gather, then multiply."""
 
     group: Group
     tokenwise: bool
@@ -150,7 +150,7 @@ class RingEntry(NoComm):
 
 @dataclass(frozen=True)
 class RingExit(NoComm):
-    """Out of it: multiply, then sum and scatter."""
+    """Exit of a region with sequence parallelism: multiply, then reduce-scatter."""
 
     group: Group
     tokenwise: bool
@@ -168,7 +168,7 @@ class RingExit(NoComm):
 
 @dataclass(frozen=True)
 class ChunkedEntry(NoComm):
-    """Into a region without it: backward sums over the ranks."""
+    """Entry of a region without sequence parallelism: all-reduce in backward."""
 
     group: Group
 
@@ -182,7 +182,7 @@ class ChunkedEntry(NoComm):
 
 @dataclass(frozen=True)
 class ChunkedExit(NoComm):
-    """Out of it: forward does."""
+    """Exit of a region without sequence parallelism: all-reduce in forward."""
 
     group: Group
 
@@ -193,10 +193,10 @@ class ChunkedExit(NoComm):
 def reduced_products(
     xs: Sequence[Tensor], factors: Sequence[Tensor], group: Group, meanwhile: Callable[[], object] = lambda: None
 ) -> Tensor:
-    """The sum over all ranks of the sum over i of x_i F_i: [b, s, k_i], [k_i, m] -> [b, s, m].
+    """Return the sum over all ranks of sum_i x_i F_i: [b, s, k_i], [k_i, m] -> [b, s, m].
 
     Args:
-        meanwhile: called while the last sums are on their way.
+        meanwhile: called during the last transfers.
     """
     b, s, _ = xs[0].shape
     rows = [x.flatten(0, 1) for x in xs]

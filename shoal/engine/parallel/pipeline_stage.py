@@ -1,4 +1,4 @@
-"""Cut a model down to one pipeline stage, and mark the parameters that two stages hold."""
+"""Reduce a model to one pipeline stage, and mark the parameters that two stages hold."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal.spec.catalog import ModelShape
 
 
 def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
-    """Take out of a model, in place, everything that another stage computes.
+    """Remove from a model, in place, everything that other stages compute.
 
     Args:
-        layers: of every stage.
+        layers: layer range of every stage.
     """
     keep, stages = layers[stage], len(layers)
     for name in list(model.layers):
@@ -29,7 +29,7 @@ def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
 def share_tied(
     splits: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
 ) -> dict[str, ParamPlacement]:
-    """Mark a tied embedding that the first and the last stage both hold: one parameter, two partial gradients."""
+    """Mark a tied embedding held by the first and the last stage: one parameter with two partial gradients."""
     if not shape.tied or stages == 1:
         return splits
     local, name = ("embed.token.weight", "head.weight")[stage > 0], "embed.token.weight"
@@ -44,11 +44,11 @@ def share_tied(
 
 
 def share_copies(splits: dict[str, ParamPlacement], axis: str, copy: int) -> dict[str, ParamPlacement]:
-    """Mark the parameters of a stage that two copies of the model hold, each with the gradients of its micro-batches.
+    """Mark a stage's parameters as held by two model copies, each with the gradients of its micro-batches.
 
     Args:
-        axis: of the mesh, the ranks that hold the copies of this stage.
-        copy: which of them is this one.
+        axis: mesh axis of the ranks that hold the copies of this stage.
+        copy: index of this copy.
     """
     return {
         local: replace(

@@ -1,4 +1,4 @@
-"""What one rank's copy of a parameter is, of the whole parameter."""
+"""Placement of a parameter on one rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from shoal.base.boxes import Box, flat_range
 
 ENDS = "ends"
-"""In ``sum_over``: the stages that begin and end the model, wherever they are, which share a tied embedding."""
+"""Entry of ``sum_over``: the first and last stages of the model, which share a tied embedding."""
 
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How tensor and pipeline parallelism left one parameter on this rank.
+    """Part of a parameter that this rank holds after tensor and pipeline parallelism.
 
     Attributes:
-        name: the parameter's name in the whole model.
-        whole: its whole shape.
-        box: the part of it that is here.
-        local: the shape that is allocated; padding, if any, comes after the box along dim 0.
-        sum_over: mesh axes over which this rank's gradient is a partial sum (besides dp), or `ENDS`.
-        copies: how often this very box is held along tp and pp.
-        stages: of the pipeline that hold the parameter.
-        primary: whether this rank, of those, is the one that saves and counts it.
-        replicas: mesh axis over which its replicas lie: "replicas", or "edp" for experts.
+        name: name in the full model.
+        whole: global shape.
+        box: the part held by this rank.
+        local: allocated shape; padding, if any, follows the box along dim 0.
+        sum_over: mesh axes besides dp over which this rank's gradient is a partial sum, or `ENDS`.
+        copies: number of ranks along tp and pp that hold this box.
+        stages: number of pipeline stages that hold the parameter.
+        primary: whether this rank saves and counts the box, among its holders.
+        replicas: mesh axis of the replicas: "replicas", or "edp" for experts.
     """
 
     name: str
@@ -40,14 +40,14 @@ class ParamPlacement:
 
     @property
     def numel(self) -> int:
-        """Elements allocated, padding included."""
+        """Number of allocated elements, including padding."""
         return math.prod(self.local)
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-        """The boxes of the whole parameter in elements ``start:stop`` of the flat local one, padding left out.
+        """Yield the global boxes of elements ``start:stop`` of the flat local tensor, without padding.
 
         Yields:
-            (offset from ``start``, box) as `shoal.base.boxes.flat_range`.
+            (offset from ``start``, box), as in `shoal.base.boxes.flat_range`.
         """
         for offset, box in flat_range(self.box.shape, start, min(stop, self.box.numel)):
             yield offset, box.within(self.box)

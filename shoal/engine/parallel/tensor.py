@@ -1,6 +1,6 @@
-"""Tensor parallelism: which layer of a model is replaced by which split one.
+"""Tensor parallelism: tables of the split layers that replace each layer of a model.
 
-The layers themselves are `shoal.engine.parallel.linear`; over a grid of ranks, `shoal.engine.parallel.tensor_2d`.
+`shoal.engine.parallel.linear` defines the layers, and `shoal.engine.parallel.tensor_2d` those over a grid of ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shoal.spec.catalog import ModelShape
 
 
 class SplitModule(Protocol):
-    """A module that stands for a whole one; the attribute says how its parameters are split."""
+    """A module that replaces an unsplit one, with the placements of its parameters."""
 
     placements: list[ParamPlacement]
 
 
 class ParallelStyle(Protocol):
-    """Makes the split module for a whole one, of which a table gives the name in the whole model."""
+    """Constructor of a split module from the unsplit one and its name in the full model."""
 
     def __call__(self, whole: Any, name: str, at: Any) -> SplitModule: ...
 
@@ -51,7 +51,7 @@ class ParallelStyle(Protocol):
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "embed.token": VocabularyEmbedding,
     "embed.position": SequenceEmbedding,
-    "layers.*.attention.q": ColumnLinear,  # heads are split, so there is no collective until `out`
+    "layers.*.attention.q": ColumnLinear,  # split by heads, so no collective is needed until `out`
     "layers.*.attention.{k,v}": KVColumnLinear,
     "layers.*.attention.out": RowLinear,
     "layers.*.mlp.{gate,up}": ColumnLinear,
@@ -83,13 +83,13 @@ def apply_tensor_parallel(
     """Split a model on the meta device in place over the mesh's tp axis.
 
     Args:
-        model: a `Transformer`, or the part of one that a pipeline stage keeps.
-        sink: as of `TensorParallel`.
-        overlap: make products and collectives part by part, together.
+        model: a `Transformer`, or the part of one in a pipeline stage.
+        sink: see `TensorParallel`.
+        overlap: overlap products with collectives, chunk by chunk.
 
     Returns:
-        For each parameter's name, how it is split. Parameters that no rule splits are whole on every rank; with
-        sequence parallelism their gradients are partial sums, since each rank sees its own part of the sequence.
+        Placement of each parameter, by name. Parameters without a rule are replicated. With sequence parallelism their
+        gradients are partial sums, because each rank sees its own part of the sequence.
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
     in_parts, splits = mesh.layout.sequence_parallel, dict[str, ParamPlacement]()
@@ -115,7 +115,7 @@ def apply_tensor_parallel(
 def _replace(
     model: Transformer, table: Mapping[str, ParallelStyle], at: TensorParallel
 ) -> dict[str, ParamPlacement]:
-    """Replace the modules that a table names; returns how their parameters are split, by name."""
+    """Replace the modules named in a table; return the placements of their parameters, by name."""
     splits: dict[str, ParamPlacement] = {}
     for name, module in list(model.named_modules()):
         for pattern, style in table.items():
@@ -130,7 +130,7 @@ def _replace(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module's name fits a pattern: ``*`` is one component, ``{a,b}`` a choice.
+    """Return whether a module name matches a pattern: ``*`` is one component, ``{a,b}`` a choice.
 
     >>> matches("layers.*.attention.{k,v}", "layers.3.attention.k"), matches("layers.*", "layers.3.mlp")
     (True, False)

@@ -1,19 +1,19 @@
-"""Tensor parallelism in two dimensions: matrices are split by input and by output at once, over a grid of ranks.
+"""Two-dimensional tensor parallelism: matrices are split by input and output over a grid of ranks.
 
-In the notation of `shoal explain` the tensor-parallel ranks are a grid x (``tp_x``, neighbours) by y (tp / tp_x), the
-hidden state lies over x between all layers, and a block is two products (Pope et al. 2022, "Efficiently scaling
-transformer inference", section 3.2.2, "2D weight-stationary"):
+The tensor-parallel ranks form a grid x (``tp_x``, neighbours) by y (tp / tp_x), and the hidden state is split over x
+between layers. A block is two products (Pope et al. 2022, "Efficiently scaling transformer inference", section 3.2.2,
+"2D weight-stationary"), in the notation of `shoal explain`:
 
     In[B, Hx] * Win[Hx, Fy] -> [B, Fy] {Ux} -> [B, Fyx]    reduce-scatter along x
     [B, Fyx] -> [B, Fy] * Wout[Fy, Hx] -> [B, Hx] {Uy}     all-gather along x, sum along y
 
-Weights stay where they are. What goes along y is 1/x of what one dimension sends, what goes along x is 1/y of what is
-inside the blocks: with x and y in proportion to sqrt(tp) both fall as 1/sqrt(tp), where the sums of one dimension stay
-as they are. Between the two collectives along x a rank has its own heads or hidden units, which are the ones that it
-has in one dimension, so that attention and the non-linearities know nothing of the grid. Norms sum one or two numbers a
-token along x. Token ids are split over all ranks, as in one dimension: the hidden state is made whole for the head.
+Weights do not move. The volume along y is 1/x of one-dimensional tensor parallelism, and the volume along x is 1/y of
+the block's inner activations. With x and y in proportion to sqrt(tp) both fall as 1/sqrt(tp), while the volume in one
+dimension stays constant. Between the two collectives along x a rank holds the same heads or hidden units as in one
+dimension, so attention and activation functions are unchanged. Norms sum one or two numbers per token along x. Token
+ids are split over all ranks, as in one dimension, and the hidden state is gathered for the head.
 
-With sequence parallelism the hidden state is split along both axes: by h over x, by tokens over y.
+With sequence parallelism the hidden state is split along both axes: h over x, tokens over y.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HIDDEN = 2  # dim of [b, s, h] that the grid splits
 
 @dataclass(frozen=True)
 class Grid(TensorParallel):
-    """This rank's place in the grid.
+    """This rank's position in the grid.
 
     Attributes:
         x, y: the ranks along each axis.
@@ -59,31 +59,31 @@ class Grid(TensorParallel):
         return copy_to(x, self.y, self.sink.flush)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Leave it: sum along y. [b, s, h/x] -> [b, s, h/x] or [b, s/y, h/x]."""
+        """Leave a region by summing along y: [b, s, h/x] -> [b, s, h/x] or [b, s/y, h/x]."""
         return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
 
     def gather_hidden(self, x: Tensor) -> Tensor:
-        """[b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
+        """Gather the hidden state: [b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
         return gather_from(self.gather_input(x), self.x, HIDDEN)
 
     def reduce_hidden(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
+        """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
         return self.reduce_output(scatter_to(x, self.x, HIDDEN))
 
     def own_positions(self, positions: Tensor) -> Tensor:
-        """[s] -> [s/y]."""
+        """Return this rank's positions: [s] -> [s/y]."""
         return positions.chunk(self.y.size())[self.y.rank()]
 
     def total(self, sums: Tensor) -> Tensor:
-        """Sums over this rank's part of h -> over all of it, on which every rank's results depend."""
+        """Sum over x the sums of each rank's part of h; every rank's results depend on the total."""
         return copy_to(reduce_from(sums, self.x), self.x)
 
     def own_units(self, partial_sums: Sequence[Tensor], users: Sequence[int]) -> list[Tensor]:
-        """Out of the first products of a block: from partial sums [b, s, f/y] to this rank's units of the totals, by
-        one collective.
+        """Reduce partial sums [b, s, f/y] of a block's first products to this rank's units, in one collective.
 
         Args:
-            users: of each, how many neighbours use the same units: [b, s, users f/(x y)] is what becomes of it.
+            users: for each product, the number of neighbours that use the same units; its result is [b, s, users f/(x
+                y)].
         """
         by_rank = []
         for sums, n in zip(partial_sums, users, strict=True):
@@ -91,15 +91,15 @@ class Grid(TensorParallel):
             by_rank.append(units.repeat_interleave(n, HIDDEN).movedim(HIDDEN, 0))
         widths = [units.shape[-1] for units in by_rank]
         (totals,) = scatter_to(torch.cat(by_rank, -1), self.x, 0)
-        # Copies, so that what is kept for backward keeps nothing else alive.
+        # Copies, so that tensors saved for backward do not keep the larger storage alive.
         return [total.contiguous() for total in totals.split(widths, -1)]
 
 
-# ---- the split modules: arguments as of `shoal.engine.parallel.linear` -----------------------------------------
+# ---- the split modules: arguments as in `shoal.engine.parallel.linear` -----------------------------------------
 
 
 class ColumnLinear2D(Linear):
-    """Split by output over y and by input over x; the bias by output over all."""
+    """Linear layer split by output over y and by input over x; the bias is split by output over all ranks."""
 
     at: Grid
 
@@ -118,13 +118,13 @@ class ColumnLinear2D(Linear):
             self.placements.append(keep_rows(self, name, "bias", at, min(at.size, self.heads())))
 
     def heads(self) -> int:
-        """Into how many parts the outputs can be split."""
+        """Return the maximum number of parts of the output."""
         return self.at.size
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """[b, s, h/x] (or [b, s/y, h/x]) -> [b, s, f/(x y)] of each layer, by one collective along each axis."""
+        """Compute [b, s, h/x] (or [b, s/y, h/x]) -> [b, s, f/(x y)] per layer, with one collective along each axis."""
         at = self.at
-        # Of each layer, how many neighbours use the same units.
+        # Per layer, the number of neighbours that use the same units.
         users = [
             min(at.x.size(), max(1, at.size // layer.heads())) for layer in layers if isinstance(layer, ColumnLinear2D)
         ]
@@ -135,15 +135,15 @@ class ColumnLinear2D(Linear):
 
 
 class KVColumnLinear2D(ColumnLinear2D):
-    """The same for keys and values, of which neighbours hold the same where there are fewer heads than ranks."""
+    """`ColumnLinear2D` for keys and values; with fewer heads than ranks, neighbours hold the same head."""
 
     def heads(self) -> int:
-        """Those of the model."""
+        """Return the model's number of key/value heads."""
         return self.at.shape.kv_heads
 
 
 class RowLinear2D(Linear):
-    """Split by input over y and by output over x, as the bias is, which is added once, after the sum."""
+    """Linear layer split by input over y and by output over x; the bias is split over x and added after the sum."""
 
     at: Grid
 
@@ -158,14 +158,14 @@ class RowLinear2D(Linear):
             self.placements.append(_keep_hidden(self, name, "bias", at))
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """[b, s, f/(x y)] -> [b, s, h/x] or [b, s/y, h/x]."""
+        """Compute the output: [b, s, f/(x y)] -> [b, s, h/x] or [b, s/y, h/x]."""
         (y,) = multiply(gather_from(x, self.at.x, HIDDEN), layers, biased=False)
         y = self.at.reduce_output(y)
         return (y if self.bias is None else y + self.bias,)
 
 
 class Norm2D(nn.Module):
-    """RMSNorm or LayerNorm of a hidden state of which each rank has a part: its sums are completed along x."""
+    """RMSNorm or LayerNorm of a hidden state split over x, with its sums reduced along x."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -177,7 +177,7 @@ class Norm2D(nn.Module):
         self.placements = [_keep_hidden(self, name, part, at) for part, _ in whole.named_parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h/x] or [b, s/y, h/x]."""
+        """Normalise x: [b, s, h/x] or [b, s/y, h/x]."""
         at, hidden = self.at, self.at.shape.hidden
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if self.centred:
@@ -188,7 +188,7 @@ class Norm2D(nn.Module):
 
 
 class PositionEmbedding2D(SequenceEmbedding):
-    """The columns of this rank's part of the hidden state."""
+    """Position embedding with this rank's columns of the hidden state."""
 
     def __init__(self, whole: nn.Embedding, name: str, at: Grid):
         super().__init__(whole, name, at)
@@ -196,7 +196,7 @@ class PositionEmbedding2D(SequenceEmbedding):
 
 
 def _keep_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamPlacement:
-    """Keep what belongs to this rank's part of h, a parameter's last dim; ranks along y hold the same."""
+    """Keep this rank's part of h, the last dim of a parameter; ranks along y hold the same part."""
     parameter = getattr(module, part)
     *rows, hidden = whole = tuple(parameter.shape)
     own = hidden // at.x.size()

@@ -1,20 +1,20 @@
-"""Gradients of weights written straight into their buffer, at once or later.
+"""Weight gradients computed directly into their buffers, immediately or deferred.
 
-The backward of a linear layer is two products: dX = dY W, which the layer before waits for, and dW = dY^T X, which
-nobody does. Autograd makes both together, and adds a fresh dW to what it has. Here the layer's backward makes dX and
-hands (dY, X) to a `GradSink`, which has the product added to the gradient buffer in place. Where a schedule splits the
-backward (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2), that waits until the schedule says so: no pass
-is run twice, and dX and dW take together exactly the FLOPs of a whole backward.
+The backward of a linear layer has two products: dX = dY W, which the previous layer needs, and dW = dY^T X, which
+nothing waits for. Autograd computes both at once and then adds a new dW to the accumulated one. Here backward computes
+dX and passes (dY, X) to a `GradSink`, which accumulates the product into the gradient buffer in place. If a schedule
+splits the backward (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2), the product waits until the
+schedule runs it. No pass runs twice: dX and dW together take exactly the FLOPs of a full backward.
 
-Without such a schedule, a region of tensor parallelism still defers its dW for a moment: until the sum of dX over its
-ranks is on its way (`GradSink.flush`), as Megatron-LM's linear layers do.
+Without such a schedule, a tensor-parallel region still defers dW until the reduction of dX is in flight
+(`GradSink.flush`), as Megatron-LM's linear layers do.
 
-Matrices that multiply the same input (queries, keys and values; gate and up) lie end to end in their buffer, so that
-they are one matrix without a copy: one larger product instead of several for dX and for dW. Forward makes several,
-whose results each lie end to end for what comes next.
+Matrices with the same input (queries, keys and values; gate and up) are adjacent in their buffer and form one matrix
+without a copy: one large product for dX and one for dW. Forward computes separate products, because each result must be
+contiguous for the next operation.
 
-The gradients of embeddings wait in the same way. Those of norms are made in the first half, by autograd; they are sums
-over tokens, without a matrix product, and only their addition waits.
+Gradients of embeddings are deferred in the same way. Autograd computes gradients of norms in the first half of the
+backward; they are sums over tokens without a matrix product, and only their accumulation is deferred.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
 class GradSink:
-    """Where the backward of one stage's matrices leaves their gradients.
+    """Destination of the weight gradients of one stage.
 
-    Until `connect` it is autograd that makes them, and stays so where the compiler is to see all of a backward.
+    Before `connect`, and always under the compiler, autograd computes these gradients.
 
     Args:
-        defer: whether linear layers' gradients wait for the next `flush`.
+        defer: whether gradients of linear layers wait for the next `flush`.
     """
 
     def __init__(self, *, defer: bool = False):
@@ -48,7 +48,7 @@ class GradSink:
         self._waiting: list[tuple[Sequence[nn.Parameter], Term]] = []
 
     def connect(self, parameters: ShardedParameters, model: nn.Module) -> None:
-        """From now on, leave the gradients of a model's matrices in the buffers of its parameters."""
+        """Send gradients of a model's matrices to the buffers of its parameters from now on."""
         self.parameters = parameters
         parameters.expect(Counter(
             matrix for module in model.modules() if getattr(module, "sink", None) is self
@@ -56,25 +56,25 @@ class GradSink:
         ))
 
     def add(self, weights: Sequence[nn.Parameter], term: Term) -> None:
-        """Add a term of a parameter's gradient, or of several matrices' that lie end to end."""
+        """Accumulate a gradient term of a parameter, or of several adjacent matrices."""
         assert self.parameters is not None, "connect() comes first"
         self.parameters.add(weights, term)
 
     def defer_or_add(self, weights: Sequence[nn.Parameter], term: Term) -> None:
-        """The same, but later where a region's entry waits for dX."""
+        """Accumulate a gradient term, at the next `flush` if deferral is enabled."""
         if self._defer:
             self._waiting.append((weights, term))
         else:
             self.add(weights, term)
 
     def flush(self) -> None:
-        """Add what was deferred: a collective is on its way."""
+        """Accumulate the deferred terms, while a collective is in flight."""
         waiting, self._waiting = self._waiting, []
         for weights, term in waiting:
             self.add(weights, term)
 
     def runs(self, weights: Sequence[nn.Parameter]) -> list[slice]:
-        """Cut weights into runs that are one matrix each."""
+        """Group weights into runs that are adjacent in memory and form one matrix each."""
         alike = len({w.requires_grad for w in weights}) == 1
         if self.parameters is not None and alike and self.parameters.lie_end_to_end(weights):
             return [slice(0, len(weights))]
@@ -82,24 +82,24 @@ class GradSink:
 
 
 Meanwhile = Callable[[list[Tensor]], object]
-"""Makes the weights' gradients from the full gradients of the results. To be called once."""
+"""Callback that computes the weight gradients from the full gradients of the results. Call it once."""
 
 
 class NoComm:
-    """The products of one input with several matrices, where all that they need is on this rank.
+    """Products of one input with several matrices, without communication.
 
-    Other kinds (`shoal.engine.parallel.overlap`) fetch the input from the ranks that split a layer, or sum the result
-    over them, part by part while they multiply.
+    Subclasses (`shoal.engine.parallel.overlap`) gather the input from the ranks that split a layer, or sum the result
+    over them, chunk by chunk during the product.
     """
 
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """From x and factors [in, out] to (the products' full input, which their dW needs, and their results)."""
+        """Return (full input, which dW needs; products) of x and factors [in, out]."""
         return x, [x @ factor for factor in factors]
 
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
-        """From the results' gradients and factors [out, in] to x's gradient, if it is wanted."""
+        """Return the gradient of x, if wanted, from the gradients of the results and factors [out, in]."""
         d_x = sum_of_products(gradients, factors) if wanted else None
         meanwhile(gradients)
         return d_x
@@ -109,7 +109,7 @@ NO_COMM = NoComm()
 
 
 def sum_of_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
-    """The sum over i of x_i F_i: [.., K_i], [K_i, n] -> [.., n]."""
+    """Return sum_i x_i F_i: [.., K_i], [K_i, n] -> [.., n]."""
     total = xs[0] @ factors[0]
     for x, factor in zip(xs[1:], factors[1:], strict=True):
         total.flatten(0, -2).addmm_(x.flatten(0, -2), factor)
@@ -117,16 +117,16 @@ def sum_of_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x W_i^T + b_i of one input and several matrices."""
+    """Linear products x W_i^T + b_i of one input with several matrices."""
 
     @staticmethod
     def forward(ctx, sink: GradSink, comm: NoComm, n: int, x: Tensor, *parameters: nn.Parameter | None):
-        """n results [.., out_i] of x [.., in], from n weights and then n biases, each of which may be None."""
-        weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # of which only biases are None
+        """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None."""
+        weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # only biases may be None
         biases = parameters[n:]
         ctx.sink, ctx.comm, ctx.weights, ctx.biases, ctx.runs = sink, comm, weights, biases, sink.runs(weights)
         x, results = comm.forward(x, [weight.t() for weight in weights])
-        ctx.save_for_backward(x, *weights)  # which recomputation replaces by a new x, and by other views of the weights
+        ctx.save_for_backward(x, *weights)  # recomputation replaces these by a new x and other views of the weights
         for y, bias in zip(results, biases, strict=True):
             if bias is not None:
                 y += bias
@@ -143,11 +143,11 @@ class LinearFunction(torch.autograd.Function):
             for run, gradient in zip(ctx.runs, gradients, strict=True):
                 if not wanted[run.start]:
                     continue  # frozen
-                term = partial(_add_product, gradient, x.detach())  # without what made x
+                term = partial(_add_product, gradient, x.detach())  # without x's autograd history
                 if sink.parameters is None:
                     direct[run.start] = torch.empty_like(weights[run.start])
                     term(direct[run.start], True)
-                elif x_wanted:  # which a region's entry waits for
+                elif x_wanted:  # a region's entry waits for it
                     sink.defer_or_add(ctx.weights[run], term)
                 else:
                     sink.add(ctx.weights[run], term)
@@ -165,7 +165,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """As `LinearFunction`, for runs of rows with a matrix each."""
+    """Products of row ranges with one matrix each; see `LinearFunction`."""
 
     @staticmethod
     def forward(ctx, sink: GradSink, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
@@ -183,7 +183,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a table: ids [..] -> [.., h]."""
+    """Embedding lookup: ids [..] -> [.., h]."""
 
     @staticmethod
     def forward(ctx, sink: GradSink, ids: Tensor, weight: nn.Parameter):
@@ -197,12 +197,12 @@ class EmbeddingFunction(torch.autograd.Function):
         return None, None, None
 
 
-# Terms: from (the sum so far, whether nothing is in it yet) to the new sum, in place.
+# Gradient terms: functions of (accumulator, whether to overwrite it) that update it in place.
 
 
 def _add_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
     d_y, x = gradient.flatten(0, -2).t(), x.flatten(0, -2)
-    if total.dtype != x.dtype:  # in bf16: sums are kept in float32
+    if total.dtype != x.dtype:  # bf16 products are accumulated in float32
         add_gradient(d_y @ x, total, fresh)
     elif fresh:
         torch.mm(d_y, x, out=total)
@@ -215,17 +215,17 @@ def _add_grouped(gradient: Tensor, x: Tensor, counts: Sequence[int], total: Tens
 
 
 def add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
-    """Add the sum over the tokens: a bias's gradient."""
+    """Accumulate a bias gradient: the sum over tokens."""
     add_gradient(gradient.flatten(0, -2).sum(0), total, fresh)
 
 
 def _add_looked_up(gradient: Tensor, ids: Tensor, total: Tensor, fresh: bool) -> None:
-    if total.dtype != gradient.dtype or total.device.type != "cpu":  # elsewhere `index_add_` adds in any order
+    if total.dtype != gradient.dtype or total.device.type != "cpu":  # on other devices `index_add_` adds in any order
         add_gradient(torch.ops.aten.embedding_dense_backward(gradient, ids, len(total), -1, False), total, fresh)
         return
     (total.zero_() if fresh else total).index_add_(0, ids.flatten(), gradient.flatten(0, -2))
 
 
 def add_gradient(gradient: Tensor, total: Tensor, fresh: bool) -> None:
-    """Add a gradient as autograd makes it."""
+    """Accumulate a gradient computed by autograd."""
     (total.copy_ if fresh else total.add_)(gradient)
