@@ -1,1 +1,1 @@
-"""Context parallelism: each rank has a part of every sequence, and attention reaches over all parts."""
+"""Context parallelism: sequences are split over ranks, and attention spans all parts."""

@@ -1,13 +1,13 @@
-"""Context parallelism of a model: what of it depends on where a token is, and attention.
+"""Apply context parallelism to a model: positions, mask and attention.
 
-A rank has a part of every sequence. Embeddings, norms, feed-forward blocks, the head and the loss take each token by
-itself, so they need not know. What does:
+Each rank holds a part of every sequence. Embeddings, norms, feed-forward blocks, the head and the loss process tokens
+independently and stay unchanged. These modules are replaced:
 
     positions    of this rank's tokens, which are not consecutive
-    mask         not a matrix, but what each place of the ring sees of each other (`CausalBlocks`)
-    core         attention: heads for tokens among the ranks at one place (`ulysses`), then round the ring (`ring`)
+    mask         a `CausalBlocks` instead of a matrix
+    core         attention: head-token exchange among the ranks of a ring position (`ulysses`), then the ring (`ring`)
 
-Both together are the "unified sequence parallelism" of Fang & Zhao 2024.
+The combination is the "unified sequence parallelism" of Fang & Zhao 2024.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shoal.engine.parallel.context.ulysses import Ulysses
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank's place among those that share each sequence.
+    """This rank's position among the ranks that share each sequence.
 
     Attributes:
-        rank: its place along the mesh's cp axis.
-        spread: who has which tokens.
+        rank: index along the mesh's cp axis.
+        spread: assignment of tokens to ranks.
     """
 
     rank: int
@@ -42,26 +42,26 @@ class ContextParallel:
     ulysses: Ulysses
 
     def positions(self, start: int, s: int, device: torch.device) -> Tensor:
-        """As `Positions`, of s of this rank's tokens after ``start`` others of its own."""
+        """Return the positions of s of this rank's tokens that follow ``start`` others of its own."""
         return places_of(self.spread.chunks(self.rank), device)[start : start + s]
 
     def slices(self, start: int, s: int) -> range:
-        """Of which slices these are the tokens: of one, or of all."""
+        """Return the slices that hold these tokens: one, or all."""
         ends = [0, *accumulate(self.spread.lengths(self.rank))]
         return range(ends.index(start), ends.index(start + s))
 
     def sight(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> CausalBlocks:
-        """As `Mask`: what these tokens see of all up to them."""
+        """Return which earlier tokens these tokens may attend to; arguments as in `Mask`."""
         slices = self.slices(start, s)
         keys = [self.spread.place_chunks(place, range(slices.stop)) for place in range(self.spread.ring)]
         return CausalBlocks(self.spread.place_chunks(self.ring.place, slices), keys, documents)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sight: CausalBlocks) -> Tensor:
-        """As `AttentionCore`, of this rank's tokens to all that they see.
+        """Compute attention of this rank's tokens to all tokens that they see.
 
         Args:
             q: [b, a, s, d], the tokens of this forward pass.
-            k, v: [b, k, t, d], these and those of the slices before.
+            k, v: [b, k, t, d], these tokens and those of earlier slices.
         """
         s, t = q.shape[2], k.shape[2]
         slices = self.slices(t - s, s)
@@ -74,12 +74,12 @@ class ContextParallel:
 def apply_context_parallel(
     model: Transformer, mesh: Mesh, spread: TokenAssignment, chosen: TokenAssignment | None = None
 ) -> None:
-    """Have a model, in place, take a part of each sequence over the mesh's cp axis.
+    """Replace modules of a model, in place, so that sequences are split over the mesh's cp axis.
 
     Args:
-        model: a `Transformer`, or the part of one that a pipeline stage keeps.
-        spread: of the sequences.
-        chosen: of those tokens that pass through layers which take some.
+        model: a `Transformer`, or the part of one in a pipeline stage.
+        spread: assignment of the tokens of a sequence to the ranks.
+        chosen: the same for the tokens chosen in Mixture-of-Depths layers.
     """
     if mesh.size("cp") == 1:
         return
@@ -94,7 +94,7 @@ def apply_context_parallel(
 
 
 class ContextPositions(nn.Module):
-    """`Positions` of a rank's own tokens."""
+    """`Positions` of this rank's tokens."""
 
     def __init__(self, at: ContextParallel):
         super().__init__()
@@ -105,7 +105,7 @@ class ContextPositions(nn.Module):
 
 
 class ContextMask(nn.Module):
-    """`Mask` of a rank's own tokens: a `CausalBlocks`."""
+    """`Mask` of this rank's tokens, as `CausalBlocks`."""
 
     def __init__(self, at: ContextParallel):
         super().__init__()

@@ -1,8 +1,8 @@
-"""What some queries see of some keys, as few rectangles and causal squares.
+"""Decompose causal attention between token chunks into full and causal blocks of scores.
 
-A kernel computes a rectangle of scores, or a square of which it leaves out what is above the diagonal. Queries and keys
-come as chunks (`shoal.engine.parallel.context.token_order`), and of two chunks either all is seen, or nothing, or what
-a diagonal leaves. So no mask is ever made for causality; only where a piece holds the end of a document one is needed.
+A kernel computes a rectangle of scores, or a causal square. Queries and keys come in chunks
+(`shoal.engine.parallel.context.token_order`), and a pair of chunks is fully visible, invisible, or cut by a diagonal.
+Causality therefore needs no mask; only blocks that contain a document boundary do.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from shoal.engine.parallel.context.token_order import Chunks, count
 
-ROWS = 512  # of queries in a piece where documents end in it: fewer leave out more keys, but small products are slow
+ROWS = 512  # queries per block at document boundaries: fewer skip more keys, but small products are slow
 
 Side = Literal["rows", "columns"]
 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Some of the scores of a block.
+    """Rectangle of attention scores.
 
     Attributes:
-        rows: the queries.
-        columns: the keys.
-        causal: whether query i of them sees the first i + 1 keys alone; there are as many of each.
-        masked: whether documents hide some of what is left.
+        rows: range of queries.
+        columns: range of keys.
+        causal: whether query i sees the first i + 1 keys only; requires equal numbers of queries and keys.
+        masked: whether documents hide some of the remaining scores.
     """
 
     rows: slice
@@ -41,13 +41,13 @@ class ScoreBlock:
 
     @property
     def scores(self) -> int:
-        """How many are seen, where no document ends."""
+        """Number of computed scores, ignoring documents."""
         n, t = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return n * (n + 1) // 2 if self.causal else n * t
 
 
 def pieces(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
-    """The scores that are computed, each once.
+    """Return blocks that cover every visible score once.
 
     >>> early, late = range(0, 4), range(12, 16)  # the first of two places; the second has what is between
     >>> pieces((early, late), (early, late))
@@ -78,13 +78,13 @@ def _moved(some: slice, by: int) -> slice:
 
 
 def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
-    """Of one chunk of queries and one of keys: query i sees key j where keys[j] <= queries[i]."""
+    """Yield the blocks of two chunks: query i sees key j where keys[j] <= queries[i]."""
     n, t = len(queries), len(keys)
     if keys[-1] <= queries[0]:
         yield ScoreBlock(slice(0, n), slice(0, t))
     elif keys[0] > queries[-1]:
         return
-    elif queries.step != keys.step:  # one by one: the left-overs of stripes
+    elif queries.step != keys.step:  # remainders of stripes: one block per query
         for i, query in enumerate(queries):
             seen = sum(key <= query for key in keys)
             if seen:
@@ -101,7 +101,7 @@ def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
 
 
 def _merged(found: Sequence[ScoreBlock], same: Side, along: Side) -> list[ScoreBlock]:
-    """Join rectangles that follow each other along one side and are the same on the other."""
+    """Join rectangles that are adjacent along one side and equal on the other."""
     merged: list[ScoreBlock] = []
     for piece in found:
         last = merged[-1] if merged else None
@@ -117,12 +117,12 @@ def _merged(found: Sequence[ScoreBlock], same: Side, along: Side) -> list[ScoreB
 
 
 class CausalBlocks:
-    """What the queries of one place of a ring see of the keys of every place, in one forward pass.
+    """Visible scores between the queries of one ring position and the keys of every position, in one forward pass.
 
     Args:
-        queries: this place's, in its order.
-        keys: of each place.
-        documents: [b, all tokens of the sequence] the document of each, where attention stays inside them.
+        queries: tokens of this position, in its order.
+        keys: tokens of each position.
+        documents: [b, sequence length] document of each token, if attention stays inside documents.
     """
 
     def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
@@ -131,7 +131,7 @@ class CausalBlocks:
         self._of_keys: dict[int, Tensor] = {}
 
     def pieces(self, place: int) -> list[ScoreBlock]:
-        """What is computed with the keys of a place; what belongs to no common document is left out."""
+        """Return the blocks to compute with the keys of a position, without blocks whose documents differ."""
         if place not in self._pieces:
             found = pieces(self.queries, self.keys[place])
             if self.documents is not None:
@@ -140,7 +140,7 @@ class CausalBlocks:
         return self._pieces[place]
 
     def mask(self, piece: ScoreBlock, place: int) -> Tensor | None:
-        """[b, 1, n, t] bool, True where a masked piece's queries see its keys; None for another."""
+        """Return the mask [b, 1, n, t] bool of a masked block, True where allowed; None for other blocks."""
         if not piece.masked:
             return None
         of_queries, of_keys = self._documents_of(piece, place)
@@ -148,7 +148,7 @@ class CausalBlocks:
         return (same.tril() if piece.causal else same).unsqueeze(1)
 
     def _inside(self, piece: ScoreBlock, place: int) -> Iterator[ScoreBlock]:
-        """What documents leave of a piece."""
+        """Yield the parts of a block that contain pairs from the same document."""
         if self._in_one(piece, place):
             yield piece
             return
@@ -156,14 +156,14 @@ class CausalBlocks:
             of_queries, of_keys = self._documents_of(part, place)  # [b, n], [b, t]
             first, last = of_queries.amin(1, keepdim=True), of_queries.amax(1, keepdim=True)
             columns = ((of_keys >= first) & (of_keys <= last)).any(0).nonzero().view(-1).tolist()
-            if columns and not part.causal:  # a square stays one
+            if columns and not part.causal:  # a causal square stays square
                 start = part.columns.start
                 part = replace(part, columns=slice(start + columns[0], start + columns[-1] + 1))
             if columns:
                 yield replace(part, masked=not self._in_one(part, place))
 
     def _in_one(self, piece: ScoreBlock, place: int) -> bool:
-        """Whether all its queries and keys are in one document, in every sequence."""
+        """Return whether all queries and keys of a block are in one document, in every sequence."""
         of_queries, of_keys = self._documents_of(piece, place)
         one = of_queries[:, :1]
         return bool((of_queries == one).all() and (of_keys == one).all())
@@ -183,12 +183,12 @@ class CausalBlocks:
 
 
 def places_of(chunks: Chunks, device: torch.device) -> Tensor:
-    """[tokens] int64: where in their sequence they are."""
+    """Return the positions of the tokens in their sequence: [tokens] int64."""
     return torch.cat([torch.arange(c.start, c.stop, c.step, device=device) for c in chunks])
 
 
 def _rows_of(piece: ScoreBlock) -> Iterator[ScoreBlock]:
-    """A piece in blocks of at most `ROWS` queries."""
+    """Split a block into blocks of at most `ROWS` queries."""
     for start in range(piece.rows.start, piece.rows.stop, ROWS):
         rows = slice(start, min(start + ROWS, piece.rows.stop))
         if not piece.causal:

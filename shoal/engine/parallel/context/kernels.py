@@ -1,11 +1,11 @@
-"""Attention of one piece of scores that gives its log-sum-exp, and its backward from those of the whole row.
+"""Attention of one block of scores with its log-sum-exp, and its backward given those of the full row.
 
-With the output o_i and the log-sum-exp l_i of every piece of a row, the row's are
+With the output o_i and the log-sum-exp l_i of every block of a row, the row's are
 
     l = log sum_i exp l_i        o = sum_i exp(l_i - l) o_i
 
-(Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; as ring attention has it, Liu et al. 2023).
-The weights of a piece are exp(scores - l) once l is known, so its backward needs nothing of its forward (Dao et al.
+(Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; used in ring attention by Liu et al. 2023).
+Given l, the weights of a block are exp(scores - l), so backward needs no state of the block's forward (Dao et al.
 2022, "FlashAttention", algorithm 4).
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.engine.models.attention import Kernel, per_head
 from shoal.engine.models.products import of_small_blocks
 
-_ROWS = 256  # of queries whose scores are alive at once in attention written out
+_ROWS = 256  # queries whose scores exist at once in explicit attention
 
 _aten = torch.ops.aten
 
@@ -27,20 +27,20 @@ _aten = torch.ops.aten
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, kernel: Kernel = "sdpa"
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d)) v over some keys alone.
+    """Compute softmax(q k^T / sqrt(d)) v over a subset of the keys.
 
     Args:
         q: [b, a, n, d].
         k, v: [b, k, t, d]; query heads share key/value heads in groups.
-        mask: [b, 1, n, t] bool, True where attention is allowed; a causal piece's hides later keys too.
-        causal: query i sees the first i + 1 keys; n = t.
-        kernel: "sdpa" for torch's fused ones where they can do it, or "explicit".
+        mask: [b, 1, n, t] bool, True where attention is allowed; combined with causality if ``causal``.
+        causal: query i sees the first i + 1 keys; requires n = t.
+        kernel: "sdpa" for torch's fused kernels where supported, or "explicit".
 
     Returns:
-        [b, a, n, d], zeros where a query sees nothing; and the log-sum-exp [b, a, n] of the scores, -inf there, in
-        float32 at least.
+        The output [b, a, n, d], zeros where a query sees nothing, and the log-sum-exp [b, a, n] of the scores, -inf
+        there, in at least float32.
     """
-    k, v = per_head(q, k), per_head(q, v)  # the kernels that give the log-sum-exp know no groups
+    k, v = per_head(q, k), per_head(q, v)  # kernels that return the log-sum-exp do not support grouped heads
     which = _kernel(q, mask, kernel)
     if which == "explicit":
         return _attend_explicitly(q, k, v, mask, causal)
@@ -60,13 +60,13 @@ def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None = None,
     *, causal: bool = False, kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The piece's part of the gradients of q, k and v.
+    """Return the block's contribution to the gradients of q, k and v.
 
     Args:
-        gradient: [b, a, n, d], of the rows' whole output.
-        out, total: the rows' whole output and log-sum-exp, over all their pieces.
+        gradient: [b, a, n, d], gradient of the rows' full output.
+        out, total: the rows' full output and log-sum-exp, over all blocks.
 
-    Other arguments as of `attend`.
+    Other arguments as in `attend`.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = per_head(q, k), per_head(q, v)
@@ -75,8 +75,8 @@ def attend_backward(
         d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal)
     elif which == "flash":
         n, t = q.shape[2], k.shape[2]
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout, of which there is none
-        # The kernel reads the log-sum-exp by its address alone, as if its rows lay end to end.
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
+        # The kernel ignores the strides of the log-sum-exp and assumes contiguous rows.
         d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
         )
@@ -91,7 +91,7 @@ def attend_backward(
 
 
 def _kernel(q: Tensor, mask: Tensor | None, kernel: Kernel) -> str:
-    """torch's kernel for this device that gives the log-sum-exp, or attention written out."""
+    """Return the name of torch's kernel that returns the log-sum-exp on this device, or of explicit attention."""
     if kernel == "explicit":
         return kernel
     if q.device.type == "cpu":
@@ -101,12 +101,12 @@ def _kernel(q: Tensor, mask: Tensor | None, kernel: Kernel) -> str:
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, as torch's kernel on the CPU takes it."""
+    """Return the additive bias of a mask, as torch's CPU kernel expects it."""
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, start: int) -> Tensor:
-    """Of some rows that begin at row ``start``, in float32 at least."""
+    """Return the scores of rows from ``start`` on, in at least float32."""
     scores = q @ k.transpose(-1, -2)
     scores = (scores.float() if scores.dtype.itemsize < 4 else scores) * (1 / math.sqrt(q.shape[-1]))
     n, t = scores.shape[-2:]

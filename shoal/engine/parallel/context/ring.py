@@ -1,12 +1,12 @@
 """Ring attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 
-Each place of the ring keeps its queries. The keys and values of all places go round: while a place computes with those
-of one, the next are on their way. What it has so far of the softmax is merged with each block's (`kernels`). So no
-place ever holds more than two places' keys, and no scores at all.
+Each ring position keeps its queries, and keys and values circulate: while a position computes with one block, the next
+is in transit. The partial softmax is merged with each block (`kernels`). A position never holds more than two blocks of
+keys, and no full score matrix.
 
-Backward sends keys and values round once more. The gradients of each block go one place behind it: a place adds its
-part to what has come from the places before and sends it on, and the last one sends it home. Only key/value heads
-travel, fewer than the query heads that share them.
+Backward circulates keys and values once more. The gradients of each block follow one step later: a position adds
+its contribution and forwards them, and the last one returns them to the owner. Only key/value heads travel, which are
+fewer than query heads under grouped attention.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shoal.engine.parallel.context.token_order import count
 
 @dataclass(frozen=True)
 class RingPosition:
-    """This rank's place.
+    """This rank's position in the ring.
 
     Attributes:
-        place, places: which, of how many.
-        ranks: the global ranks of all of them, in order.
-        blocks: for keys and values; None where there is one place.
-        gradients: for their gradients, which go the same way and are not to wait for them.
+        place, places: index and number of positions.
+        ranks: global ranks of all positions, in order.
+        blocks: group for keys and values; None with one position.
+        gradients: group for their gradients, separate so that they do not wait for the blocks.
     """
 
     place: int
@@ -45,26 +45,26 @@ class RingPosition:
 
     @classmethod
     def of(cls, mesh: Mesh) -> RingPosition:
-        """Of a mesh. To be called by all ranks at the same point."""
+        """Return the ring position of a mesh. Collective: all ranks must call it at the same point."""
         return cls(
             mesh.index("ring"), mesh.size("ring"), mesh.ranks("ring"),
             mesh.group("ring", purpose="blocks"), mesh.group("ring", purpose="block gradients"),
         )
 
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
-        """Send to the next place and receive from the one before, of several."""
+        """Start sending to the next position and receiving from the previous one."""
         assert group is not None
         return start_shift(x, self.ranks[(self.place + 1) % self.places], out, self.ranks[self.place - 1], group)
 
     def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Every place's block, this one's first; the next is on its way while one is used.
+        """Yield the block of every position, this one's first; the next is in transit while one is used.
 
         Args:
-            held: [2, b, k, t, d], this place's keys and values.
-            lengths: t of every place.
+            held: [2, b, k, t, d], this position's keys and values.
+            lengths: t of every position.
 
         Yields:
-            (its place, the block).
+            (position, block).
         """
         for step in range(self.places):
             source, coming = (self.place - step) % self.places, None
@@ -78,16 +78,16 @@ class RingPosition:
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this place's queries to the keys of all places."""
+    """Attention of this position's queries to the keys of all positions."""
 
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, sight: CausalBlocks, kernel: Kernel
     ) -> Tensor:
-        """softmax(q k^T / sqrt(d)) v.
+        """Compute softmax(q k^T / sqrt(d)) v.
 
         Args:
-            q: [b, a, n, d], this place's queries, in the order of ``sight.queries``.
+            q: [b, a, n, d], this position's queries, in the order of ``sight.queries``.
             k, v: [b, k, t, d], its keys and values, in the order of its ``sight.keys``.
 
         Returns:
@@ -96,7 +96,7 @@ class RingAttention(torch.autograd.Function):
         q, held = q.contiguous(), torch.stack((k, v))
         exact = torch.promote_types(q.dtype, torch.float32)
         b, a, n, d = q.shape
-        # Heads inside tokens, as what follows reads it: then that is no copy.
+        # Heads inside tokens, as the next layer reads it, which saves a copy.
         out = torch.zeros(b, n, a, d, dtype=exact, device=q.device).transpose(1, 2)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
         for place, (keys, values) in ring.blocks_of(held, _lengths(sight)):
@@ -130,10 +130,10 @@ class RingAttention(torch.autograd.Function):
                 )
                 for whole, part in zip((d_q[:, :, rows], *d_block[:, :, :, columns].unbind(0)), found, strict=True):
                     whole += part
-                del found, part  # before the next piece has its own
+                del found, part  # frees them before the next block
             if place == ring.place:
                 continue
-            if coming is not None and before is not None:  # the one brings the other
+            if coming is not None and before is not None:  # received together
                 coming.wait()
                 d_block += before
             before = _resized(d_block, lengths[place - 1])
@@ -146,14 +146,14 @@ class RingAttention(torch.autograd.Function):
 
 
 def merge(out: Tensor, total: Tensor, piece_out: Tensor, piece_total: Tensor) -> None:
-    """Add the softmax over some more keys to that over others, in place.
+    """Merge the softmax over additional keys into an accumulated one, in place.
 
     Args:
         out: [b, a, n, d].
-        total: [b, a, n], the log-sum-exp of the scores so far; -inf where nothing was seen.
+        total: [b, a, n] accumulated log-sum-exp of the scores; -inf where nothing was seen.
     """
-    share = torch.sigmoid(piece_total - total)  # of the new keys' weights
-    share = share.masked_fill(piece_total.isneginf(), 0.0).unsqueeze(-1)  # also where nothing was seen before
+    share = torch.sigmoid(piece_total - total)  # the new keys' share of the weights
+    share = share.masked_fill(piece_total.isneginf(), 0.0).unsqueeze(-1)  # also if nothing was seen before
     out.lerp_(piece_out.to(out.dtype), share.to(out.dtype))
     torch.logaddexp(total, piece_total.to(total.dtype), out=total)
 
@@ -163,5 +163,5 @@ def _lengths(sight: CausalBlocks) -> list[int]:
 
 
 def _resized(block: Tensor, length: int) -> Tensor:
-    """Room for the block of another place, which may be longer or shorter."""
+    """Return a buffer for a block of another length."""
     return block.new_empty(*block.shape[:3], length, block.shape[4])

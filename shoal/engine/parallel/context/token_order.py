@@ -1,12 +1,12 @@
-"""Which tokens of a sequence each context-parallel rank has.
+"""Assignment of the tokens of a sequence to context-parallel ranks.
 
-Under a causal mask the last tokens of a sequence see eight times what those after the first eighth see. Runs of equal
-length would leave the rank of the first tokens idle most of the time. So each place of the ring takes a chunk from the
-front and its mirror image from the back (zig-zag: Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2), or
-every n-th token (Brandon et al. 2023, "Striped Attention").
+Under a causal mask the work grows along the sequence: the last tokens see eight times as many keys as those after the
+first eighth. Equal contiguous parts would leave the first rank idle most of the time. Each ring position therefore
+takes a chunk from the front and its mirror image from the back (zig-zag: Dubey et al. 2024, "The Llama 3 Herd of
+Models", section 3.3.2), or every n-th token (Brandon et al. 2023, "Striped Attention").
 
-The ranks that exchange tokens for heads at one place of the ring share its tokens evenly; there order is all the same,
-since each of them sees all of the place's tokens in attention.
+Ranks that exchange tokens for heads at one ring position share its tokens evenly. Their order does not matter,
+because each sees all tokens of the position in attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal.pipeline.sequence_slices import even_slices
 from shoal.spec.layout import ContextOrder, Layout
 
 Chunks = tuple[range, ...]
-"""Tokens in the order in which a rank has them: runs, or every n-th token of one. None is empty."""
+"""Tokens of a rank in order: contiguous or strided ranges, none of them empty."""
 
 
 def zig_zag(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
-    """Place i has chunks i and 2 places - 1 - i of twice as many as there are places.
+    """Assign chunks i and 2 places - 1 - i, of 2 places equal chunks, to position i.
 
     >>> zig_zag(16, 2)
     [(range(0, 4), range(12, 16)), (range(4, 12),)]
@@ -35,9 +35,10 @@ def zig_zag(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
 
 
 def striped(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
-    """Place i has tokens i, i + places, ...: every one of them sees keys of every place.
+    """Assign tokens i, i + places, ... to position i, so each position sees keys of every other.
 
-    Where the tokens of a rank are a multiple of something, those left over are a run for the first places.
+    If the tokens of a rank must be a multiple of a number, the remaining tokens form a contiguous range for the first
+    positions.
 
     >>> striped(8, 2)
     [(range(0, 8, 2),), (range(1, 8, 2),)]
@@ -49,7 +50,7 @@ def striped(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
 
 
 def contiguous(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
-    """Place i has the i-th run: the last place has nearly twice the mean of the work.
+    """Assign the i-th contiguous part to position i; the last position has nearly twice the mean work.
 
     >>> contiguous(8, 2)
     [(range(0, 4),), (range(4, 8),)]
@@ -64,7 +65,7 @@ ORDERS: dict[ContextOrder, Callable[[int, int, int], list[Chunks]]] = {
 
 
 def joined(chunks: Sequence[range]) -> Chunks:
-    """The same tokens in the same order, in as few chunks as can be.
+    """Merge adjacent ranges, keeping tokens and order.
 
     >>> joined((range(0, 4), range(4, 6), range(6, 6), range(9, 10)))
     (range(0, 6), range(9, 10))
@@ -79,7 +80,7 @@ def joined(chunks: Sequence[range]) -> Chunks:
 
 
 def cut(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
-    """The tokens in consecutive parts of these lengths.
+    """Split the tokens into consecutive parts of the given lengths.
 
     >>> cut((range(0, 4), range(12, 16)), (3, 5))
     [(range(0, 3),), (range(3, 4), range(12, 16))]
@@ -99,12 +100,12 @@ def cut(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
 
 @dataclass(frozen=True)
 class TokenAssignment:
-    """How sequences are spread over the context-parallel ranks, slice by slice where they are cut into slices.
+    """Assignment of the tokens of a sequence to context-parallel ranks, per slice.
 
     Attributes:
-        ring: places of the ring.
-        ulysses: ranks at each place.
-        held: for each slice and each rank (ulysses the faster), its tokens, counted in the whole sequence.
+        ring: number of ring positions.
+        ulysses: ranks per position.
+        held: for each slice and rank (ulysses varies fastest), its tokens as positions in the full sequence.
     """
 
     ring: int
@@ -112,47 +113,47 @@ class TokenAssignment:
     held: tuple[tuple[Chunks, ...], ...]
 
     def chunks(self, rank: int, slices: range | None = None) -> Chunks:
-        """The tokens of a rank in some slices (default: all), in its order."""
+        """Return the tokens of a rank in some slices (default: all), in its order."""
         chosen = self.held if slices is None else [self.held[i] for i in slices]
         return joined([chunk for ranks in chosen for chunk in ranks[rank]])
 
     def place_chunks(self, place: int, slices: range) -> Chunks:
-        """The tokens of all ranks at a place of the ring, one rank's after the other's."""
+        """Return the tokens of all ranks at a ring position, rank by rank."""
         return joined([chunk for rank in self.ranks(place) for chunk in self.chunks(rank, slices)])
 
     def place_lengths(self, place: int, slices: range) -> list[int]:
-        """How many tokens each of them has."""
+        """Return the number of tokens of each rank at a ring position."""
         return [count(self.chunks(rank, slices)) for rank in self.ranks(place)]
 
     def ranks(self, place: int) -> range:
-        """Those at a place of the ring."""
+        """Return the ranks at a ring position."""
         return range(place * self.ulysses, (place + 1) * self.ulysses)
 
     def lengths(self, rank: int) -> list[int]:
-        """How many tokens of each slice a rank has."""
+        """Return the number of tokens of a rank in each slice."""
         return [count(ranks[rank]) for ranks in self.held]
 
     @property
     def tokens(self) -> int:
-        """Of a whole sequence."""
+        """Number of tokens in a full sequence."""
         return sum(count(chunks) for ranks in self.held for chunks in ranks)
 
     @cached_property
     def fullest(self) -> int:
-        """The most tokens that a rank has."""
+        """Largest number of tokens on a rank."""
         return max(sum(self.lengths(rank)) for rank in range(self.ring * self.ulysses))
 
 
 def count(chunks: Chunks) -> int:
-    """How many tokens these are."""
+    """Return the number of tokens in chunks."""
     return sum(map(len, chunks))
 
 
 def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> TokenAssignment:
-    """How a layout spreads sequences of this length.
+    """Return the token assignment of a layout for sequences of a length.
 
     Args:
-        slices: tokens of each slice that the sequences are cut into, if they are; each is spread by itself.
+        slices: tokens of each slice if sequences are cut into slices; each slice is assigned separately.
     """
     held, start = [], 0
     for length in slices or (sequence_length,):

@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO: buckets, gradients, sharded parameters, and when they are gathered and reduced."""
+"""Data parallelism with ZeRO: flat buckets, sharded parameters, gradient reduction and prefetching."""

@@ -1,8 +1,8 @@
-"""A bucket: some parameters end to end in one flat buffer, cut into equal shards.
+"""Bucket: adjacent parameters in one flat buffer, cut into equal shards.
 
-The parameters are views of the buffer, so that a collective over all of them needs no copy, and neither does the
-optimizer: it updates one flat run of numbers. A shard ends wherever the equal cut falls, inside a row too; what part of
-which parameter that is, `Bucket.pieces` tells as boxes.
+Parameters are views of the buffer, so collectives over all of them need no copy, and the optimizer updates one flat
+array. Shards are cut at equal sizes, possibly inside a row; `Bucket.pieces` returns the parts of each parameter as
+boxes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal.engine.device import host_zeros
 from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.engine.precision.policy import Policy
 
-_ALIGN = 64  # elements: shards start on whole vector registers and cache lines
+_ALIGN = 64  # elements: aligns shards to vector registers and cache lines
 
 
 @dataclass(frozen=True)
 class BucketSlot:
-    """One parameter's place in a bucket."""
+    """Location of one parameter in a bucket."""
 
     parameter: nn.Parameter
     split: ParamPlacement
@@ -39,12 +39,12 @@ class BucketSlot:
 
 @dataclass(frozen=True)
 class ShardSegment:
-    """Consecutive elements of a shard that are treated alike.
+    """Consecutive elements of a shard with equal treatment.
 
     Attributes:
-        start, stop: inside the shard.
-        sum_over: mesh axes over which their gradients are partial sums.
-        copies: how often the same elements are held along tp and pp.
+        start, stop: range inside the shard.
+        sum_over: mesh axes over which the gradients are partial sums.
+        copies: number of ranks along tp and pp that hold the same elements.
         decay: whether weight decay applies.
     """
 
@@ -60,19 +60,19 @@ class ShardSegment:
 
 
 class Bucket:
-    """Flat storage of some parameters: whole in `full`, this rank's shard in `master`.
+    """Flat storage of some parameters: all of them in `full`, this rank's shard in `master`.
 
-    All have their replicas along one axis of the mesh, `replicas`.
+    The replicas of all members lie along one mesh axis, `replicas`.
 
     Args:
-        members: (parameter on any device, its split, whether it decays), in any order; they are sorted so that equal
-            treatment is contiguous, and their data is replaced by views of the buffer.
+        members: (parameter on any device, placement, whether it decays), in any order. They are sorted so that elements
+            with equal treatment are contiguous, and their data is replaced by views of the buffer.
         shards: number of equal parts.
-        index: which of them is this rank's.
-        keep_full: whether the parameters stay whole between uses (not in ZeRO-3).
-        offload: whether `master` is in host memory: "optimizer" leaves what is computed with on the device, whole or
-            (`shard`) in part; "parameters" leaves nothing there but what is gathered.
-        group: that holds the shards.
+        index: this rank's shard.
+        keep_full: whether full parameters persist between uses (not in ZeRO-3).
+        offload: whether `master` is in host memory. "optimizer" keeps the compute weights on the device, full or
+            sharded (`shard`); "parameters" keeps only gathered parameters on the device.
+        group: the ranks that hold the shards.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Bucket:
             self.numel += split.numel
         self.shards, self.index, self.policy = shards, index, policy
         self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
-        # One for all ranks of a host: each updates its part where it is, and none until all are done with the step.
+        # Shared by all ranks of a host: each updates its part in place, and all wait for each other after the step.
         self.full = allocate(shards * self.chunk, policy.compute, device, group if keep_full else None, one=True)
         for slot in self.slots:
             slot.parameter.data = self.full[slot.start : slot.stop].view(slot.split.local)
@@ -118,7 +118,7 @@ class Bucket:
             self.free()
 
     def mine(self, flat: Tensor) -> Tensor:
-        """This rank's shard of a whole flat buffer, as a view."""
+        """Return this rank's shard of a full flat buffer, as a view."""
         return flat[self.index * self.chunk : (self.index + 1) * self.chunk]
 
     def _runs(self) -> Iterator[ShardSegment]:
@@ -139,10 +139,10 @@ class Bucket:
             yield run
 
     def pieces(self, flat: Tensor, start: int = 0) -> Iterator[tuple[str, Piece]]:
-        """Name what ``flat`` holds.
+        """Yield the named parts of ``flat``.
 
         Args:
-            flat: elements ``start : start + flat.numel()`` of this rank's shard, of weights or anything like them.
+            flat: elements ``start : start + flat.numel()`` of this rank's shard of weights, gradients or moments.
 
         Yields:
             (parameter name, piece), each piece a view of ``flat``.
@@ -152,17 +152,17 @@ class Bucket:
             yield slot.split.name, Piece(slot.split.whole, box, values, slot.split.primary)
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[BucketSlot, int, Box]]:
-        """Name elements ``start:stop`` of this rank's shard: (slot, offset from ``start``, box of the parameter)."""
+        """Yield (slot, offset from ``start``, box of the parameter) for elements ``start:stop`` of the local shard."""
         begin, end = self.index * self.chunk + start, self.index * self.chunk + stop
         for slot in self.slots:
             first, last = max(slot.start, begin), min(slot.stop, end)
             for offset, box in slot.split.boxes(first - slot.start, last - slot.start):
                 yield slot, first - begin + offset, box
 
-    # ---- whole parameters from shards --------------------------------------------------------------------------
+    # ---- full parameters from shards ---------------------------------------------------------------------------
 
     def gather(self, group: Group | None) -> None:
-        """Start making `full` whole from every rank's `master`; `wait` before its use."""
+        """Start gathering `full` from every rank's `master`; call `wait` before using it."""
         if self.gathered or self._gathering is not None:
             return
         storage = self.full.untyped_storage()
@@ -181,20 +181,20 @@ class Bucket:
             self._gathering = all_gather_flat(self.full, mine, group)
 
     def wait(self) -> None:
-        """Until the parameters are whole."""
+        """Wait until the parameters are gathered."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self.gathered = None, True
 
     def mark_dirty(self) -> None:
-        """The masters changed: `full` no longer holds the parameters."""
+        """Mark `full` as outdated after a change of the masters."""
         self.wait()
         self.gathered = False
         if self.shard is not None:
             self.shard.copy_(self.master)
 
     def free(self) -> None:
-        """Give the memory of `full` back until the next `gather`."""
+        """Free the memory of `full` until the next `gather`."""
         self.wait()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
@@ -203,18 +203,18 @@ class Bucket:
 
     @property
     def resident(self) -> Tensor:
-        """The memory of the weights between uses: `full`, or in ZeRO-3 `shard` or `master`."""
+        """Return the tensor that stores the weights between uses: `full`, or in ZeRO-3 `shard` or `master`."""
         if self.keep_full:
             return self.full
         return self.master if self.shard is None else self.shard
 
     def swap_weights(self, version: Tensor | None) -> None:
-        """Use a copy of `resident` as the parameters; None goes back to the ones that the optimizer updates."""
+        """Use a copy of `resident` as the parameters; None restores the weights that the optimizer updates."""
         if version is self._used:
             return
         self._used = version
         if not self.keep_full:
-            self.free()  # and so gathered anew when they are needed
+            self.free()  # forces a new gather at the next use
             return
         flat = self.full if version is None else version
         for slot in self.slots:
@@ -224,10 +224,10 @@ class Bucket:
 def grouped(
     units: list[list[tuple[nn.Parameter, ParamPlacement, bool]]], limit: float, itemsize: int
 ) -> Iterator[list[tuple[nn.Parameter, ParamPlacement, bool]]]:
-    """The members of each bucket: whole units, until it has ``limit`` bytes of numbers of ``itemsize``.
+    """Yield the members of each bucket: complete units, up to ``limit`` bytes at ``itemsize`` bytes per element.
 
-    A parameter that two stages share is a bucket by itself, so that its shards lie alike on both; those whose replicas
-    lie along other axes of the mesh are in other buckets.
+    A parameter that two stages share gets its own bucket, so both stages shard it identically. Parameters with
+    different replica axes go to different buckets.
     """
     filling: dict[str, list[tuple[nn.Parameter, ParamPlacement, bool]]] = {}
     for unit in units:
@@ -242,12 +242,12 @@ def grouped(
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at the same place of the same storage."""
+    """Return whether two tensors begin at the same address of the same storage."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def end_to_end(matrices: Sequence[Tensor]) -> Tensor:
-    """One matrix [all rows, columns] of matrices of equal width that lie end to end in one buffer, without a copy."""
+    """Return adjacent matrices of equal width as one matrix [all rows, columns], without a copy."""
     first, *others = matrices
     if not others:
         return first

@@ -1,4 +1,4 @@
-"""The gradients of a bucket: their memory, and how far a backward has come with them."""
+"""Gradient buffers of a bucket, and the progress of a backward."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from shoal.engine.device import host_zeros
 from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, end_to_end
 
 Term = Callable[[Tensor, bool], object]
-"""Adds one gradient, in place, to (the sum so far, whether nothing is in it yet)."""
+"""Function that adds one gradient in place to (accumulator, whether to overwrite it)."""
 
 
 class Gradients:
-    """The gradients of one bucket.
+    """Gradients of one bucket.
 
     Args:
-        keep_whole: whether whole gradients stay (ZeRO-0 and 1), or have memory only until they are reduced.
-        group: whose collectives reduce the whole of them.
+        keep_whole: whether full gradients persist (ZeRO-0 and 1) or are freed after their reduction.
+        group: the group that reduces the full gradients.
 
     Attributes:
-        whole: flat sums over this rank's micro-batches; None while they have no memory.
-        shard: this rank's part of the sum over all ranks; a view of ``whole`` where that stays.
-        update: what the optimizer reads: ``shard``, or its copy in host memory.
+        whole: flat gradients summed over this rank's micro-batches; None while not allocated.
+        shard: this rank's part of the sum over all ranks; a view of ``whole`` if that persists.
+        update: gradients that the optimizer reads: ``shard``, or its copy in host memory.
         views: each slot's part of ``whole``.
-        terms: gradients that one backward gives: one for each slot, two where a weight is used twice.
-        pending_backward: those that the backward under way has yet to produce.
-        pending_accumulation: those that are yet to be added, of the backward that is.
-        filled: slots of which something was accumulated in ``whole``.
-        unreduced: nothing was accumulated in ``shard`` yet.
+        terms: gradient terms per backward and slot: one, or two if a weight is used twice.
+        pending_backward: terms that the current backward has not produced yet.
+        pending_accumulation: terms of the current backward that have not been added yet.
+        filled: slots of ``whole`` that hold accumulated gradients.
+        unreduced: whether ``shard`` holds no gradient yet.
     """
 
     def __init__(self, bucket: Bucket, *, keep_whole: bool, group: Group | None):
@@ -49,23 +49,22 @@ class Gradients:
         self.filled: set[int] = set()
         self.unreduced = True
         self._squares: dict[ShardSegment, Tensor] = {}
-        self._version = -1  # of ``update``, that they are of
+        self._version = -1  # version of ``update`` to which the norms belong
         self.expect({})
 
     def expect(self, given: Mapping[Tensor, int]) -> None:
-        """How many gradients each backward gives of these parameters; of others it gives one."""
+        """Set how many gradient terms each backward gives these parameters; the default is one."""
         self.terms = sum(given.get(slot.parameter, 1) for slot in self.bucket.slots)
         self.pending_backward = self.pending_accumulation = self.terms
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Reset for a new step."""
         self.filled, self.unreduced = set(), True
         for slot in self.bucket.slots:
             slot.parameter.grad = None
 
     def add(self, slot: int, term: Term, together: int = 1) -> list[Tensor]:
-        """Add a term of the gradient of one parameter, or of so many consecutive matrices as if they were one; returns
-        the sums so far."""
+        """Add a gradient term of one parameter, or of ``together`` consecutive matrices; return the updated sums."""
         self.make_room()
         views = self.views[slot : slot + together]
         term(end_to_end(views), slot not in self.filled)
@@ -74,7 +73,7 @@ class Gradients:
         return views
 
     def make_room(self) -> Tensor:
-        """The memory of whole gradients, which they are given if they have none."""
+        """Return the buffer of full gradients, allocating it if necessary."""
         if self.whole is not None:
             return self.whole
         whole = torch.empty(self.bucket.full.numel(), dtype=self.shard.dtype, device=self.shard.device)
@@ -83,13 +82,13 @@ class Gradients:
         return whole
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """What is to be reduced, with zeros where nothing came, and where the sum belongs: (whole, shard).
+        """Return (full gradients, destination) for a reduction, with zeros where no gradient exists.
 
-        The sum is `shard`, or where something was accumulated there before, is yet to be added to it.
+        The destination is `shard`, or a temporary to add to it if `shard` already holds a sum.
         """
         whole, shard = self.make_room(), self.shard
         for i, view in enumerate(self.views):
-            if i not in self.filled:  # memory of the step before, or anybody's
+            if i not in self.filled:  # still holds uninitialised memory or the previous step
                 view.zero_()
         if not self.keep_whole:
             self.whole, self.views, self.filled = None, [], set()
@@ -99,18 +98,17 @@ class Gradients:
         return whole, shard
 
     def on_reduced(self) -> None:
-        """``shard`` is the sum over all replicas. The norms of what is complete are taken now, while it is in the
-        caches and other buckets are on their way."""
+        """Compute norms after a reduction, while ``shard`` is in the caches and other buckets are in flight."""
         self._squares = {run: _square(self.shard[run.slice]) for run in self.bucket.runs if not run.sum_over}
 
     def finalise(self) -> None:
-        """What was yet to be summed, of numbers whose norms were not taken, is."""
+        """Complete ``update``, including sums for which no norm was computed."""
         if self.update is not self.shard:
             self.update.copy_(self.shard)
         self._version = self.update._version
 
     def square(self, run: ShardSegment) -> Tensor:
-        """The squared norm of a part of ``update``, float64: as it was taken, if nothing was changed since."""
+        """Return the squared norm of a part of ``update``, float64; cached unless it changed."""
         taken = self._squares.get(run) if self.update._version == self._version else None
         return _square(self.update[run.slice]) if taken is None else taken
 

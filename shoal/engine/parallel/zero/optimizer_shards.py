@@ -1,4 +1,4 @@
-"""What the optimizer of one rank updates, and the ranks that hold the rest: from sharded parameters to `Shards`."""
+"""Build the optimizer's `Shards` from a rank's sharded parameters."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from shoal.spec.config import OptimizerConfig
 
 
 class ShardGroup:
-    """`Holders` along an axis of a mesh. The group is made at the first use: element-wise rules need none."""
+    """`Holders` along a mesh axis; the group is created on first use, because element-wise rules need none."""
 
     def __init__(self, mesh: Mesh, axis: str):
         self.mesh, self.axis, self.ranks, self.index = mesh, axis, mesh.size(axis), mesh.index(axis)
 
     @property
     def group(self) -> Group:
-        """Of the ranks that hold shards of the same parameters."""
+        """Return the group of ranks that hold shards of the same parameters."""
         return self.mesh.group_of_several(self.axis)
 
     def sum(self, x: Tensor) -> None:
-        """As `Holders`."""
+        """See `Holders`."""
         all_reduce(x, self.group)
 
     def maximum(self, x: Tensor) -> None:
-        """As `Holders`."""
+        """See `Holders`."""
         all_reduce(x, self.group, dist.ReduceOp.MAX)
 
     def collect(self, x: Any) -> list[Any]:
-        """As `Holders`."""
+        """See `Holders`."""
         if self.group.is_dry_run:
             return [x if i == self.index else type(x)() for i in range(self.ranks)]
         return all_gather(x, self.group.backend)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """As `Holders`."""
+        """See `Holders`."""
         reduce_scatter_flat(part, whole, self.group).wait()
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """As `Holders`."""
+        """See `Holders`."""
         all_gather_flat(whole, part, self.group).wait()
 
 
 def build_optimizer_shards(
     parameters: RankParameters, mesh: Mesh, config: OptimizerConfig, dtype: torch.dtype, *, mixed: bool = False
 ) -> Shards:
-    """The shards of all stages of a rank, each run cut where the learning rate's factor changes.
+    """Return the shards of all stages of a rank, split where the learning rate factor changes.
 
     Args:
-        mixed: whether the model has experts, which lie otherwise over a stage's ranks than the rest does: then all of
-            these are holders, replicas too.
-        dtype: of the weights that the optimizer updates.
+        mixed: whether the model has experts. Their sharding differs from that of other parameters, so all ranks of the
+            stage, including replicas, are holders.
+        dtype: dtype of the weights that the optimizer updates.
     """
     axis = "stage" if mixed else "holders"
     holders: Holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Alone()
     replica = mesh.index("replicate") == 0
     slots = [slot for bucket in parameters.buckets for slot in bucket.slots]
-    here = Counter(slot.split.name for slot in slots)  # 2 where the first and the last stage share an embedding
+    here = Counter(slot.split.name for slot in slots)  # 2 if the first and the last stage share an embedding
     first = replica and holders.index == 0
     saves = {slot.split.name for slot in slots if first and (slot.split.primary or slot.split.replicas == "edp")}
     shards = []

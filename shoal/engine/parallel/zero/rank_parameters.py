@@ -1,4 +1,4 @@
-"""All that one rank holds: the parameters of its pipeline stages, as one."""
+"""All parameters on one rank, across its pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
 class RankParameters:
-    """The parameters of every stage of this rank.
+    """Parameters of all pipeline stages of this rank.
 
     Args:
-        stages: in order.
-        ends: the ranks that hold the first or the last part of the model, where these share a tied embedding.
+        stages: the parameters of each stage, in order.
+        ends: the ranks of the first and last model parts if these share a tied embedding.
     """
 
     def __init__(self, stages: Sequence[ShardedParameters], ends: Group | None = None):
@@ -28,18 +28,18 @@ class RankParameters:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Of all stages, in order."""
+        """Return the buckets of all stages, in order."""
         return [bucket for stage in self.stages for bucket in stage.buckets]
 
     def runs(self) -> Iterator[tuple[ShardSegment, Tensor, Tensor]]:
-        """What the optimizer updates: (run, flat weights, flat gradients) of this rank's shards, as views."""
+        """Yield (segment, flat weights, flat gradients) of this rank's shards, as views for the optimizer."""
         for stage in self.stages:
             yield from stage.runs()
 
     def sum_ends(self) -> None:
-        """Complete the gradient of a tied embedding: add what the model's first and last stages have of it.
+        """Sum the gradient of a tied embedding over the model's first and last stages.
 
-        They lie alike on all of them, on two ranks or on one, and all get the same bits.
+        All holders shard it identically, on one rank or two, and get bitwise equal sums.
         """
         shares = [gradient for run, _, gradient in self.runs() if ENDS in run.sum_over]
         if not shares:
@@ -52,40 +52,40 @@ class RankParameters:
             other.copy_(total)
 
     def square_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's."""
+        """Return this rank's share of the squared gradient norm, float64; all ranks' shares sum to the global value."""
         return reduce(add, (stage.square_norm() for stage in self.stages))
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by a factor."""
         for stage in self.stages:
             stage.scale(factor)
 
     def gather(self) -> None:
-        """Make the parameters whole again where they stay whole, after their shards were changed."""
+        """Gather persistent full parameters after their shards changed."""
         for stage in self.stages:
             stage.gather()
 
     def pieces(self, tensors: Iterable[Tensor]) -> dict[str, list[Piece]]:
-        """Name the parts of flat tensors, one for each of `runs`."""
+        """Return the pieces of flat tensors by parameter name; one tensor per item of `runs`."""
         tensors = iter(tensors)
         return _merged(stage.pieces(tensors) for stage in self.stages)
 
     def weights(self) -> dict[str, list[Piece]]:
-        """The pieces of the parameters that this rank updates."""
+        """Return the weights that this rank updates, as pieces by name."""
         return _merged(stage.weights() for stage in self.stages)
 
     def reduced_gradients(self) -> dict[str, list[Piece]]:
-        """The pieces of their gradients, complete when the optimizer steps."""
+        """Return the gradients of these weights, complete at the optimizer step, as pieces by name."""
         return _merged(stage.reduced_gradients() for stage in self.stages)
 
     def bytes(self) -> dict[str, int]:
-        """Bytes alive between steps, by what they hold: parameters (whole and master) and gradients."""
+        """Return the bytes allocated between steps for parameters (full and master) and gradients."""
         each = [stage.bytes() for stage in self.stages]
         return {kind: sum(bytes[kind] for bytes in each) for kind in each[0]}
 
 
 def _merged(stages: Iterable[dict[str, list[Piece]]]) -> dict[str, list[Piece]]:
-    """By name; an embedding that two stages share is there twice."""
+    """Merge by name; an embedding shared by two stages occurs twice."""
     merged: dict[str, list[Piece]] = {}
     for stage in stages:
         for name, pieces in stage.items():

@@ -1,7 +1,8 @@
-"""ZeRO-3: parameters gathered ahead of their use and freed after it (Rajbhandari et al. 2020, section 7.2.2).
+"""ZeRO-3 hooks: gather parameters before use and free them afterwards (Rajbhandari et al. 2020, section 7.2.2).
 
-A unit is what is gathered at once: the embedding, a layer, the final norm and head. Its parameters are gathered one
-or more units ahead of forward and of backward, so that the collective runs while the unit before computes.
+A unit is gathered at once: the embedding, a layer, or the final norm and head. Parameters are gathered one or more
+    units
+ahead of forward and backward, so the collective overlaps with the computation of the previous unit.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
 class PrefetchHooks:
-    """Hooks that keep a stage's parameters whole only while they are needed.
+    """Hooks that hold a stage's full parameters only while they are needed.
+
+    After backward, `ShardedParameters` frees a bucket as soon as all its gradients exist.
 
     Args:
-        units: in forward order, the modules of each unit (in forward order) and the buckets that their parameters need.
-        parameters: of all units.
-        ahead: units that are gathered before their turn.
-        keep: the last so many units stay whole between forward and backward.
-
-    After backward `ShardedParameters` frees a bucket, as soon as all its gradients are there.
+        units: the modules of each unit and the buckets that they need, in forward order.
+        parameters: parameters of all units.
+        ahead: number of units to prefetch.
+        keep: number of last units that stay gathered between forward and backward.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class PrefetchHooks:
         self.buckets = [buckets for _, buckets in units]
         self.parameters, self.ahead = parameters, ahead
         used: set[Bucket] = set()
-        self.owned_buckets: list[list[Bucket]] = []  # buckets of each unit that no unit before it needs
+        self.owned_buckets: list[list[Bucket]] = []  # buckets of each unit that no earlier unit needs
         for buckets in self.buckets:
             self.owned_buckets.append([bucket for bucket in buckets if bucket not in used])
             used.update(buckets)
@@ -46,7 +47,7 @@ class PrefetchHooks:
             modules[-1].register_forward_hook(lambda _, args, output, i=i: self._after_forward(i, output))
 
     def _use(self, units: range) -> None:
-        """Wait for the first unit's parameters, and start the gathering of the others', which will be used after it."""
+        """Wait for the first unit's parameters, and start gathering the units after it."""
         for unit in units:
             for bucket in self.buckets[unit]:
                 bucket.gather(self.parameters.shard_group(bucket))
@@ -54,15 +55,15 @@ class PrefetchHooks:
             bucket.wait()
 
     def _from(self, unit: int) -> range:
-        """A unit, and those that are gathered ahead of forward."""
+        """Return a unit and the units to prefetch with it in forward."""
         return range(unit, min(unit + self.ahead + 1, len(self.buckets)))
 
     def _before_forward(self, unit: int) -> None:
         self._use(self._from(unit))
 
     def _before_backward(self, unit: int) -> None:
-        # Here backward is past the unit that follows. Its reductions start before the next gathering on every rank,
-        # also where they were not complete, since all ranks must start the group's collectives in one order.
+        # Backward has finished the next unit. Start its reductions before the next gather on every rank, even if they
+        # are incomplete, because all ranks must start the group's collectives in the same order.
         if unit + 1 < len(self.buckets):
             self.parameters.passed(self.owned_buckets[unit + 1])
         self._use(range(unit, max(-1, unit - self.ahead - 1), -1))

@@ -1,21 +1,21 @@
-"""Data parallelism in all its stages: one engine, which differs in what stays whole and when it is reduced.
+"""Engine for data parallelism and ZeRO: shards parameters, reduces gradients and gathers weights.
 
     stage     parameters   gradients    optimizer    collectives per step (Psi parameters, n micro-batches)
-    0 (DDP)   whole        whole        whole        all-reduce Psi
-    1         whole        whole        sharded      reduce-scatter Psi, all-gather Psi
-    2         whole        sharded      sharded      n reduce-scatter Psi, all-gather Psi
+    0 (DDP)   replicated   full         replicated   all-reduce Psi
+    1         replicated   full         sharded      reduce-scatter Psi, all-gather Psi
+    2         replicated   sharded      sharded      n reduce-scatter Psi, all-gather Psi
     3         sharded      sharded      sharded      n reduce-scatter Psi, 2n all-gather Psi
 
-(Rajbhandari et al. 2020, "ZeRO", sections 5 and 7.) Parameters lie in buckets (`shoal.engine.parallel.zero.bucket`); a
-bucket's gradients are reduced as soon as backward has produced the last of them, while backward goes on. Stages 0 and
-1 keep whole gradients and so reduce once a step, in the last micro-batch; stages 2 and 3 have no place to accumulate
-whole gradients, and reduce in each.
+(Rajbhandari et al. 2020, "ZeRO", sections 5 and 7.) Parameters are stored in buckets
+(`shoal.engine.parallel.zero.bucket`). A bucket's gradients are reduced as soon as backward has produced the last of
+them, overlapping the rest of backward. Stages 0 and 1 keep full gradients and reduce once per step, in the last
+micro-batch. Stages 2 and 3 have no memory to accumulate full gradients and reduce in every micro-batch.
 
-All ranks start the reductions in one order: that in which the first backward of rank 0 completed the buckets. A
-parameter that gets no gradient on some rank thus cannot make it reduce another bucket than the rest; what is not
-complete when a backward ends is reduced then, with zeros where nothing came.
+All ranks start reductions in the same order, in which the first backward of rank 0 completed the buckets. A
+parameter without a gradient on some rank therefore cannot change the order. Buckets that are incomplete at the end of a
+backward are reduced then, with zeros for missing gradients.
 
-Gradients are sums, never means: the loss is divided by the global number of tokens before backward.
+Gradients are sums, not means: the loss is divided by the global number of tokens before backward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shoal.engine.precision.policy import Policy
 
 @dataclass
 class _Reduction:
-    """A reduce-scatter on its way; ``whole`` is kept alive until it has arrived."""
+    """Reduce-scatter in flight; keeps ``whole`` alive until it completes."""
 
     gradients: Gradients
     shard: Tensor
@@ -54,13 +54,13 @@ class _Reduction:
 
 @dataclass(frozen=True)
 class DataParallelGroups:
-    """The ranks along one axis of the mesh, "replicas" or "edp", that hold the same parameters.
+    """Ranks along one mesh axis, "replicas" or "edp", that hold the same parameters.
 
     Attributes:
-        shard_group: over which they are sharded.
-        replicate_group: that hold the same shard.
-        shards, index: the size of the first, and this rank's place in it.
-        copies, copy: of the second.
+        shard_group: the ranks over which the parameters are sharded.
+        replicate_group: the ranks that hold the same shard.
+        shards, index: size of ``shard_group``, and this rank's index in it.
+        copies, copy: size of ``replicate_group``, and this rank's index in it.
     """
 
     shard_group: Group | None
@@ -72,7 +72,7 @@ class DataParallelGroups:
 
     @staticmethod
     def along(axis: str, mesh: Mesh) -> DataParallelGroups:
-        """Those of a mesh."""
+        """Return the groups along an axis of a mesh."""
         shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
         return DataParallelGroups(
             mesh.group(shard), mesh.group(replicate),
@@ -81,17 +81,17 @@ class DataParallelGroups:
 
 
 class ShardedParameters:
-    """The parameters of one pipeline stage, their gradients, and the collectives that keep replicas equal.
+    """Parameters of one pipeline stage, their gradients, and the collectives that keep replicas equal.
 
     Args:
-        units: groups of parameters in forward order, each (parameter, its split, whether it decays); the parameters may
-            be on the meta device. A bucket holds whole units.
+        units: groups of parameters in forward order, each (parameter, placement, whether it decays); the parameters may
+            be on the meta device. A bucket holds complete units.
         mesh: its "shard" ranks shard, its "replicate" ranks replicate; for experts "edp_shard" and "edp_replicate".
         policy: the number formats.
 
     Attributes:
-        last_microbatch: whether what is added now completes the gradients of the step.
-        watch: called with each parameter and the sum of its gradients, as that grows.
+        last_microbatch: whether the current micro-batch completes the gradients of the step.
+        watch: called with each parameter and its accumulated gradient after every addition.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class ShardedParameters:
         self.overlap = mesh.layout.overlap
         place = {parameter: i for i, (parameter, *_) in enumerate(chain.from_iterable(units))}
         first = [min(place[slot.parameter] for slot in bucket.slots) for bucket in self.buckets]
-        # Of the reductions, the last used first; a guess, until a backward has shown it.
+        # Order of the reductions: reverse forward order until a backward has shown the actual one.
         self.order = sorted(range(len(self.buckets)), key=lambda b: -first[b])
         self._shown: list[int] | None = None
         self._learned = len(self.buckets) == 1
-        self._completed: list[int] = []  # buckets, by the backward under way
-        self._started = 0  # reductions, in it
+        self._completed: list[int] = []  # buckets completed by the current backward
+        self._started = 0  # number of reductions started in it
         self.last_microbatch = True
         self.watch: Callable[[nn.Parameter, Tensor], object] | None = None
         self._later: list[tuple[Sequence[nn.Parameter], Term]] | None = None
         self._deferred: dict[Hashable, list[tuple[Sequence[nn.Parameter], Term]]] = {}
         self._scattering: list[_Reduction] = []
         self._replicating: list[tuple[Gradients, Pending]] = []
-        # A parameter owns its hook where Python's garbage collector does not look, and this engine owns the parameter:
-        # the hook must not own the engine.
+        # A parameter owns its hook outside the garbage collector's view, and this engine owns the parameter: the hook
+        # must not own the engine.
         alive = weakref.ref(self)
 
         def made(parameter: nn.Parameter) -> None:
@@ -154,29 +154,29 @@ class ShardedParameters:
             parameter.register_post_accumulate_grad_hook(made)
 
     def shard_group(self, bucket: Bucket) -> Group | None:
-        """The ranks that hold the shards of a bucket."""
+        """Return the ranks that hold the shards of a bucket."""
         return self.replicas[bucket.replicas].shard_group
 
     def expect(self, given: Mapping[Tensor, int]) -> None:
-        """How many gradients each backward will `add` of these parameters; of others, autograd makes one."""
+        """Set how many gradient terms each backward passes to `add` for these parameters; autograd gives others one."""
         for gradients in self.gradients:
             gradients.expect(given)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients for a new step."""
         for gradients in self.gradients:
             gradients.begin()
 
     def backward_done(self) -> None:
-        """A backward has made and added all that it will. To be called after each, but in or after `deferred`."""
+        """Finish a backward. Call it after each one, but inside or after `deferred`."""
         self._end_making()
         self._end_adding()
 
     @contextmanager
     def deferred(self, key: Hashable) -> Iterator[None]:
-        """Backward in this context only makes the gradients' terms; `add_deferred` adds them."""
+        """Defer gradient terms of backwards in this context until `add_deferred`."""
         self._later = self._deferred[key] = []
         try:
             yield
@@ -185,18 +185,18 @@ class ShardedParameters:
         self._end_making()
 
     def add_deferred(self, key: Hashable) -> None:
-        """Add what the backward with this key left for later, and start the reductions of what is complete."""
+        """Accumulate the terms deferred under this key, and start the reductions of complete buckets."""
         for parameters, term in self._deferred.pop(key):
             self._add(parameters, term)
         self._end_adding()
 
     def lie_end_to_end(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these are consecutive in one bucket."""
+        """Return whether the parameters are adjacent in one bucket."""
         b, i = self.places[parameters[0]]
         return [self.places[p] for p in parameters] == [(b, i + k) for k in range(len(parameters))]
 
     def add(self, parameters: nn.Parameter | Sequence[nn.Parameter], term: Term) -> None:
-        """Backward gives a term of a parameter's gradient, or of several matrices' that lie end to end."""
+        """Accumulate a gradient term of a parameter, or of several adjacent matrices."""
         together = [parameters] if isinstance(parameters, nn.Parameter) else parameters
         if self._later is None:
             self._add(together, term)
@@ -209,14 +209,14 @@ class ShardedParameters:
             self.buckets[b].free()
 
     def _made(self, parameter: nn.Parameter) -> None:
-        """Autograd has made a parameter's gradient, or (None) was told that there is none to make."""
+        """Handle the gradient that autograd computed for a parameter, possibly None."""
         gradient = parameter.grad
         if gradient is None:
             return
         b, i = self.places[parameter]
         views = self.gradients[b].views
         if views and same_memory(gradient, views[i]):
-            self.add(parameter, lambda total, fresh: None)  # it was added in place
+            self.add(parameter, lambda total, fresh: None)  # already added in place
         else:
             parameter.grad = None
             self.add(parameter, partial(self._copy, parameter, gradient))
@@ -224,7 +224,7 @@ class ShardedParameters:
     def _copy(self, parameter: nn.Parameter, gradient: Tensor, total: Tensor, fresh: bool) -> None:
         (total.copy_ if fresh else total.add_)(gradient)
         if self.zero < 2 and total.dtype == parameter.dtype:
-            parameter.grad = total  # autograd adds the next micro-batch's in place
+            parameter.grad = total  # autograd adds the next micro-batch's gradient in place
 
     def _add(self, parameters: Sequence[nn.Parameter], term: Term) -> None:
         b, i = self.places[parameters[0]]
@@ -253,7 +253,7 @@ class ShardedParameters:
         self._completed, self._started = [], 0
 
     def passed(self, buckets: Iterable[Bucket]) -> None:
-        """Backward will make no more gradients of these: what has none yet gets none."""
+        """Mark buckets whose remaining parameters get no gradient in this backward."""
         if self._later is None:
             self._complete([self.buckets.index(bucket) for bucket in buckets])
 
@@ -262,13 +262,13 @@ class ShardedParameters:
         self._reduce_complete()
 
     def _learn_order(self) -> None:
-        """Take the order that the first backward has shown on the first of the replicas, or of the stage's ranks."""
+        """Broadcast the bucket order of the first backward from the first rank of the replicas or of the stage."""
         axis = "stage" if "edp" in self.replicas else "replicas"
-        assert self._shown is not None  # a backward was before
+        assert self._shown is not None  # set by a previous backward
         self.order, self._learned = broadcast_ints(self._shown, self.mesh.group(axis), self.mesh.device), True
 
     def _reduce_complete(self) -> None:
-        """Start the reductions that are next in order, as far as buckets are complete."""
+        """Start the next reductions in order, up to the first incomplete bucket."""
         if self.zero < 2 and not self.last_microbatch:
             return
         while self._started < len(self.order) and (b := self.order[self._started]) in self._completed:
@@ -276,7 +276,7 @@ class ShardedParameters:
             self._reduce(self.gradients[b])
 
     def _reduce(self, gradients: Gradients) -> None:
-        """Start summing a bucket's gradients over the ranks that shard it."""
+        """Start reducing a bucket's gradients over its shard group."""
         whole, shard = gradients.take()
         work, group = None, self.replicas[gradients.bucket.replicas].shard_group
         if group is not None:
@@ -284,12 +284,12 @@ class ShardedParameters:
         elif not same_memory(shard, whole):
             shard.copy_(whole)
         self._scattering.append(_Reduction(gradients, shard, whole, work, self.last_microbatch))
-        # Where whole gradients are freed, only one bucket may be on its way: so two at most are alive.
+        # If full gradients are freed, only one bucket may be in flight, so at most two are alive.
         ahead = 1 if self.zero >= 2 else len(self.buckets)
         self._settle(keep=ahead if work is not None and self.overlap else 0)
 
     def _settle(self, keep: int = 0) -> None:
-        """Wait for reductions that were started, oldest first, until ``keep`` are on their way."""
+        """Wait for the oldest reductions until only ``keep`` are in flight."""
         while len(self._scattering) > keep:
             reduction = self._scattering.pop(0)
             if reduction.work is not None:
@@ -304,16 +304,16 @@ class ShardedParameters:
                 reduction.gradients.on_reduced()
 
     def finish(self) -> None:
-        """Complete the gradients: wait for the replicas' sums, add what tensor parallelism and copies left partial.
+        """Complete the gradients: wait for replica sums, reduce partial sums of tensor parallelism and model copies.
 
-        What the ends of the model share is summed by `shoal.engine.parallel.zero.rank_parameters`, which knows both.
+        `shoal.engine.parallel.zero.rank_parameters` sums parameters shared by the model's first and last stages.
         """
         self._settle()
         if not self._learned:
             self._learn_order()
         for gradients, work in self._replicating:
             work.wait()
-            gradients.on_reduced()  # while the others are on their way
+            gradients.on_reduced()  # while other reductions are in flight
         self._replicating.clear()
         partial: dict[str, list[Tensor]] = defaultdict(list)
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -333,9 +333,9 @@ class ShardedParameters:
             gradients.finalise()
 
     def square_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, float64; summed over all ranks it is the model's.
+        """Return this rank's share of the squared gradient norm, float64; the sum over all ranks is the global value.
 
-        What several ranks hold is divided by their number, so that every element counts once.
+        Elements held by several ranks are divided by their number, so each counts once.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -345,12 +345,12 @@ class ShardedParameters:
         return total
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by a factor."""
         for gradients in self.gradients:
             gradients.update.mul_(factor)
 
     def gather(self) -> None:
-        """After the step: make the updated parameters whole where they stay whole."""
+        """Gather updated parameters after the step, if full parameters persist."""
         for bucket in self.buckets:
             bucket.mark_dirty()
             if bucket.keep_full:
@@ -358,19 +358,19 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.wait()
 
-    # ---- what it holds -----------------------------------------------------------------------------------------
+    # ---- contents ----------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[tuple[ShardSegment, Tensor, Tensor]]:
-        """What the optimizer updates: (run, flat weights, flat gradients) of this rank's shards, as views."""
+        """Yield (segment, flat weights, flat gradients) of this rank's shards, as views for the optimizer."""
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             for run in bucket.runs:
                 yield run, bucket.master[run.slice], gradients.update[run.slice]
 
     def pieces(self, tensors: Iterable[Tensor]) -> dict[str, list[Piece]]:
-        """Name the parts of tensors that lie like the shards of the buckets (weights, gradients, moments).
+        """Return, by parameter name, the pieces of tensors laid out like the shards (weights, gradients, moments).
 
         Args:
-            tensors: for each of `runs`, in order, a flat tensor of its length.
+            tensors: a flat tensor for each item of `runs`, in order.
         """
         named: dict[str, list[Piece]] = {}
         tensors = iter(tensors)
@@ -383,16 +383,17 @@ class ShardedParameters:
         return named
 
     def weights(self) -> dict[str, list[Piece]]:
-        """The pieces of the parameters that this rank updates."""
+        """Return the weights that this rank updates, as pieces by name."""
         return self.pieces(weight for _, weight, _ in self.runs())
 
     def reduced_gradients(self) -> dict[str, list[Piece]]:
-        """The pieces of their gradients, complete after `finish`."""
+        """Return the gradients of these weights, complete after `finish`, as pieces by name."""
         return self.pieces(gradient for _, _, gradient in self.runs())
 
     def bytes(self) -> dict[str, int]:
-        """Bytes alive between steps, by what they hold: parameters (whole, shards and master) and gradients on the
-        device; and what is offloaded to the host."""
+        """Return the bytes allocated between steps: parameters (full, shards, master) and gradients on the device, and
+        offloaded tensors on the host.
+        """
         storages: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "host": {}}
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             held: dict[str, list[Tensor]] = {"parameters": [bucket.full], "gradients": [gradients.shard], "host": []}
