@@ -1,5 +1,5 @@
-"""Training steps of one rank: the trainer, the engine of a step, records, relaxed data parallelism and resilience.
+"""Training on one rank: trainer, training engine, records, relaxed data parallelism and resilience.
 
-`shoal.training.trainer` is the loop, `shoal.training.step` what one step does, `shoal.training.resilience` what is kept
-for the case of a failure. It uses the wings up to `shoal.planning`; processes are started by `shoal.launch`.
+`shoal.training.trainer` is the loop, `shoal.training.step` one step, and `shoal.training.resilience` saves and restores
+states. Uses the packages up to `shoal.planning`; `shoal.launch` starts the processes.
 """

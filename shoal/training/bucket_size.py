@@ -1,8 +1,8 @@
-"""`parallel.bucket_mb = "auto"`: measure dry steps with several bucket sizes, and take the fastest.
+"""Select the bucket size for `parallel.bucket_mb = "auto"` by timing dry steps.
 
-Small buckets are reduced sooner, large ones in fewer collectives: the best size depends on the model, the batch, the
-ranks and their network. The size decides where shards end and in which order squares are summed, so the run folder
-keeps it: a resumed run computes the same bits.
+Small buckets are reduced sooner, large ones in fewer collectives; the best size depends on the model, the batch, the
+ranks and their network. The size determines shard boundaries and the order in which squares are summed, so the run
+folder stores it: a resumed run computes the same bits.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shoal.spec.config import RunConfig
 from shoal.training.step.engine import Engine
 
 SIZES = (1.0, 4.0, 16.0, 64.0)
-"""Candidates [MiB]."""
+"""Candidate bucket sizes [MiB]."""
 
-STEPS = 3  # measured dry steps, after one to warm up
+STEPS = 3  # measured dry steps, after one warm-up step
 BUCKET_FILE = "bucket_mb.json"
 
 
 def settle_bucket_size(
     config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, folder: Path, *, resume: bool
 ) -> tuple[RunConfig, str]:
-    """Return a run's config with a size in place of "auto", equal on every rank, and a note about it.
+    """Return the config with "auto" replaced by a size, equal on every rank, and a note about it.
 
     Args:
-        folder: of the run; keeps the size for a resume on the same layout.
+        folder: run folder; stores the size for a resume on the same layout.
     """
     layout = config.parallel
     if layout.dp == 1 or layout.zero == 3 or layout.sync != "all-reduce":
@@ -59,9 +59,9 @@ def settle_bucket_size(
 
 
 def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) -> dict[float, float]:
-    """Measure the seconds of a step on the slowest rank, by size of the buckets [MiB]; equal on all ranks.
+    """Return the step time [s] on the slowest rank by bucket size [MiB]; equal on all ranks.
 
-    Sizes that give the same buckets as the one before are left out.
+    Sizes that give the same buckets as the previous size are omitted.
     """
     seconds: dict[float, float] = {}
     cuts = -1
@@ -74,7 +74,7 @@ def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) ->
             slowest = torch.tensor(_time(engine), dtype=torch.float64, device=mesh.device)
             seconds[size] = to_host(all_reduce(slowest, mesh.group("world"), dist.ReduceOp.MAX))
         del engine
-        gc.collect()  # its modules and hooks are cyclic garbage, and the next engine needs the memory
+        gc.collect()  # modules and hooks are cyclic garbage, and the next engine needs the memory
     return seconds
 
 
@@ -97,7 +97,7 @@ def _circumstances(config: RunConfig) -> dict:
 
 
 def _kept(config: RunConfig, folder: Path) -> float | None:
-    """The size in the folder; None if there is none for this config, or it is damaged."""
+    """Return the size stored in the folder; None if it is missing, damaged or measured with another config."""
     try:
         found = read_json(folder / BUCKET_FILE)
         same, size = found["measured on"] == _circumstances(config), float(found["bucket_mb"])

@@ -1,4 +1,4 @@
-"""Check a run before it starts: that the model, its layout and the ranks fit each other."""
+"""Check before a run starts that its model, layout and ranks fit together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from shoal.training.async_dp.choose import check_relaxed
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
-    """Return the model of a run, if the layout can split it and is of so many ranks.
+    """Check a run's config and return its model.
+
+    Args:
+        ranks: expected number of ranks; None accepts any.
 
     Raises:
-        UsageError: naming the field that is wrong.
+        UsageError: a setting is wrong; the message names the field.
     """
     check_secrets(config)
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
@@ -34,18 +37,19 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
 
 
 def check_secrets(config: RunConfig) -> None:
-    """Reject a config that holds a secret of the environment, or an address with a password: it is written into the run
-    folder and shown in reports.
+    """Reject a config that contains a secret from the environment or an address with a password.
+
+    The config is written into the run folder and shown in reports.
 
     Raises:
-        UsageError: naming the field, without the value.
+        UsageError: the message names the field, without the value.
     """
     values = {
         f"{section}.{name}": str(value)
         for section, fields in config.model_dump(mode="json").items() for name, value in fields.items()
     }
     together = "\n".join(values.values())
-    if redact(together) == together:  # reads the environment once, not for each of a hundred fields
+    if redact(together) == together:  # redact reads the environment: once here, not for each field
         return
     for name, value in values.items():
         if (without := redact(value)) != value:
@@ -57,10 +61,10 @@ def check_secrets(config: RunConfig) -> None:
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:
-    """Reject factors on the learning rate of parameters that do not exist.
+    """Reject learning-rate factors whose pattern matches no parameter.
 
     Raises:
-        UsageError: naming the pattern, and what parameters are called.
+        UsageError: the message names the pattern and lists parameter names.
     """
     if not config.optimizer.rates:
         return
@@ -76,10 +80,10 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Reject a profile without any step.
+    """Reject a profile that records no step.
 
     Raises:
-        UsageError: naming the two fields.
+        UsageError: the message names both fields.
     """
     after, steps = config.metrics.profile_after, config.train.steps
     if config.metrics.profile and after >= steps:

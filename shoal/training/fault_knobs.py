@@ -1,4 +1,4 @@
-"""Slow and dead ranks on purpose (``[testing]``), and how much of its time each rank spends computing and waiting."""
+"""Artificially slow and dead ranks (``[testing]``), and the compute and wait time of each rank."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shoal.training.records.timer import ComputeTimer
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StepResult
 
-LARGEST_FACTOR = 1000  # of slowness: a run with longer sleeps would look hung
+LARGEST_FACTOR = 1000  # of a straggler: with longer sleeps a run would look hung
 
 
 @dataclass(frozen=True)
 class FaultKnobs:
-    """The section ``[testing]``, by rank.
+    """Settings of section ``[testing]``, by rank.
 
     Attributes:
-        factors: how many times as long the computing of a rank takes.
-        deaths: the step, from 0, before which a rank kills itself; if it takes only some of the steps, before its first
-            from there on.
-        pace: minimum seconds of computing in a step, before factors.
+        factors: slowdown factor of a rank's compute time.
+        deaths: step, from 0, before which a rank kills itself; a rank that runs only some of the steps dies before its
+            first step from there on.
+        pace: minimum compute time per step before factors [s].
     """
 
     factors: dict[int, float]
@@ -39,13 +39,13 @@ class FaultKnobs:
 
     @staticmethod
     def read(config: TestingConfig, ranks: int, *, begin: int = 0, restarted: bool = False) -> FaultKnobs:
-        """Read the knobs of a run. After a restart no rank dies again.
+        """Parse the knobs of a run. After a restart no rank dies again.
 
         Args:
-            begin: the step at which this attempt begins: earlier deaths are over.
+            begin: first step of this attempt; earlier deaths are dropped.
 
         Raises:
-            UsageError: one has the wrong form, or names a rank that does not exist.
+            UsageError: a setting is malformed or names a rank that does not exist.
         """
         factors = _by_rank("testing.straggler", config.straggler, "=", r"\d+(\.\d+)?", "1=4", ranks)
         deaths = _by_rank("testing.dead", config.dead, "@", r"\d+", "1@20", ranks)
@@ -57,11 +57,11 @@ class FaultKnobs:
 
     @property
     def any(self) -> bool:
-        """Whether one is set."""
+        """Whether any knob is set."""
         return bool(self.factors or self.deaths or self.pace)
 
     def survivors(self, living: Iterable[int]) -> list[str]:
-        """Return a line for each rank that should have died and did not."""
+        """Return a line for each living rank that should have died."""
         return [
             f"testing.dead: rank {rank} did not die, since it was given no step from {self.deaths[rank]} on"
             for rank in living if rank in self.deaths
@@ -82,12 +82,12 @@ def _by_rank(name: str, text: str, sign: str, value: str, example: str, ranks: i
 
 @dataclass
 class RankTimes:
-    """Times of one rank, in steps alone (no validation, no checkpoints) [s].
+    """Time of one rank in training steps, without validation and checkpoints [s].
 
     Attributes:
-        steps: how many.
-        computing: in forwards and backwards, with the sleep of a straggler.
-        total: in full steps.
+        steps: number of steps.
+        computing: time in forwards and backwards, including a straggler's sleep.
+        total: total time in steps.
     """
 
     steps: int = 0
@@ -96,14 +96,14 @@ class RankTimes:
 
     @property
     def waiting(self) -> float:
-        """All that is not computing: waiting for others, exchanging with them, and the update."""
+        """Time not spent computing: waiting for other ranks, communication and the update."""
         return self.total - self.computing
 
 
 class TimedSteps(ComputeTimer):
-    """Wraps ``engine.step``: applies the knobs to this rank, and measures its times.
+    """Wrap ``engine.step``: apply the knobs to this rank and measure its times.
 
-    Nothing of a step waits for the device, except the sleep of a slow rank, for what it computed before.
+    A step never waits for the device, except that a straggler waits for its preceding computations before it sleeps.
     """
 
     def __init__(self, engine: Engine, knobs: FaultKnobs):
@@ -130,7 +130,7 @@ class TimedSteps(ComputeTimer):
         return result
 
     def end(self, action: Action) -> None:
-        """As `Recorder`. After the last computation of the step a slow rank sleeps."""
+        """End an action; after the last computation of a step, a straggler sleeps."""
         super().end(action)
         if action.op not in COMPUTE:
             return
@@ -142,7 +142,7 @@ class TimedSteps(ComputeTimer):
 
 
 def times_table(times: dict[int, RankTimes | None]) -> Table:
-    """The table that a run shows at its end; None for a rank that died."""
+    """Build the table of times that a run shows at its end; None for a rank that died."""
     table = Table(title="who waits, and who does not")
     for column in ("rank", "steps", "computing s", "waiting and exchanging s", "share"):
         table.add_column(column, justify="right")

@@ -1,7 +1,7 @@
-"""Locate the first NaN or infinity: run the step again without its update and check every tensor.
+"""Locate the first NaN or Inf: rerun the step without its update and check every tensor.
 
-The weights are those before the step and its samples follow from its number, so the values are the same. NaNs spread
-with every collective, so nearly all ranks find some; the rank whose own came first is named, with the module.
+The weights are unchanged and the step number determines the samples, so the rerun computes the same values. Collectives
+spread NaNs to nearly all ranks; the message names the rank and module where one occurred first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
 WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which NaNs spread
-NAMED = 2  # ranks in a message, of those that found one at the same place
+NAMED = 2  # maximum number of ranks named in a message
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """The first value of one rank that is not finite.
+    """First non-finite value on one rank.
 
     Attributes:
-        when: smallest where it began (see `ValueWatch.see`).
-        where: the rank.
-        what: the module or parameter.
+        when: sort key, smallest where the value occurred first (see `ValueWatch.see`).
+        where: description of the rank.
+        what: module or parameter.
     """
 
     when: tuple[int, int, int]
@@ -39,7 +39,7 @@ class _Finding:
 
 
 class ValueWatch(ABC):
-    """Calls `see` with each value of a step on this rank, forward and backward."""
+    """Base class that passes each value of a step on this rank, forward and backward, to `see`."""
 
     def __init__(self, engine: Engine):
         self.mesh, self.depth = engine.mesh, engine.program.depth
@@ -47,12 +47,13 @@ class ValueWatch(ABC):
 
     @abstractmethod
     def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
-        """Called with one value.
+        """Process one value.
 
         Args:
-            when: smaller for values made earlier: the kind; how many pipeline stages it may have come through; how many
-                values this rank has seen (ranks with the same stage see the same in the same order).
-            what: the module or parameter.
+            when: sort key, smaller for values made earlier: the kind; the number of pipeline stages that the value
+                may have passed through; the number of values seen on this rank (equal order on ranks with the same
+                stage).
+            what: module or parameter.
         """
 
     def look(self, kind: int, part: int, what: str, value: Tensor) -> None:
@@ -62,7 +63,7 @@ class ValueWatch(ABC):
 
     def look_at_output(self, part: int, name: str, module: nn.Module, args: tuple, output: object) -> None:
         for value in output if isinstance(output, tuple) else (output,):
-            if not isinstance(value, Tensor):  # None, or places of tokens
+            if not isinstance(value, Tensor):  # None, or token positions
                 continue
             self.look(FORWARD, part, f"forward: the output of {name}", value)
             if value.requires_grad:
@@ -70,7 +71,7 @@ class ValueWatch(ABC):
                 value.register_hook(partial(self.look, BACKWARD, part, gradient))
 
     def attach(self, stage: LocalStage) -> list[RemovableHandle]:
-        """Look at the outputs of each module of a stage, and at every gradient."""
+        """Watch the outputs of each module of a stage and every gradient."""
         names = {parameter: name for name, parameter in stage.module.named_parameters()}
 
         def look(parameter: nn.Parameter, total: Tensor) -> None:
@@ -86,7 +87,7 @@ class ValueWatch(ABC):
     def run(self, engine: Engine, step: int) -> None:
         """Run a step without its update."""
         hooks = [hook for stage in engine.stages for hook in self.attach(stage)]
-        self.position = 0  # shards differ in how many weights they hold
+        self.position = 0  # shards hold different numbers of weights
         try:
             engine.step(step, dry=True)
         finally:
@@ -97,7 +98,7 @@ class ValueWatch(ABC):
 
 
 class _Watch(ValueWatch):
-    """Keeps the first value of this rank that is not finite."""
+    """Keep the first non-finite value of this rank."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine)
@@ -109,7 +110,7 @@ class _Watch(ValueWatch):
 
 
 def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
-    """Return a message that names the first rank and module with a value of ``step`` that is not finite. Collective."""
+    """Return a message that names the first rank and module with a non-finite value in ``step``. Collective."""
     watch = _Watch(engine)
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
@@ -130,5 +131,5 @@ def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
 
 
 def _finite(value: Tensor) -> bool:
-    # Detached: otherwise autograd would save more, and recomputation would find another number of tensors.
+    # Detached: otherwise autograd would save more, and recomputation would find a different number of tensors.
     return bool(torch.isfinite(value.detach()).all())

@@ -1,10 +1,10 @@
-"""The folder of a run: its content, and checks that no run writes into another's.
+"""Run folder: its content, and checks that no run writes into another run's folder.
 
-    run.toml        the config that the run was started with
+    run.toml        config that the run was started with
     metrics.jsonl   one line per logged step; tensorboard/ beside it
     events.jsonl    failures, restarts and recoveries, and the effective training time
     checkpoints/    step-00000100/ ...
-    logs/           what each rank printed
+    logs/           output of each rank
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MAY_CHANGE = (
 )
 
 Difference = tuple[str, object, object, str]
-"""A field, its value now, that of the run, and why it may not change."""
+"""Field, new value, value of the run, and reason why it may not change."""
 
 
 def new_run(config: RunConfig, folder: Path | None) -> Path:
-    """Make the folder of a new run and write its config into it. Concurrent starts get a folder each.
+    """Create the folder of a new run and write its config into it. Concurrent starts get separate folders.
 
     Args:
-        folder: None takes a new name under ``runs/``.
+        folder: None creates a new name under ``runs/``.
 
     Raises:
         UsageError: the folder exists and is not empty.
@@ -57,12 +57,12 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a new run may have this folder: it does not exist, or is empty."""
+    """Return whether a new run may use this folder: it does not exist or is empty."""
     return not (any(folder.iterdir()) if folder.is_dir() else os.path.lexists(folder))
 
 
 def taken(folder: Path) -> UsageError:
-    """The error for a folder that is not free."""
+    """Return the error for a folder that is not free."""
     return UsageError(
         f"--run-folder {folder} exists already, and a run never writes over what it did not make."
         f"\n  Go on with that run by --resume {folder}, or name another folder."
@@ -83,16 +83,17 @@ def _fresh_folder(config: RunConfig) -> Path:
 def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: bool = False) -> None:
     """Reject a config that would not continue the same run.
 
-    What decides the order of samples and which tensors are saved must not change; layout, number of steps, learning
-    rate and the rest may.
+    Settings that determine the order of samples or the saved tensors must not change; layout, number of steps, learning
+    rate and others may.
 
     Args:
-        shape: the model of ``config``.
-        again: the run is started again, not resumed on request: it may have saved nothing, or have all its steps.
+        shape: model of ``config``.
+        again: whether the run is restarted rather than resumed on request: it may have saved nothing or have done all
+            its steps.
 
     Raises:
-        UsageError: naming every field that differs, the run's value and the new one; or the folder has no run, no
-            checkpoint, or all steps already.
+        UsageError: fields differ (the message names each with both values), or the folder has no run, no checkpoint or
+            all steps already.
     """
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
@@ -110,7 +111,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
 
 
 def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
-    """What differs and may not, between the config that a run was started with and the one to continue with."""
+    """Yield forbidden differences between the config of the run and the one to continue with."""
     order: dict[str, Callable[[RunConfig], object]] = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
@@ -125,27 +126,27 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
     if first.optimizer.name != config.optimizer.name:
         yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
     if not first.parallel.sync == config.parallel.sync == "all-reduce":
-        for name in ("sync", "dp", "tp", "pp"):  # the method and the replicas, each of which has something of its own
+        for name in ("sync", "dp", "tp", "pp"):  # method and replicas determine per-replica states
             was, now = getattr(first.parallel, name), getattr(config.parallel, name)
             if was != now:
                 yield f"parallel.{name}", now, was, "its replicas keep states of their own"
 
 
 def checkpoints_of(config: RunConfig, folder: Path) -> Place:
-    """The folder of a run's checkpoints.
+    """Return the folder of a run's checkpoints.
 
     Raises:
-        UsageError: it is an address of an unknown kind.
+        UsageError: the address has an unknown scheme.
     """
     return place(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 
 def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
-    """The differences between the model of the newest checkpoint and the one to continue with."""
+    """Yield differences between the model of the newest checkpoint and the one to continue with."""
     found = newest(checkpoints_of(config, folder))
     try:
         saved = read_manifest(found.path).extra.get("model") if found else None
-    except CheckpointError:  # damaged: left to the ranks, which take the one before
+    except CheckpointError:  # damaged: the ranks fall back to an earlier one
         return
     here = shape.model_dump(mode="json")
     if isinstance(saved, dict):
@@ -155,24 +156,24 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
-    """Require a state to continue from, and steps to do. A damaged state is left to the ranks."""
+    """Require a state to continue from and remaining steps. The ranks handle damaged states."""
     found, kept = newest(checkpoints_of(config, folder)), newest_step(run_dir(folder, config.failover))
     if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
         )
-    if found is None or (kept or 0) >= found.step:  # left to the ranks, which see the memory of all hosts
+    if found is None or (kept or 0) >= found.step:  # the ranks decide, as they see the memory of all hosts
         return
     try:
         if found.step >= config.train.steps:
-            verify(found.path)  # if it is damaged, there are steps to do
+            verify(found.path)  # if it is damaged, an earlier state is used and steps remain
     except CheckpointError:
         return
     check_steps_left(folder, found.step, config.train.steps)
 
 
 def check_steps_left(folder: Path, done: int, steps: int) -> None:
-    """Reject a run that has all its steps.
+    """Reject a run that has done all its steps.
 
     Raises:
         UsageError: ``done`` is not below ``steps``.

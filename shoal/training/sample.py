@@ -25,20 +25,20 @@ from shoal.training.run_folder import checkpoints_of
 def sample(
     run_folder: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Continue a prompt with the newest good checkpoint of a run. Newer, damaged ones are named on stderr.
+    """Continue a prompt with the newest good checkpoint of a run. Newer damaged checkpoints are listed on stderr.
 
     Args:
-        run_folder: of a run of any layout.
-        prompt: the text to continue.
-        tokens: most tokens to write; the end of a document ends the text.
-        temperature: of the distribution that tokens are drawn from; 0 takes the most likely.
-        seed: of the random draws.
+        run_folder: folder of a run, of any layout.
+        prompt: text to continue.
+        tokens: maximum number of tokens to generate; generation also stops at the end of a document.
+        temperature: sampling temperature; 0 takes the most likely token.
+        seed: random seed of the draws.
 
     Returns:
         The prompt and its continuation.
 
     Raises:
-        UsageError: the folder holds no run or no good checkpoint, or the prompt is empty.
+        UsageError: the folder has no run or no good checkpoint, or the prompt is empty.
 
     >>> import shoal
     >>> shoal.sample("runs/example", "def main(", tokens=5, seed=1).startswith("def main(")
@@ -99,17 +99,17 @@ def generate(
     stop: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Continue a sequence token by token, with a cache of keys and values.
+    """Continue a sequence token by token, with a key/value cache.
 
     Args:
         tokens: [s] ids to continue.
-        count: most tokens to add.
-        temperature: divides the logits; 0 takes the most likely token.
-        window: most tokens that the model sees. When it is full, its last half is computed again.
-        stop: the id that ends the text.
+        count: maximum number of tokens to add.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        window: maximum context length. When it is full, its second half is recomputed as the new context.
+        stop: id that ends the text.
 
     Returns:
-        [s + count] ids, or fewer after ``stop``.
+        [s + count] ids, or fewer if ``stop`` is drawn.
     """
     seen = Slice()
     new = tokens[-window:]

@@ -1,4 +1,4 @@
-"""Save, restore and invalidate the states of a run on disk and in host memory."""
+"""Save, restore and invalidate run states on disk and in host memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shoal.training.step.engine import Engine
 
 
 class StateManager:
-    """This rank's part of the run's saved states. All ranks call the same methods in the same order.
+    """Manage this rank's part of the saved run states. All ranks call the same methods in the same order.
 
     Args:
-        data: the fingerprint of the training data.
-        fresh: the run begins, and has no state yet.
-        report: called with notes for the user.
+        data: fingerprint of the training data.
+        fresh: whether this is a new run, without any state.
+        report: callback for notes to the user.
 
     Attributes:
-        group: a process group of its own, since states are saved in the background of the training's collectives.
-        beside: returns what else is saved beside the tensors.
+        group: separate process group, as saves run concurrently with the collectives of training.
+        beside: callback that returns further values to save with the tensors.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StateManager:
     # ---- save ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, block: bool) -> None:
-        """Save the state after ``step`` steps on disk; if it was saved last, only wait for that."""
+        """Save the state after ``step`` steps to disk; if that save was already started, only wait for it."""
         if self._saved == step:
             self.disk.wait()
             return
@@ -73,7 +73,7 @@ class StateManager:
         self._saved = step
 
     def remember(self, step: int) -> None:
-        """Save the state after ``step`` steps in host memory, if the run does that."""
+        """Save the state after ``step`` steps in host memory, if enabled."""
         if self.memory:
             self._stalled += self.memory.save(step, self.engine.state(), self._extra(step))
 
@@ -84,12 +84,12 @@ class StateManager:
             self.memory.wait()
 
     def take_stalled(self) -> float:
-        """Return the seconds that saving stalled the training since the last call."""
+        """Return the seconds for which saving stalled the training since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     def close(self) -> None:
-        """Wait, and save nothing more."""
+        """Wait for pending saves and stop saving."""
         self.disk.close()
         if self.memory:
             self.memory.close()
@@ -97,10 +97,10 @@ class StateManager:
     # ---- restore -------------------------------------------------------------------------------------------------
 
     def resume(self, *, restarted: bool) -> Restored | None:
-        """Continue from the newest good state; None if a restart finds none.
+        """Load the newest good state; return None if a restart finds none.
 
         Raises:
-            UsageError: there is none, it has all steps already, or the data has changed.
+            UsageError: no good checkpoint exists, all steps are done, or the data has changed.
         """
         found, refused = self.restore()
         if found is None and not restarted:
@@ -108,7 +108,7 @@ class StateManager:
                 "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
             )
         if found is not None:
-            if not restarted:  # which may have been after the last step
+            if not restarted:  # a restart may follow a failure after the last step
                 check_steps_left(self.folder, found.step, self.config.train.steps)
             if found.extra["data"] != self.data:
                 raise UsageError(
@@ -121,10 +121,10 @@ class StateManager:
         return found
 
     def restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
-        """Load the newest good state, from memory or disk; returns it, and why newer ones were refused.
+        """Load the newest good state from memory or disk; return it with the reasons why newer ones were refused.
 
         Args:
-            before: only states of at most so many steps.
+            before: largest step of an acceptable state.
         """
         found, refused = restore(
             checkpoints_of(self.config, self.folder),
@@ -159,24 +159,24 @@ class StateManager:
             )
 
     def invalidate(self, after: int) -> None:
-        """Invalidate the states of later steps: no restart continues from them."""
+        """Invalidate states newer than step ``after``: no restart uses them."""
         self.disk.set_aside(after)
         if self.memory:
             self.memory.forget(after)
 
     def regroup(self, group: dist.ProcessGroup) -> None:
-        """Save states with these ranks alone from now on. Collective among them."""
+        """Save states with these ranks only from now on. Collective among them."""
         self.group = group
         self.disk.regroup(group)
 
     def _begin(self, restored: Restored | None) -> None:
-        """Save states from now on.
+        """Start saving states.
 
         Raises:
-            UsageError: a host has no space for them in memory.
+            UsageError: a host has too little memory for them.
         """
         self._stalled = 0.0
-        self._saved = restored.step if restored and restored.save is None else -1  # the newest step on disk
+        self._saved = restored.step if restored and restored.save is None else -1  # newest step on disk
         if not self.config.failover.memory_every:
             return
         self.memory = InMemoryCheckpointer(
@@ -190,7 +190,7 @@ class StateManager:
         self.memory.prepare(self.engine.state())
 
     def _extra(self, step: int) -> dict[str, Any]:
-        """The values that are saved beside the tensors."""
+        """Return the values that are saved with the tensors."""
         extra = {
             "model": self.shape.model_dump(mode="json"),
             "step": step,
@@ -202,7 +202,7 @@ class StateManager:
         }
         if self.engine.loss_scale:
             extra["loss_scale"] = self.engine.loss_scale.state()
-        if isinstance(self.engine.optimizer, Sophia):  # where a step ended after its estimate and before its update
+        if isinstance(self.engine.optimizer, Sophia):  # a step may have failed between estimate and update
             extra["estimated"] = self.engine.optimizer.estimated
         if self.engine.skips.ranges:
             extra["skipped"] = self.engine.skips.ranges

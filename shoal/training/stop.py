@@ -1,4 +1,4 @@
-"""Requests to stop: signals, counted until the end of a step."""
+"""Stop requests: count signals until the end of a step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import signal
 from types import FrameType, TracebackType
 
 PREEMPTED = 75
-"""The exit code of a run that was stopped and can be resumed: EX_TEMPFAIL of <sysexits.h>."""
+"""Exit code of a run that was stopped and can be resumed: EX_TEMPFAIL of <sysexits.h>."""
 
 
 class StopRequests:
-    """Counts the signals that ask this process to stop. As a context: restores the former handlers at its end."""
+    """Count the signals that ask this process to stop. As a context manager: restore the previous handlers on exit."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self):
         self.count = 0
-        self.preempted = False  # by another signal than Ctrl-C's: the run will be started again
+        self.preempted = False  # by a signal other than Ctrl-C's: the run will be restarted
 
     def listen(self, *signals: signal.Signals) -> None:
         """Count these signals from now on (default: all)."""

@@ -1,4 +1,4 @@
-"""The training loop of one rank: steps, and around them metrics, validation, checkpoints and a clean stop."""
+"""Training loop of one rank, with metrics, validation, checkpoints and clean stops."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
 
 SAMPLE_PROMPT = "def main("
-SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not loaded on one host without being asked for
+SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not sampled unless the user asks: it may not fit into one host
 
 
 class Trainer:
-    """Runs a training on this rank.
+    """Train a model on this rank.
 
     Args:
         samples: "train" and "validation" data.
-        folder: of the run, which exists.
-        resume: continue from its newest good checkpoint.
-        local_ranks: ranks on this machine.
-        restarted: after a failure: begin with the first step if there is no checkpoint yet.
+        folder: existing run folder.
+        resume: whether to resume from the newest good checkpoint.
+        local_ranks: number of ranks on this machine.
+        restarted: whether this attempt follows a failure; without a checkpoint it then starts at the first step.
         beat: heartbeat of this rank; None for a rank without supervisor.
-        stop: requests to stop that came before its first step.
+        stop: handler of stop requests, with any that arrived before the first step.
 
     Attributes:
-        step: optimizer steps done.
-        source: the state that was resumed from, in words.
+        step: number of completed optimizer steps.
+        source: description of the state that was resumed from.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Trainer:
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
         self.timer = StepTimer(mesh.device)
-        self.peak: float | None = None  # FLOP/s of all ranks
+        self.peak: float | None = None  # FLOP/s, summed over all ranks
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the last step, or until a stop is asked for; then save the state."""
+        """Train to the last step or until a stop request, then save the state."""
         self.stop.listen()
         self._show_banner()
         self.peak = self._peak_flops()
@@ -121,7 +121,7 @@ class Trainer:
                 self.beat.phase(Phase.STEP)
                 self.timer.start()
                 with self._failures_explained():
-                    self.guard.before_step(self.step)  # which may run the step twice without its update
+                    self.guard.before_step(self.step)  # may run the step twice without its update
                     if self.profiler:
                         self.profiler.before_step(self.step)
                     with self.histograms.recording(self.step) if self.histograms else nullcontext():
@@ -133,7 +133,7 @@ class Trainer:
                 self.beat.stepped(self.step, self.timer.all)
                 if self._check_and_maybe_rollback(result):
                     continue
-                stopped = result.stop and self.step < steps  # equal on all ranks, which stop after the same step
+                stopped = result.stop and self.step < steps  # equal on all ranks, so all stop after the same step
                 self._after_step(result, last=stopped or self.step == steps)
             self.beat.phase(Phase.END)
             self.states.save(self.step, block=True)
@@ -144,11 +144,11 @@ class Trainer:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Save what is good and say where it began, if the step inside fails."""
+        """Save the last good state and locate the cause if the enclosed step fails."""
         try:
             yield
         except NonFinite as error:
-            if error.untouched:  # the weights are still those of the step before
+            if error.untouched:  # the step did not change the weights
                 self.states.save(self.step, block=True)
             raise NonFinite(locate_nonfinite(self.engine, self.step, error)) from None
         except SilentCorruption as error:
@@ -157,7 +157,7 @@ class Trainer:
             raise
 
     def _after_step(self, result: StepResult, *, last: bool) -> None:
-        """Validate, log and save, if that is due."""
+        """Validate, log and save if due."""
         config = self.config
         if result.met:
             if result.skipped and self.engine.loss_scale:
@@ -178,11 +178,11 @@ class Trainer:
             self.states.remember(self.step)
 
     def _due(self, every: int) -> bool:
-        """Whether something is due that is done every so many steps; 0 for never."""
+        """Return whether an action with this period in steps is due now; 0 means never."""
         return every > 0 and self.step % every == 0
 
     def _validate(self) -> None:
-        """Measure the validation loss, if that is due."""
+        """Measure the validation loss if due."""
         self.validation_loss = None
         if self._due(self.config.train.validate_every) or self.step == self.config.train.steps:
             self.beat.phase(Phase.VALIDATE)
@@ -217,7 +217,7 @@ class Trainer:
         )
 
     def _record_metrics(self, step: int, tokens_per_second: float, **values: Any) -> None:
-        """Write and show the metrics of a step, these and those that follow from them."""
+        """Derive the remaining metrics of a step, then write and show them."""
         flops = tokens_per_second * self.shape.flops_per_token(self.config.data.sequence_length)
         metrics = StepMetrics(
             step=step,
@@ -233,7 +233,7 @@ class Trainer:
         self.display.step(metrics)
 
     def _peak_flops(self) -> float | None:
-        """Peak FLOP/s of all ranks together, None if one does not know its own. Collective."""
+        """Return the summed peak FLOP/s of all ranks; None if any rank's is unknown. Collective."""
         float8, compute = self.engine.float8, self.engine.policy.compute
         native = float8 is not None and float8.native(compute, self.mesh.device)
         own = peak_flops(torch.float8_e4m3fn if native else compute, self.mesh.device, self.local_ranks)
@@ -242,10 +242,10 @@ class Trainer:
         return None if unknown else rate
 
     def _check_and_maybe_rollback(self, result: StepResult) -> bool:
-        """Check for silent failures after a step; returns whether the run has gone back to an earlier one.
+        """Check for silent failures after a step; return whether the run was rolled back.
 
         Raises:
-            ReplicasDiffer: replicas have different weights; states since they were last equal are invalidated.
+            ReplicasDiffer: replicas have different weights; states saved since they were last equal are invalidated.
         """
         try:
             slow = self.guard.after_step(self.step, self.timer.last)
@@ -264,9 +264,9 @@ class Trainer:
         return self.guard.may_roll_back() and self._roll_back()
 
     def _roll_back(self) -> bool:
-        """Go back to the newest state before the last step's, and skip the batches since; False if there is none.
+        """Restore the newest state before the last step's and skip the batches since; return False if none exists.
 
-        The skipped batches are saved at once, so that a restart skips them too.
+        The list of skipped batches is saved immediately, so that a restart skips them too.
         """
         last, skips = self.step - 1, self.engine.skips
         self.states.wait()
@@ -318,17 +318,17 @@ class Trainer:
                 opened.close()
 
     def _show_times(self, times: dict[int, RankTimes | None]) -> None:
-        """Show how long each rank computed and waited; None for a rank that died."""
+        """Show the compute and wait time of each rank; None for a rank that died."""
         self.display.console.print(times_table(times))
         for line in self.knobs.survivors(rank for rank, spent in times.items() if spent):
             self.display.note(line)
 
     def barrier(self) -> None:
-        """Wait until no rank needs another any more."""
+        """Wait until all ranks have finished exchanging data."""
         dist.barrier()
 
     def finalize(self) -> None:
-        """Show a sample on rank 0, or how to continue. No other rank waits for it."""
+        """Show on rank 0 a sample, or how to resume. Does not block the other ranks."""
         if not self.first:
             return
         if self.step < self.config.train.steps:
@@ -344,7 +344,7 @@ class Trainer:
             seed = self.config.train.seed
             try:
                 text = sample(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
-            except UsageError as error:  # the run is over and saved, whatever happened to its files since
+            except UsageError as error:  # the run is complete and saved, even if its files have changed since
                 self.display.note(f"no sample: {error}")
         else:
             self.display.note(f"let it write: shoal sample {self.folder} '{SAMPLE_PROMPT}'")

@@ -1,2 +1,1 @@
-"""Training with relaxed data parallelism: the engines and loops around the methods of
-`shoal.training.async_dp.methods`."""
+"""Relaxed data parallelism: engines and training loops for the methods of `shoal.training.async_dp.methods`."""

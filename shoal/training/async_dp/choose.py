@@ -1,4 +1,4 @@
-"""Which engine runs a method of data parallelism, and what the method needs of this machine."""
+"""Select the engine for a data-parallel method, and check what the method requires of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.training.step.engine import Engine
 
 
 def engine_class(sync: str) -> type[Engine]:
-    """The engine of a value of ``parallel.sync``."""
+    """Return the engine class for a value of ``parallel.sync``."""
     if sync == "all-reduce":
         return Engine
     if sync in UNSYNCHRONISED:
@@ -26,15 +26,15 @@ def engine_class(sync: str) -> type[Engine]:
 
 
 def goes_on_without(config: RunConfig) -> bool:
-    """Whether a run goes on when a rank dies (other than the first, which keeps the log)."""
+    """Return whether a run continues after the death of a rank other than rank 0, which keeps the log."""
     return config.parallel.sync in UNSYNCHRONISED and staleness_bound(config) != 0
 
 
 def check_relaxed(config: RunConfig) -> None:
-    """Reject fault knobs of ranks that do not exist, and a method that this machine cannot run.
+    """Reject fault knobs of nonexistent ranks and methods that this machine cannot run.
 
     Raises:
-        UsageError: naming the field, the reason and what works.
+        UsageError: the message names the field, the reason and an alternative.
     """
     FaultKnobs.read(config.testing, config.parallel.world_size)
     sync, device = config.parallel.sync, config.train.device

@@ -1,4 +1,4 @@
-"""The engine of one replica among others, where a method of the relaxed family keeps the replicas together."""
+"""Engines of one data-parallel replica that is synchronised by a relaxed method."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from shoal.training.step.optimizer_step import NonFinite, StepResult, clip_facto
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient norm of one replica is NaN or infinite, which the others do not know yet."""
+    """Error for a NaN or infinite loss or gradient norm of one replica, unknown to the other replicas."""
 
 
 class ReplicaEngine(Engine):
-    """An engine that computes for its replica alone, up to `update`.
+    """Base class of engines that compute only their own replica's step, up to `update`.
 
     Attributes:
-        replica, replicas: which this is, and how many there are.
-        stands_for: dead replicas, whose states in a checkpoint are copies of this one's.
-        flat: weights and gradients.
-        method: what keeps the replicas together.
+        replica, replicas: index of this replica, and number of replicas.
+        stands_for: dead replicas whose states in a checkpoint are copies of this one's.
+        flat: weights and gradients as flat tensors.
+        method: method that synchronises the replicas.
     """
 
     method: ReplicaMethod
@@ -50,7 +50,7 @@ class ReplicaEngine(Engine):
 
     @abstractmethod
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        """As `Engine.update`, by the method."""
+        """Update the weights by the method. See `Engine.update`."""
 
     def clip_and_step(self, norm: float, rate: float) -> None:
         """Clip by a gradient norm and step this replica's optimizer."""
@@ -60,15 +60,18 @@ class ReplicaEngine(Engine):
 
     @abstractmethod
     def common_state(self) -> dict[str, list[Piece]]:
-        """What all replicas have alike, besides the states of the method."""
+        """Return states that are equal on all replicas, except the method's."""
 
     def own_states(self) -> States:
-        """What each replica has for itself."""
+        """Return states that each replica keeps separately."""
         return self.method.own_states()
 
     def state(self) -> dict[str, list[Piece]]:
-        """What all replicas have alike, saved by the first; what they have together; and each one's own states, under
-        names with its number."""
+        """Return all tensors that a checkpoint stores.
+
+        These are states equal on all replicas (saved by the first), states spread over the replicas, and states of each
+        replica, named by its index.
+        """
         common = self.common_state() | flat_names("relaxed", self.method.common_states())
         for pieces in common.values():
             for piece in pieces:
@@ -79,12 +82,12 @@ class ReplicaEngine(Engine):
         return state | {k: v for r in replicas for k, v in flat_names(f"replica.{r}", own).items()}
 
     def model_state(self) -> dict[str, list[Piece]]:
-        """The weights, by their names in a checkpoint."""
+        """Return the weights by their names in a checkpoint."""
         return {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
 
 
 class CompressedEngine(ReplicaEngine):
-    """Sums the gradients of the replicas in compressed form; all replicas stay equal, bit for bit."""
+    """Sum the gradients of the replicas in compressed form; the replicas stay bitwise equal."""
 
     method: Compressed
 
@@ -100,11 +103,11 @@ class CompressedEngine(ReplicaEngine):
                 self.method = Quantised(*here, OneBit(relaxed.block) if sync == "onebit" else Int8(relaxed.block))
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        """As `Engine.update`, with the compressed sum.
+        """Update the weights with the compressed sum of the gradients. See `Engine.update`.
 
         Raises:
-            NonFinite: on every rank, before any weight is changed; and before any error is, unless a sum of finite
-                gradients is not finite.
+            NonFinite: on every rank, before any weight changes. The error-feedback buffers are then also unchanged,
+                unless a sum of finite gradients overflowed.
         """
         self.complete_gradients()
         tokens = max(1, tokens)
@@ -114,7 +117,7 @@ class CompressedEngine(ReplicaEngine):
             raise NonFinite(f"step {step}: loss {mean:g}, sum of the replicas' squared gradient norms {square:g}")
         self.method.sum()
         *_, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        norm = math.sqrt(square / self.replicas) if square >= 0 else math.nan  # every replica has the full sum
+        norm = math.sqrt(square / self.replicas) if square >= 0 else math.nan  # every replica has the unsharded sum
         if not math.isfinite(norm):
             raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}", untouched=False)
         self.clip_and_step(norm, rate)
@@ -122,12 +125,12 @@ class CompressedEngine(ReplicaEngine):
         return StepResult(mean, norm, rate, tokens, stopped)
 
     def common_state(self) -> dict[str, list[Piece]]:
-        """Weights and the optimizer's states."""
+        """Return the weights and the optimizer states."""
         return Engine.state(self)
 
 
 class LocalEngine(ReplicaEngine):
-    """Trains alone, and averages the weights with the other replicas every few steps."""
+    """Train independently, and average the weights with the other replicas every few steps."""
 
     method: LocalSteps
 
@@ -144,10 +147,10 @@ class LocalEngine(ReplicaEngine):
         self._since = torch.zeros(5, dtype=torch.float64, device=mesh.device)
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        """Step the replica's own optimizer; average if that is due.
+        """Step the replica's own optimizer; average if due.
 
         Raises:
-            Diverged: before any weight is changed, on the ranks of one replica.
+            Diverged: before any weight changes, on the ranks of one replica.
         """
         self.complete_gradients()
         tokens = max(1, tokens)
@@ -168,14 +171,14 @@ class LocalEngine(ReplicaEngine):
         return result
 
     def common_state(self) -> dict[str, list[Piece]]:
-        """The average; only after the replicas have met."""
+        """Return the averaged weights; valid only after the replicas have met."""
         return self.model_state()
 
     def own_states(self) -> States:
-        """The optimizer's, and the method's."""
+        """Return the states of the optimizer and of the method."""
         return self.optimizer.states() | super().own_states()
 
     def restored(self, updates: int) -> None:
-        """As `Engine`."""
+        """Apply a loaded state. See `Engine.restored`."""
         super().restored(updates)
         self.method.restored()

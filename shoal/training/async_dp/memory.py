@@ -1,4 +1,4 @@
-"""Bytes that a method of the relaxed family keeps, for each replica and shared by all of a host."""
+"""Memory of a relaxed method, per replica and shared by all replicas of a host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.training.async_dp.methods.server import staleness_bound
 
 
 class MethodBytes(NamedTuple):
-    """Bytes of one rank, with its equal share of what the replicas have together.
+    """Bytes of one rank, including an equal share of what the replicas hold jointly.
 
     Attributes:
-        weights, optimizer: as of `StateBytes`.
-        method: all that the synchronous run would not have.
+        weights, optimizer: see `StateBytes`.
+        method: memory in addition to the synchronous run's.
     """
 
     weights: int
@@ -25,17 +25,17 @@ class MethodBytes(NamedTuple):
 
 
 def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) -> MethodBytes:
-    """What a rank keeps, except for a few numbers: counters, scales, the padding of blocks, PowerSGD's factors.
+    """Return the memory of one rank, without small items: counters, scales, block padding, PowerSGD's factors.
 
     Args:
-        state: of a replica for itself.
-        policy: the formats of the run.
+        state: memory of one replica by itself.
+        policy: number formats of the run.
     """
     relaxed, n = config.relaxed, config.parallel.dp
     item, compute = policy.storage.itemsize, policy.compute.itemsize
     elements = state.parameters // (item if item == compute else item + compute)
     copy = elements * item
-    coded = elements + copy // n  # of `CodedSum`: which elements are used, and the server error
+    coded = elements + copy // n  # of `CodedSum`: mask of used elements, and server error
     weights, optimizer, method = state.parameters, state.optimizer, 0
     match config.parallel.sync:
         case "powersgd" | "topk":
@@ -47,7 +47,7 @@ def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) ->
             method = (1 + momentum + relaxed.outer_int8) * copy + relaxed.outer_int8 * coded
         case "ps-bsp" | "ps-ssp" | "ps-async":
             bulk = staleness_bound(config) == 0
-            optimizer //= n  # the server's
+            optimizer //= n  # held by the server
             method = elements * (item + bulk * policy.reduce.itemsize) // n
         case "hogwild":
             weights -= copy * (n - 1) // n

@@ -1,4 +1,4 @@
-"""The training loop of replicas that meet only when the run needs them to (`FreeEngine`)."""
+"""Training loop of unsynchronised replicas (`FreeEngine`)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.optimizer_step import StepResult
 from shoal.training.trainer import Trainer
 
-JOIN_SECONDS = 0.5  # for what can still be joined after a rank has ended
+JOIN_SECONDS = 0.5  # joining groups after a rank's death: grace period for the other ranks
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:
-    """The trainer of a run."""
+    """Return the trainer class of a run."""
     return FreeTrainer if config.parallel.sync in UNSYNCHRONISED else Trainer
 
 
 class FreeTrainer(Trainer):
-    """Takes tickets until there are none, then meets the others: to validate, to save, or at the end.
+    """Run queued steps until the queue is empty, then synchronise with the other replicas to validate, save or end.
 
-    Between meetings the first rank reads what the others report of themselves, and logs it; it waits for no one. When a
-    rank has died, the living make a group of their own at the next meeting and go on; without the first rank, which
-    decides who lives, none does.
+    Between these meetings the first rank reads and logs the other replicas' reports without waiting. After the death of
+    a rank, the living ranks form a new group at the next meeting and continue; they cannot continue without the first
+    rank, which decides which ranks live.
     """
 
     engine: FreeEngine
 
     def run(self) -> None:
-        """As `Trainer.run`."""
+        """Train to the last step or until a stop request. See `Trainer.run`."""
         self.stop.listen()
         self._show_banner()
         self.peak = self._peak_flops()
@@ -58,13 +58,13 @@ class FreeTrainer(Trainer):
             self._show_board()
 
     def barrier(self) -> None:
-        """As `Trainer.barrier`, among the living."""
+        """Wait for all living ranks."""
         self._meet()
 
     # ---- alone ---------------------------------------------------------------------------------------------------
 
     def _start_from(self, step: int) -> int:
-        """Have all go on from a step; returns the step at which they meet next."""
+        """Start all replicas at a step; return the step of their next meeting."""
         every = (self.config.train.validate_every, self.config.checkpoint.every)
         next_meeting = min([(step // n + 1) * n for n in every if n] + [self.config.train.steps])
         if self.meetings == 0:
@@ -81,7 +81,7 @@ class FreeTrainer(Trainer):
         while (ticket := queue.take(engine.replica)) is not None:
             if self.stop.count:
                 queue.stop()
-            engine.replica_offset = ticket.slot - engine.replica  # of a common queue
+            engine.replica_offset = ticket.slot - engine.replica  # nonzero only with a common queue
             self.beat.phase(Phase.STEP)
             result = engine.step(ticket.step)
             self.beat.stepped(ticket.step + 1, self.timed.times.total)
@@ -90,13 +90,13 @@ class FreeTrainer(Trainer):
                 self._show_progress(result)
 
     def _report(self, result: StepResult, times: RankTimes) -> None:
-        """Write this replica's row of the board."""
+        """Add this replica's results to its row of the board."""
         stale, row = self.engine.method.staleness, self.engine.board[self.engine.replica]
         row += torch.tensor([1, result.loss * result.tokens, result.tokens, result.gradient_norm, 0, 0, 0, 0, 0])
         row[4:] = torch.tensor([times.computing, times.total, stale.updates, stale.total, stale.most])
 
     def _show_progress(self, result: StepResult) -> None:
-        """Log, when the replicas together have done enough steps since the last time."""
+        """Log once the replicas have together done enough steps since the last log."""
         every, board, queue = self.config.metrics.log_every, self.engine.board, self.engine.queue
         done = board[self.engine.window.living(), 0]
         shares = int(board[:, 0].sum()) // self.engine.replicas if queue.common else int(done.mean())
@@ -106,7 +106,7 @@ class FreeTrainer(Trainer):
         self.display.progress(step, self.config.train.steps)
 
     def _log_until(self, step: int) -> None:
-        """Log what the board has gained since the last time."""
+        """Log the changes of the board since the last log."""
         now, board, replicas = time.perf_counter(), self.engine.board.clone(), self.engine.replicas
         gained = dict(zip(COLUMNS, (board - self.logged).sum(0).tolist(), strict=True))
         seconds = max(now - self.logged_at, 1e-9)
@@ -133,10 +133,10 @@ class FreeTrainer(Trainer):
         return window.get(self.engine.arrived + other) >= self.meetings or not window.alive(other)
 
     def _meet(self) -> list[int]:
-        """Wait for all living replicas; returns them, as the first rank saw it.
+        """Wait for all living replicas; return them as observed by the first rank.
 
         Raises:
-            PeerLost: the first rank has ended.
+            PeerLost: the first rank has exited.
         """
         window, counter, n = self.engine.window, self.engine.arrived, self.engine.replicas
         self.meetings += 1
@@ -154,10 +154,10 @@ class FreeTrainer(Trainer):
         return [o for o in range(n) if window.get(who) >> o & 1]
 
     def _meeting(self, planned: int) -> None:
-        """Settle, validate, log and save.
+        """Settle the weights, validate, log and save.
 
         Args:
-            planned: the step of this meeting, unless a stop was asked for before.
+            planned: planned step of this meeting; a stop request makes it earlier.
         """
         self.beat.phase(Phase.SAVE)
         self._regroup(self._meet())
@@ -172,13 +172,13 @@ class FreeTrainer(Trainer):
         self._meet()
 
     def _regroup(self, living: list[int]) -> None:
-        """Communicate among the living, also if others die meanwhile."""
+        """Restrict communication to the living ranks, also if others die meanwhile."""
         engine = self.engine
         size = 1 if engine.living is None else engine.living.size()
         while len(living) < size:
             groups = self._groups(living)
             met, living = living, self._meet()
-            if met != living:  # all let go of the groups that they made, so that torch gives the next the same names
+            if met != living:  # all ranks destroy the groups they made, so that torch gives the next ones equal names
                 for group in groups:
                     dist.destroy_process_group(group)
                 continue
@@ -189,9 +189,9 @@ class FreeTrainer(Trainer):
             return
 
     def _groups(self, living: list[int]) -> list[dist.ProcessGroup]:
-        """Groups for training and for saving states; not both if one of the living ends before it has joined.
+        """Create groups for training and for saving; fewer than two if a rank exits before it has joined.
 
-        Made in a thread of its own: waiting for a rank that has ended takes as long as the timeout.
+        Uses a separate thread, as waiting for a rank that has exited takes the full timeout.
         """
         made: list[dist.ProcessGroup] = []
         failed: list[RuntimeError] = []
@@ -213,7 +213,7 @@ class FreeTrainer(Trainer):
         return made
 
     def _show_board(self) -> None:
-        """Show who waited, and how stale gradients were."""
+        """Show the wait times and the gradient staleness."""
         times: dict[int, RankTimes | None] = {}
         for replica, row in enumerate(self.engine.board.tolist()):
             steps, computing, total = (row[COLUMNS.index(name)] for name in ("steps", "computing", "total"))
@@ -227,9 +227,9 @@ class FreeTrainer(Trainer):
 
 
 def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
-    """The dead replicas whose states in a checkpoint are copies of this living one's: those between it and the next.
+    """Return the dead replicas that this living one represents in a checkpoint: those up to the next living replica.
 
-    So a checkpoint always has the states of all, and a resumed run begins with all replicas.
+    A checkpoint thus has the states of all replicas, and a resumed run starts with all of them.
 
     >>> [stands_for(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
     [[1], [], [4, 5]]

@@ -1,4 +1,4 @@
-"""The engine of a replica that does not wait for all others: parameter server, Hogwild!, gossip, group averaging."""
+"""Engine of a replica that does not wait for all others: parameter server, Hogwild!, gossip, group averaging."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from shoal.training.step.engine import flat_names
 from shoal.training.step.optimizer_step import StepResult, clip_factor
 
 COLUMNS = ("steps", "loss", "tokens", "norm", "computing", "total", "updates", "stale", "stalest")
-"""What each replica reports of itself, as sums since this process began (stalest: the maximum)."""
+"""Columns of the board: each replica's sums since the process started (stalest: the maximum)."""
 
-COPIES = 24  # of the weights, for which a window has space by replica: more than any method takes
+COPIES = 24  # space of the window in copies of the weights per replica; an upper bound over the methods
 
 
 class FreeEngine(ReplicaEngine):
-    """One replica, the window that it shares with the others, and the method between them.
+    """Engine of one replica that shares a memory window with the others.
 
     Attributes:
-        window: of all replicas.
-        queue: the tickets of steps.
-        board: what each replica reports of itself, [replicas, `COLUMNS`], float64.
-        arrived: the first of its counters of meetings, one for each replica; then two for what the first decided.
-        living: the replicas that live, as a group; None for one.
+        window: shared memory of all replicas.
+        queue: tickets of steps.
+        board: reports of the replicas, [replicas, `COLUMNS`], float64.
+        arrived: index of the first meeting counter; one counter per replica, followed by two for the first rank's
+            decisions.
+        living: group of the living replicas; None for one.
     """
 
     method: Method
@@ -76,16 +77,16 @@ class FreeEngine(ReplicaEngine):
                 return Server(*here, build, bound=staleness_bound(config), aware=aware, clip=clip)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
-        """As `Engine`, of this replica, after what the method waits for."""
+        """Run one step of this replica, after waiting as the method requires. See `Engine.step`."""
         if self.method.before(step):
             self.parameters.gather()
         return super().step(step, stop=stop, dry=dry)
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        """Clip, and let the method use the gradients.
+        """Clip the gradients and pass them to the method.
 
         Raises:
-            Diverged: before any weight is changed.
+            Diverged: before any weight changes.
         """
         self.complete_gradients()
         mean, norm = float(loss) / max(1, tokens), math.sqrt(float(self.parameters.square_norm()))
@@ -98,7 +99,7 @@ class FreeEngine(ReplicaEngine):
         return StepResult(mean, norm, rate, tokens, stop, met=False)
 
     def evaluate(self, samples: Dataset) -> float:
-        """As `Engine`, by the replicas that live."""
+        """Return the validation loss, computed by the living replicas. See `Engine.evaluate`."""
         index, size = (0, 1) if self.living is None else (self.living.rank(), self.living.size())
         n = self.config.parallel.micro_batch
         passes = range(index, -(-self.config.train.validation_sequences // n), size)
@@ -111,10 +112,10 @@ class FreeEngine(ReplicaEngine):
         return loss / max(1.0, tokens)
 
     def common_state(self) -> dict[str, list[Piece]]:
-        """The weights, and a server's states; only after the replicas have met."""
+        """Return the weights and a server's states; valid only after the replicas have met."""
         return self.model_state() | flat_names("optimizer", self.method.served_states())
 
     def restored(self, updates: int) -> None:
-        """As `Engine`."""
+        """Apply a loaded state. See `Engine.restored`."""
         self.method.restored()
         self.parameters.gather()

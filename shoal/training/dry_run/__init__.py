@@ -1,1 +1,1 @@
-"""The real code of one rank of any world, on fake tensors: FLOPs, bytes and memory counted."""
+"""Dry runs: execute one rank of any world on fake tensors to count FLOPs, bytes and memory."""

@@ -1,8 +1,8 @@
-"""Run one rank of a world of any size on fake tensors: its real model, sharding and program.
+"""Dry run: execute one rank of a world of any size on fake tensors, with its real model, sharding and program.
 
 Every operation is called and none computes: torch's fake tensors have shapes, dtypes and lifetimes, but no values.
-Messages of other ranks count as received. So a laptop counts what any rank will do: FLOPs, collectives, and the bytes
-alive at every moment.
+Messages of other ranks count as received. A laptop can thus count what any rank will do: FLOPs, collectives, and the
+live bytes at every moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shoal.training.step.engine import Engine
 
 @dataclass
 class ActionMemory:
-    """Bytes alive in one action of the program, at most and at its end."""
+    """Live bytes in one action of the program: peak, and value at its end."""
 
     action: Action
     peak: int
@@ -55,14 +55,14 @@ class ActionMemory:
 
 @dataclass
 class CountedStep:
-    """One step of one rank, counted.
+    """Counts of one step of one rank.
 
     Attributes:
-        flops: by torch operation.
-        sent: bytes, by axis and kind of collective (`shoal.engine.collectives.group.Group.count`).
-        calls: collectives, by axis, kind and bytes of the tensor.
-        moments: of memory, action by action.
-        peak: most bytes alive.
+        flops: FLOPs by torch operation.
+        sent: bytes by axis and kind of collective (`shoal.engine.collectives.group.Group.count`).
+        calls: collectives by axis, kind and bytes of the tensor.
+        moments: memory of each action.
+        peak: maximum live bytes.
     """
 
     flops: dict[str, int]
@@ -74,12 +74,12 @@ class CountedStep:
 
 @dataclass
 class Counted:
-    """A rank of a run, counted.
+    """Counts of one rank of a run.
 
     Attributes:
-        where: its coordinates, in words.
-        parameters: elements that it holds, without padding.
-        held: bytes alive between steps, by what they hold.
+        where: description of its coordinates.
+        parameters: number of local elements, without padding.
+        held: live bytes between steps, by content.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Counted:
 
 
 class MemoryRecorder:
-    """A `Recorder` of the memory of each action, and of the most bytes alive between them."""
+    """Record the memory of each action, and the peak between actions (a `Recorder`)."""
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.between = tracker, 0
@@ -98,19 +98,17 @@ class MemoryRecorder:
         tracker.rewind()
 
     def begin(self, action: Action) -> None:
-        """As `Recorder`."""
         self.between = max(self.between, self.tracker.rewind())
 
     def arrived(self, action: Action) -> None:
-        """As `Recorder`."""
+        """Do nothing."""
 
     def end(self, action: Action) -> None:
-        """As `Recorder`."""
         self.moments.append(ActionMemory(action, self.tracker.rewind(), self.tracker.alive))
 
 
 class DryEngine(Engine):
-    """An engine whose parameters have no values."""
+    """Engine whose parameters have no values."""
 
     def _initialise(self) -> None:
         self.parameters.gather()
@@ -126,7 +124,7 @@ class DryEngine(Engine):
 def _evenly(
     router: Router, choose: Callable, spread: TokenAssignment, logits: Tensor, context: RoutingContext
 ) -> tuple[Choice, Tensor]:
-    """A gate without scores: the tokens of each rank take the next experts in turn."""
+    """Replace a gate, as fake scores have no values: assign each rank's tokens to the experts in cyclic order."""
     choice, logits = choose(logits, context)
     experts, (b, s, _) = router.experts, logits.shape
     with unset_fake_temporarily():
@@ -139,7 +137,7 @@ def _evenly(
 
 
 def _taken(scores: Tensor, k: int) -> Tensor:
-    """`highest` without scores: k tokens at equal distances."""
+    """Replace `highest`, as fake scores have no values: take k equally spaced tokens."""
     with unset_fake_temporarily():
         return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
 
@@ -147,17 +145,16 @@ def _taken(scores: Tensor, k: int) -> Tensor:
 def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, as_here: bool = False) -> Counted:
     """Count the first steps of one rank.
 
-    Args:
-        config: the run; it is counted without the compiler.
-        as_here: with the buffers of gloo, and torch's norms and attention on the CPU, as if the ranks were processes of
-            this machine; else with NCCL, which needs no buffers, and norms and attention of one operation each, as on
-            CUDA.
+    Routers have no scores. Every expert gets the same number of tokens, and none is dropped; layers that select tokens
+    take equally spaced ones.
 
-    Routers have no scores. Every expert gets equally many tokens, and none is dropped; the tokens that pass through
-    layers which take some lie at equal distances.
+    Args:
+        config: config of the run; counted without the compiler.
+        as_here: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
+            this machine; otherwise NCCL, which needs no buffers, and single-operation norms and attention, as on CUDA.
 
     Raises:
-        UsageError: context-parallel ranks do not have equally many tokens for every expert.
+        UsageError: context-parallel ranks do not send the same number of tokens to every expert.
     """
     if shape.experts and config.parallel.cp > 1:
         _check_even(config, shape)
@@ -169,8 +166,10 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
 
 
 def _check_even(config: RunConfig, shape: ModelShape) -> None:
-    """Reject experts that context-parallel ranks cannot give equally many tokens: a rank would receive another number
-    than it sends, which only the others know."""
+    """Reject experts to which context-parallel ranks cannot send equal numbers of tokens.
+
+    A rank would receive a different number than it sends, which only the other ranks know.
+    """
     layout, experts, s = config.parallel, experts_of(shape), config.data.sequence_length
     for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
         each = spread(layout, tokens)
@@ -184,13 +183,13 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
 
 
 def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
-    """Random tokens, in packed documents if the run has them."""
+    """Return random tokens, in packed documents if the run uses them."""
     data = config.data
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 
 
 def count(engine: Engine, tracker: Tracker, steps: int) -> Counted:
-    """Count the first steps of an engine that was made while the tracker was entered."""
+    """Count the first steps of an engine that was constructed with the tracker active."""
     counted = [_step(engine, step, tracker) for step in range(steps)]
     elements = sum(slot.split.numel for bucket in engine.parameters.buckets for slot in bucket.slots)
     held = engine.parameters.bytes() | {"optimizer": engine.optimizer.bytes()}
@@ -204,7 +203,7 @@ def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
     sent, calls = engine.mesh.sent(), engine.mesh.calls()
     engine.step(step)
     engine.runtime.recorders.remove(recorder)
-    # Sophia's estimates, with passes of their own, come before the first action.
+    # Sophia's estimates have passes of their own, before the first action.
     peak = max(recorder.between, tracker.rewind(), *(moment.peak for moment in recorder.moments))
     return CountedStep(
         dict(tracker.flops), dict(engine.mesh.sent() - sent), dict(engine.mesh.calls() - calls), recorder.moments, peak
@@ -227,7 +226,7 @@ class _Numberless(TorchDispatchMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The memory of CUDA's RMSNorm: it saves its input, and 1/rms of each row in at least float32."""
+    """RMSNorm with the memory of CUDA's: saves its input, and 1/rms of each row in at least float32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ def _fused_norm(
 
 @contextmanager
 def _fused_norms() -> Iterator[None]:
-    """RMSNorm as one operation, as on CUDA; torch has several on the CPU."""
+    """Replace RMSNorm by one operation, as on CUDA; torch uses several on the CPU."""
     parts = F.rms_norm
     F.rms_norm = _fused_norm
     try:
@@ -260,7 +259,7 @@ def _fused_norms() -> Iterator[None]:
 
 @contextmanager
 def _faked(*, fused_norms: bool) -> Iterator[None]:
-    """Make tensors without values inside."""
+    """Create tensors without values in the enclosed code."""
     norms = _fused_norms() if fused_norms else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), _Numberless(), norms:
         yield

@@ -1,4 +1,4 @@
-"""Count the FLOPs of torch operations in a thread, and the bytes of living tensors."""
+"""Count the FLOPs of torch operations in a thread, and the bytes of live tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.flop_counter import flop_registry
 
 
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Two products of [s, d] and [d, t] for each head of the queries, counted in full. q: [b, a, s, d]."""
+    """Count two products of [s, d] and [d, t] for each query head, unmasked. q: [b, a, s, d]."""
     return 4 * q.numel() * k.shape[2]
 
 
 def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -> int:
-    """Four products; the kernel's recomputation of its forward does not count (`shoal.planning.cost.flops`)."""
+    """Count four products; the kernel's recomputation of its forward does not count (`shoal.planning.cost.flops`)."""
     return 8 * q.numel() * k.shape[2]
 
 
@@ -30,18 +30,18 @@ COUNTS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""FLOPs of one call, by operation: of matrix products and convolutions (torch's table), and of attention."""
+"""FLOPs of one call, by operation: matrix products and convolutions (torch's table), and attention."""
 
 
 class Tracker(TorchDispatchMode):
-    """As a context, counts every operation, and every storage that one reads or makes.
+    """Count the operations in a context, and the storages that they read or create.
 
-    A storage is alive until nothing refers to it; views share theirs. Memory inside a kernel is not seen.
+    A storage is live until nothing refers to it; views share theirs. Memory inside a kernel is not counted.
 
     Attributes:
-        flops: by name of the operation.
-        alive: bytes alive now.
-        peak: most bytes alive since `rewind`.
+        flops: FLOPs by name of the operation.
+        alive: current live bytes.
+        peak: maximum live bytes since `rewind`.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, also in lists."""
+    """Yield the tensors among an operation's arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

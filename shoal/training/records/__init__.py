@@ -1,1 +1,1 @@
-"""What a run measures and shows: metrics, display, histograms, profiles."""
+"""Records of a run: metrics, terminal output, histograms, profiles."""

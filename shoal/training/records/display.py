@@ -1,6 +1,6 @@
-"""What a run prints: a banner with the layout as a grid of ranks, a line per logged step, and how it ended.
+"""Terminal output of a run: a banner with the grid of ranks, a line per logged step, and a summary at the end.
 
-A terminal has a progress bar below the lines. Anything else (a file, a pipe, a job's log) gets plain lines.
+A terminal shows a progress bar below the lines. Other outputs (file, pipe, job log) get plain lines.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shoal.training.records.metrics import StepMetrics
 
 HEADER_EVERY = 20  # lines between repeated headers
 REFRESH_SECONDS = 0.1
-WIDE = 100  # columns from which a step's line has more
-LABEL = 8  # columns of the banner's labels
+WIDE = 100  # terminal width from which a step's line has all columns
+LABEL = 8  # width of the banner's labels
 
 
 class Display:
-    """The view of one run, on rank 0. As a context manager it removes the progress bar at the end.
+    """Print the progress of one run on rank 0. As a context manager, remove the progress bar on exit.
 
     Args:
-        console: default: standard output. ``Console(quiet=True)`` shows nothing.
+        console: output console (default: standard output). ``Console(quiet=True)`` prints nothing.
     """
 
     def __init__(self, console: Console | None = None):
@@ -65,12 +65,12 @@ class Display:
         threads: int,
         folder: Path,
     ) -> None:
-        """Show what is about to run.
+        """Print a description of the run.
 
         Args:
-            parameters: trainable, a tied head counted once.
-            tokens_per_step: over all replicas.
-            threads: CPU threads of each rank.
+            parameters: number of trainable parameters; a tied head counts once.
+            tokens_per_step: tokens over all replicas.
+            threads: CPU threads per rank.
         """
         unicode = self.console.encoding.startswith("utf")
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
@@ -94,7 +94,7 @@ class Display:
         self.console.print(Panel(table, title="[bold]shoal[/bold]", title_align="left", border_style="cyan"))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Print a line for a logged step, and move the progress bar."""
+        """Print the line of a logged step and advance the progress bar."""
         columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
         if self._lines % HEADER_EVERY == 0:
             self._line("  ".join(f"{c.title:>{c.width}}" for c in columns), style="bold")
@@ -104,7 +104,7 @@ class Display:
         self.progress(metrics.step, metrics.steps, now=True)
 
     def progress(self, step: int, steps: int, *, now: bool = False) -> None:
-        """Move the progress bar of a terminal; cheap enough for every step."""
+        """Advance the progress bar of a terminal; cheap enough for every step."""
         if not self.console.is_terminal or self.console.quiet:
             return
         if not now and time.monotonic() - self._refreshed < REFRESH_SECONDS:
@@ -114,7 +114,7 @@ class Display:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}"),
                 console=self.console, transient=True, expand=True,
-                auto_refresh=False,  # a thread of its own would take time from the training
+                auto_refresh=False,  # a refresh thread would take time from the training
             )
             self._bar.start()
             self._bar.add_task("", total=steps)
@@ -125,22 +125,22 @@ class Display:
         self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
-        """Print a line for one validation: loss [nats per token], and the part of the choices of experts dropped."""
+        """Print one validation: loss [nats per token] and the fraction of expert choices dropped."""
         without = f", experts dropped {dropped:.1%}" if dropped else ""
         self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
 
     def note(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a note on a separate line."""
         self._line(text, style="dim")
 
     def finish(
         self, *, folder: Path, seconds: float, validation_loss: float | None = None, prompt: str = "", sample: str = ""
     ) -> None:
-        """Print the end of a run.
+        """Print the summary of a run.
 
         Args:
-            validation_loss: at the end [nats per token].
-            sample: generated text, without its prompt.
+            validation_loss: final validation loss [nats per token].
+            sample: generated text without its prompt.
         """
         self.close()
         if sample:
@@ -162,8 +162,10 @@ class Display:
 
 
 def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[str]:
-    """Draw the layout: a row for each (pipeline stage, replica, part of the sequence), a column for each
-    tensor-parallel rank. Long axes are shortened in the middle, to ``width`` columns and 25 lines.
+    """Draw the layout as a grid of ranks.
+
+    A row per (pipeline stage, replica, context-parallel rank), a column per tensor-parallel rank. Long axes are
+    shortened in the middle, to ``width`` columns and 25 lines.
 
     >>> print("\\n".join(["dp 2, tp 2", *grid_of_ranks(Layout(dp=2, tp=2), 60)]))
     dp 2, tp 2
@@ -218,12 +220,12 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
 
 
 def _rows_of(layout: Layout) -> list[tuple[str, int]]:
-    """The axes of the rows."""
+    """Return the axes of the rows."""
     return [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
 
 
 def _shorten(size: int, most: int) -> list[int | None]:
-    """The indices of an axis, with None for those left out: ``_shorten(9, 4)`` gives ``[0, 1, None, 8]``."""
+    """Return the indices of an axis, with None for omitted ones: ``_shorten(9, 4)`` gives ``[0, 1, None, 8]``."""
     return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
 
 
@@ -237,8 +239,10 @@ class _Column(NamedTuple):
 
 
 def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
-    """The columns of a step's line, within 80 characters for less than a million steps. With experts, what they drop
-    takes the place of the tokens per rank."""
+    """Return the columns of a step's line, which fit in 80 characters below a million steps.
+
+    With experts, the dropped fraction replaces the tokens per rank.
+    """
     columns = [
         _Column("step", max(4, len(str(steps))), lambda m: str(m.step)),
         _Column("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
@@ -309,5 +313,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without control characters: generated bytes may be anything."""
+    """Remove control characters: generated bytes can be anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -1,15 +1,15 @@
-"""Histograms of the weights, gradients and activations of a step, for each tensor over all ranks; a small file a step.
+"""Histograms of weights, gradients and activations in a step, per tensor over all ranks; one small file per step.
 
     weights            each parameter, before the update
     gradients          of each parameter, before clipping and without the loss scale
-    activations        the input of each linear layer
+    activations        input of each linear layer
     output gradients   of each linear layer, without the loss scale
 
-Experts and routers are no linear layers: they have weights and gradients alone. A step that ends the run with a NaN is
-written too.
+Experts and routers are not linear layers: they have only weights and gradients. A step that ends the run with a NaN is
+recorded too.
 
-What tensor-parallel ranks have in common is counted on one of them, and terms are summed before: so the counts are
-those of one device.
+Values that tensor-parallel ranks share are counted on one of them, and partial sums are summed first, so the counts
+equal a single device's.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ KINDS = ("weights", "gradients", "activations", "output gradients")
 
 @dataclass(frozen=True)
 class Histogram:
-    """Of one tensor in one step.
+    """Histogram of one tensor in one step.
 
     Attributes:
         kind: one of `KINDS`.
-        name: of the parameter or the linear layer.
-        counts: [BINS].
+        name: name of the parameter or linear layer.
+        counts: counts by bin, [BINS].
     """
 
     kind: str
@@ -54,14 +54,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer, and which tensor-parallel ranks have the same values (names of axes, "tp/1" for this rank alone).
+    """Linear layer, and the tensor-parallel ranks with equal values (an axis name; "tp/1" for this rank only).
 
     Attributes:
-        name: in the full model.
-        input: ranks with the same input, unless each has its own tokens.
-        output: ranks with the same output, likewise.
-        units: of its outputs here, without padding.
-        terms: whether ranks with the same output have a term of its gradient each.
+        name: name in the full model.
+        input: ranks with equal inputs, unless each has its own tokens.
+        output: ranks with equal outputs, likewise.
+        units: number of local outputs, without padding.
+        terms: whether ranks with equal outputs each have a partial sum of their gradient.
     """
 
     name: str
@@ -72,11 +72,11 @@ class _Layer:
 
 
 class Histograms:
-    """Records some steps of an engine.
+    """Record histograms of some steps of an engine.
 
     Args:
-        every: steps between two that are recorded; the first is.
-        folder: of the run.
+        every: period in steps, starting at the first step.
+        folder: run folder.
     """
 
     def __init__(self, engine: Engine, every: int, folder: Path):
@@ -92,7 +92,7 @@ class Histograms:
             (slot.split.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
              if slot.split.name == self._weight("head")), 0,
         )
-        # Keys and values of one head are made on several ranks where there are more than heads.
+        # If there are more tensor-parallel ranks than key/value heads, several ranks compute the same head.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
         self.sharers = engine.mesh.group(self.shared)
         self._counts: Tensor | None = None
@@ -100,7 +100,7 @@ class Histograms:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record the step inside (0 is the first), if that is due; collective."""
+        """Record the enclosed step (0 is the first) if due. Collective."""
         if step % self.every:
             yield
             return
@@ -114,14 +114,14 @@ class Histograms:
             undo.callback(setattr, engine, "observe", None)
             try:
                 yield
-            except NonFinite:  # raised on all ranks: the most interesting step
+            except NonFinite:  # raised on all ranks; this step is the most interesting
                 self._end(step)
                 raise
         self._end(step)
 
     @property
     def counts(self) -> Tensor:
-        """[rows, BINS] of the step that is being recorded."""
+        """Counts of the step being recorded, [rows, BINS]."""
         assert self._counts is not None, "no step is being recorded"
         return self._counts
 
@@ -132,7 +132,7 @@ class Histograms:
         self._counts = None
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
-        wide = x.detach().float() / scale  # in the tensor's own format, the scale could not be taken out
+        wide = x.detach().float() / scale  # in the tensor's own dtype, dividing by the scale could lose values
         self.counts[self.place[kind, name]] += count(wide).to(self.counts.device)
 
     def _parameters(self) -> None:
@@ -167,15 +167,15 @@ class Histograms:
         return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
 
     def _weight(self, name: str) -> str:
-        """A tied head has the embedding's."""
+        """Return the name of a linear layer's weight; a tied head uses the embedding's."""
         return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
 
     def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         x = args[0]
-        if not self._forward or self.engine.estimating:  # it is computed again in backward, or for Sophia
+        if not self._forward or self.engine.estimating:  # recomputation in the backward pass, or Sophia's estimate
             return
         entering, leaving = (tensor.shape[:-1].numel() for tensor in (x, output))
-        # With sequence parallelism a rank's tokens are its own before a region, whose products gather them, and after.
+        # With sequence parallelism, ranks have separate tokens before and after a region, and equal ones within it.
         if entering < leaving or self.engine.mesh.index(layer.input) == 0:
             self._add("activations", layer.name, x)
         counted = leaving < entering or self.engine.mesh.index(layer.output) == 0
@@ -203,10 +203,10 @@ class Histograms:
 
 
 def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
-    """The newest recorded step of a run, and what it has; None where nothing was recorded.
+    """Read the newest recorded step of a run and its histograms; None if none was recorded.
 
     Raises:
-        UsageError: its file is damaged.
+        UsageError: the file is damaged.
     """
     files = sorted((folder / FOLDER).glob("step-*.json"))
     if not files:

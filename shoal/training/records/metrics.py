@@ -1,7 +1,7 @@
-"""What a run measures, one record per logged step, and where the records go.
+"""Metrics of a run: one record per logged step, written to JSONL and to trackers.
 
-JSONL is always written, one line per logged step. A resumed run continues the same file, cut back to the step that it
-resumes from, so that no step is in it twice.
+JSONL is always written, one line per logged step. A resumed run continues the same file, truncated to the step that it
+resumes from, so that no step occurs twice.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One logged step, over all ranks. What a run does not have is None.
+    """Metrics of one logged step, over all ranks. Values that do not apply to a run are None.
 
     Attributes:
         step: optimizer steps done, from 1.
-        steps: of the run.
+        steps: total steps of the run.
         loss: training loss [nats per unmasked token].
-        learning_rate: of this step.
+        learning_rate: learning rate of this step.
         tokens_per_second: over all ranks, since the last logged step; per rank, divided by the world size.
-        memory_bytes: peak of the rank that holds most.
-        seconds_left: to the end of the run, at the present speed.
+        memory_bytes: peak memory of a rank, maximum over ranks.
+        seconds_left: estimated time to the end of the run, at the current speed.
         gradient_norm: global L2 norm before clipping; None if a gradient overflowed and the step was skipped.
         loss_scale: factor on the loss in this step.
-        skipped_steps: of the run so far, since a gradient overflowed.
-        saving: part of the time since the last logged step, 0 to 1, in which saving stalled the training.
-        mfu: model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None if the device's peak is not known.
-        validation_loss: [nats per unmasked token], in steps that validated.
-        validation_dropped: part of the choices of experts without capacity, in steps that validated.
-        staleness: mean of the updates since the last logged step (docs/relaxed.md).
-        stalest: maximum of this attempt so far.
-        dropped: part of the choices of experts without capacity in this step (expert-choice: tokens chosen by none).
-        idle_experts: part of the experts, of all layers, that got no token.
-        busiest_expert: tokens of the expert with most over the mean of its layer.
-        balance_loss, z_loss: of the routers, mean over sequences and layers, without their weights.
-        expert_load: for each layer with experts, the part of its tokens that each expert got.
-        depth_accuracy: part of the tokens of which it was predicted rightly whether they pass through a layer.
-        depth_recall: part of the chosen tokens that were predicted to be chosen.
-        depth_expected: part of all tokens that were predicted to be chosen.
+        skipped_steps: steps of the run skipped so far because a gradient overflowed.
+        saving: fraction of the time since the last logged step in which saving stalled the training.
+        mfu: model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None if the device's peak is unknown.
+        validation_loss: validation loss [nats per unmasked token], in steps that validated.
+        validation_dropped: fraction of expert choices dropped for lack of capacity, in steps that validated.
+        staleness: mean staleness of the updates since the last logged step (docs/relaxed.md).
+        stalest: maximum staleness in this attempt so far.
+        dropped: fraction of expert choices dropped for lack of capacity in this step (expert-choice: fraction of
+            tokens that no expert chose).
+        idle_experts: fraction of the experts of all layers that received no token.
+        busiest_expert: tokens of the busiest expert divided by the mean of its layer.
+        balance_loss, z_loss: router losses, mean over sequences and layers, without their weights.
+        expert_load: for each layer with experts, the fraction of its tokens that each expert received.
+        depth_accuracy: fraction of tokens for which selection by a mixture-of-depths layer was predicted correctly.
+        depth_recall: fraction of the selected tokens that were predicted to be selected.
+        depth_expected: fraction of all tokens that were predicted to be selected.
         depth_loss: cross-entropy of the predictor [nats per token].
     """
 
@@ -80,22 +81,22 @@ class StepMetrics:
     depth_loss: float | None = None
 
     def known(self) -> dict[str, Any]:
-        """All that is not None, by name."""
+        """Return all values that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def values(self) -> dict[str, float]:
-        """All known numbers, by name, without the step."""
+        """Return all known numbers except the step, by name."""
         return {name: v for name, v in self.known().items() if name not in ("step", "steps", "expert_load")}
 
 
 class MetricsWriter:
-    """Writes `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
+    """Write `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
 
     Args:
-        folder: of the run; TensorBoard's files go to ``tensorboard/`` in it.
+        folder: run folder; TensorBoard files go to its ``tensorboard/``.
         resume_step: records of later steps are dropped; 0 drops all.
-        config: which trackers.
-        run: settings of the run, for trackers that keep them.
+        config: selection of trackers.
+        run: settings of the run, for trackers that store them.
 
     Raises:
         UsageError: a tracker is not installed.
@@ -119,19 +120,19 @@ class MetricsWriter:
         if config.mlflow:
             self._trackers.append(_mlflow(config.mlflow, folder, run or {}))
         path = folder / FILE_NAME
-        if path.exists():  # drop the records of later steps, and a torn line
+        if path.exists():  # drop records of later steps and a truncated line
             write_whole(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
         self._file = open(path, "a")  # noqa: SIM115 -- open as long as the writer
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record. The kernel has it when this returns, so that a killed process loses none."""
+        """Append one record. It is handed to the kernel before the return, so a killed process loses none."""
         self._file.write(json_lines([metrics.known()]))
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(metrics.step, metrics.values())
 
     def close(self) -> None:
-        """Finish all files."""
+        """Close all files."""
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
@@ -141,7 +142,7 @@ def check_trackers(config: MetricsConfig) -> None:
     """Reject trackers whose packages are not installed, without importing them.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: the message names the first missing one.
     """
     for package, value in (("wandb", config.wandb), ("mlflow", config.mlflow)):
         if value and find_spec(package) is None:
@@ -152,10 +153,10 @@ def check_trackers(config: MetricsConfig) -> None:
 
 
 def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
-    """The records of a run, in order, up to and with ``last_step``; a torn last line is left out.
+    """Read the records of a run in order, up to and including ``last_step``; a truncated last line is ignored.
 
     Raises:
-        UsageError: a line is no record.
+        UsageError: a line is not a record.
     """
     names = {field.name for field in fields(StepMetrics)}
 
@@ -175,7 +176,7 @@ class _Tracker:
 def _tensorboard(folder: Path, resume_step: int) -> _Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard then hides what an earlier process wrote from this step on.
+    # TensorBoard then hides records that an earlier process wrote from this step on.
     writer = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1 if resume_step else None)
 
     def write(step: int, values: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
-"""Step profiles: when each action of a step began and ended on every rank, in ``profile/`` of the run folder.
+"""Step profiles: start and end of each action of a step on every rank, in ``profile/`` of the run folder.
 
-A file of JSON lines for each rank: a header with the program, then for each recorded step three lists over the rank's
-actions: when each began, when the message that it waited for arrived, when it ended. Seconds on rank 0's clock.
+Each rank writes a file of JSON lines: a header with the program, then for each recorded step three lists over the
+rank's actions: start, arrival of the awaited message, end. Times are in seconds on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from shoal.pipeline.program import Action, Op, Program
 from shoal.spec.config import MetricsConfig
 
 FOLDER = "profile"
-ROUNDS = 8  # round trips by which a clock is compared
+ROUNDS = 8  # round trips for measuring a clock offset
 
 
 class Profiler:
-    """A `Recorder` of some steps of one rank.
+    """Record the actions of some steps of one rank (a `Recorder`).
 
     Args:
-        runtime: whose actions are recorded.
-        mesh: of the run; all ranks make a profiler at the same time.
-        steps: the numbers of the steps to record.
-        folder: of the run.
-        group: of all ranks, in host memory; None for one rank.
+        runtime: runtime whose actions are recorded.
+        mesh: mesh of the run; all ranks must construct a profiler at the same time.
+        steps: steps to record.
+        folder: run folder.
+        group: group of all ranks on the CPU; None for one rank.
     """
 
     def __init__(self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None):
@@ -49,34 +49,31 @@ class Profiler:
                 path.unlink()
         self._watch = Stopwatch(mesh.device)
         self._offset = clock_offset(group) if group else 0.0
-        self._offset -= broadcast(time.perf_counter(), group)  # when it began
+        self._offset -= broadcast(time.perf_counter(), group)  # start time
         self._lines: list[dict[str, Any]] = []
         self._begins: list[Any] = []
         self._arrivals: list[Any] = []
         self._ends: list[Any] = []
 
     def begin(self, action: Action) -> None:
-        """As `Recorder`."""
         self._begins.append(self._watch.mark())
         self._arrivals.append(self._begins[-1])
 
     def arrived(self, action: Action) -> None:
-        """As `Recorder`."""
         self._arrivals[-1] = self._watch.mark()
 
     def end(self, action: Action) -> None:
-        """As `Recorder`."""
         self._ends.append(self._watch.mark())
 
     def before_step(self, step: int) -> None:
-        """Start recording, if this step (from 0) is one of those to record."""
+        """Start recording if this step (from 0) is to be recorded."""
         if step in self.steps:
             self._begins, self._arrivals, self._ends = [], [], []
             self._watch.start()
             self.runtime.recorders.append(self)
 
     def after_step(self, step: int) -> None:
-        """Keep what was recorded; after the last step write it."""
+        """Keep the recorded times; write them after the last step."""
         if step not in self.steps:
             return
         self.runtime.recorders.remove(self)
@@ -90,7 +87,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, completely or not at all."""
+        """Write the recorded steps atomically."""
         if not self._lines:
             return
         program, mesh = self.runtime.program, self.mesh
@@ -109,7 +106,7 @@ class Profiler:
 
 
 def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
-    """The steps to record of a run that begins at step ``first`` and ends before ``steps``."""
+    """Return the steps to record in a run from step ``first`` to ``steps`` (exclusive)."""
     begin = first + config.profile_after
     return range(begin, min(begin + config.profile_steps, steps)) if config.profile else range(0)
 
@@ -117,15 +114,15 @@ def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
 def clock_offset(
     group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter, host: str | None = None
 ) -> float:
-    """What to add to this rank's clock to get rank 0's. Collective.
+    """Return the offset from this rank's clock to rank 0's. Collective.
 
-    Processes of one host share their clock. For another host, the offset is that of the fastest of some round trips,
-    half of which is taken for each way (Cristian 1989, "Probabilistic clock synchronization").
+    Processes of one host share their clock. For other hosts, the offset is estimated from the fastest of several round
+    trips, with half of its time for each direction (Cristian 1989, "Probabilistic clock synchronization").
 
     Args:
-        group: of all ranks, in host memory.
-        clock: of this rank [s].
-        host: of this rank; None asks the system.
+        group: group of all ranks on the CPU.
+        clock: clock of this rank [s].
+        host: host of this rank; None queries the system.
     """
     rank, hosts = dist.get_rank(group), all_gather(host or host_identity() or platform.node(), group)
     offset, now = 0.0, torch.zeros(1, dtype=torch.float64)
@@ -152,13 +149,13 @@ def clock_offset(
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank recorded.
+    """Recorded times of one rank.
 
     Attributes:
-        rank: global.
-        pp, dp, tp: its place in the mesh.
-        actions: of its program, transfers included.
-        steps: numbers of the recorded steps.
+        rank: global rank.
+        pp, dp, tp: its coordinates in the mesh.
+        actions: actions of its program, including transfers.
+        steps: recorded steps.
         begin, arrived, end: for each step, a time [s] for each action.
     """
 
@@ -175,12 +172,12 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What all ranks of a run recorded.
+    """Recorded times of all ranks of a run.
 
     Attributes:
-        program: that they ran.
-        layout: in words.
-        ranks: in the order of their numbers.
+        program: program that the ranks ran.
+        layout: description of the layout.
+        ranks: profiles in the order of global ranks.
     """
 
     program: Program
@@ -189,10 +186,10 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile | None:
-    """The profile of a run, None where it has none.
+    """Read the profile of a run; None if it has none.
 
     Raises:
-        UsageError: a rank's file is missing, damaged, or recorded other steps than the first rank's.
+        UsageError: a rank's file is missing, damaged, or has other steps than the first rank's.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:
@@ -209,7 +206,7 @@ def read_profile(folder: Path) -> Profile | None:
 def _profile(paths: Sequence[Path]) -> Profile:
     headers, ranks = [], []
     for path in paths:
-        header, *lines = map(json.loads, path.read_text().splitlines())  # written at once, so never torn
+        header, *lines = map(json.loads, path.read_text().splitlines())  # written atomically, so never truncated
         actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
         begin, arrived, end = times = tuple(
             [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")

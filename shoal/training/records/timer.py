@@ -1,4 +1,4 @@
-"""How long steps take, and the computations in them."""
+"""Timers of training steps and of their computations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.pipeline.program import COMPUTE, Action
 
 
 class StepTimer:
-    """Seconds spent in steps alone, without validation and checkpoints.
+    """Measure the time spent in training steps, without validation and checkpoints [s].
 
     Attributes:
-        all: since it was made.
-        last: in the last step.
+        all: total since construction.
+        last: duration of the last step.
     """
 
     def __init__(self, device: torch.device):
@@ -24,11 +24,11 @@ class StepTimer:
         self.steps, self.seconds, self.all, self.last, self.begin = 0, 0.0, 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self.begin = time.perf_counter()
 
     def stop(self) -> None:
-        """End it, once the device is done."""
+        """End the step, after the device has finished."""
         synchronize(self.device)
         self.last = time.perf_counter() - self.begin
         self.seconds += self.last
@@ -36,17 +36,17 @@ class StepTimer:
         self.steps += 1
 
     def lap(self) -> tuple[int, float]:
-        """Return steps and seconds since the last lap."""
+        """Return the number of steps and their seconds since the last lap."""
         lap = self.steps, self.seconds
         self.steps, self.seconds = 0, 0.0
         return lap
 
 
 class ComputeTimer:
-    """A `Recorder` of how long forwards and backwards take on this rank's device, from `start` on.
+    """Measure the time of forwards and backwards on this rank's device from `start` on (a `Recorder`).
 
-    Waiting for a neighbour in the pipeline is not computing. Waiting inside a forward or backward, for the others of a
-    tensor- or context-parallel group, counts as computing: such a group is slow together.
+    Waiting for a pipeline neighbour does not count as computing. Waiting inside a forward or backward for the other
+    ranks of a tensor- or context-parallel group does: such a group is slow together.
     """
 
     def __init__(self, device: torch.device):
@@ -55,25 +55,22 @@ class ComputeTimer:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """Measure from now on."""
+        """Start measuring."""
         self.clock.start()
         self.on, self._marks = True, []
 
     def begin(self, action: Action) -> None:
-        """As `Recorder`."""
         if self.on:
             self._begin = self.clock.mark()
 
     def arrived(self, action: Action) -> None:
-        """As `Recorder`."""
         self.begin(action)
 
     def end(self, action: Action) -> None:
-        """As `Recorder`."""
         if self.on and action.op in COMPUTE:
             self._marks += [self._begin, self.clock.mark()]
 
     def seconds(self) -> float:
-        """Return the seconds of computing since `start`."""
+        """Return the compute seconds since `start`."""
         moments = self.clock.seconds(self._marks)
         return sum(moments[1::2]) - sum(moments[::2])

@@ -1,1 +1,1 @@
-"""Lose any device at any moment, lose nothing else: see docs/failover.md."""
+"""Fault tolerance: checkpoints in host memory, heartbeats, silent-failure checks. See docs/failover.md."""

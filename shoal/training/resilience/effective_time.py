@@ -1,7 +1,7 @@
-"""Effective training time: the share of the wall-clock that went into steps that counted.
+"""Effective training time: wall-clock time spent in steps that counted.
 
-A step that was lost with a rank and made again counts once. Nothing else counts: starting, validating, saving, noticing
-a failure, restarting.
+A step that was lost with a rank and repeated counts once. Startup, validation, saving, failure detection and restarts
+do not count.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ POINTS = 10_000
 
 
 class EffectiveTime:
-    """Tracks, for each step of a run, the seconds that had been spent in steps that count."""
+    """Track the effective time [s] by step of a run."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._course: list[tuple[int, float]] = []  # (steps done, seconds spent in them), both growing
-        self._before = 0.0  # seconds that had counted when the present attempt began
+        self._course: list[tuple[int, float]] = []  # (steps done, seconds spent in them), both increasing
+        self._before = 0.0  # effective seconds before the current attempt
 
     def begun(self, steps: int) -> None:
-        """An attempt resumes after so many steps: what was done beyond them does not count."""
+        """Start an attempt that resumes after ``steps`` steps: later steps of previous attempts no longer count."""
         self._before = self._at(steps)
         self._course = [*(point for point in self._course if point[0] < steps), (steps, self._before)]
 
     def stepped(self, steps: int, seconds: float) -> None:
-        """The attempt has done so many steps, with so many seconds in its own ones."""
+        """Record that the attempt has reached ``steps`` steps and spent ``seconds`` in its own ones."""
         if not self._course or steps <= self._course[-1][0]:
             return
         self._course.append((steps, self._before + seconds))
@@ -35,16 +35,16 @@ class EffectiveTime:
 
     @property
     def counted(self) -> float:
-        """Seconds in steps that count, so far."""
+        """Effective time so far [s]."""
         return self._course[-1][1] if self._course else 0.0
 
     @property
     def seconds(self) -> float:
-        """Since this was made."""
+        """Wall-clock time since construction [s]."""
         return time.monotonic() - self._began
 
     def _at(self, steps: int) -> float:
-        """Seconds spent by the time that so many steps were done; between two known points as if all took as long."""
+        """Return the effective seconds after ``steps`` steps, interpolating linearly."""
         right = bisect_right(self._course, (steps, float("inf")))
         if right == 0:
             return 0.0

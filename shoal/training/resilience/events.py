@@ -1,4 +1,4 @@
-"""The events of a run: a line of JSON for each failure, restart and recovery, in ``events.jsonl`` of its folder."""
+"""Run events: one JSON line per failure, restart or recovery, in ``events.jsonl`` of the run folder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ FILE_NAME = "events.jsonl"
 
 
 def write_event(folder: Path, event: str, **values: Any) -> None:
-    """Add one line; several processes may.
+    """Append one line; safe for concurrent processes.
 
     Args:
-        folder: of the run.
-        event: what happened: ``failure``, ``restart``, ``recovered``, ``end``, ...
-        values: fit for JSON; those that are None are left out.
+        folder: run folder.
+        event: event name: ``failure``, ``restart``, ``recovered``, ``end``, ...
+        values: JSON values; None values are omitted.
     """
     line = {"time": round(time.time(), 3), "event": event} | {k: v for k, v in values.items() if v is not None}
     end = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(end, json_lines([line]).encode())  # in one piece, so that no other line gets between
+        os.write(end, json_lines([line]).encode())  # in one write, so that lines do not interleave
     finally:
         os.close(end)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All events, in order, without lines that were being written when the machine went down."""
+    """Return all events in order, without lines that a crash of the machine truncated."""
     return read_json_lines(folder / FILE_NAME, dict, "event", skip_torn=True)

@@ -1,8 +1,8 @@
-"""Heartbeats: a few numbers in a mapped file, which the supervisor of a rank reads without disturbing it.
+"""Heartbeats: a record in a memory-mapped file that a rank writes and its supervisor reads.
 
-A thread of the rank writes the time, five times a second: while it does, the process runs. The main thread writes what
-it is doing, and counts: while the count grows, the rank makes progress. Neither waits for anything, a mark costs one to
-three microseconds, and a rank that died leaves the last thing that it did.
+A thread of the rank writes the time five times a second: while it does, the process runs. The main thread writes its
+current action and increments a counter: while the counter grows, the rank makes progress. Neither blocks, a mark costs
+one to three microseconds, and the record of a dead rank shows its last action.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.pipeline.program import Action, Op
 
-PERIOD = 0.2  # seconds between signs of life
+PERIOD = 0.2  # seconds between heartbeats
 OPS = list(Op)
 WORDS = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward to the input",
@@ -30,7 +30,7 @@ WORDS = {
 
 
 class _MappedRecord(ctypes.Structure):
-    """The file: numbers of 8 bytes, each of which is written and read at once; ``op`` is an index of `OPS`, or -1."""
+    """File format: fields of 8 bytes, each read and written atomically; ``op`` is an index into `OPS`, or -1."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("pid", "count", "phase", "begun", "steps")),
@@ -40,14 +40,14 @@ class _MappedRecord(ctypes.Structure):
 
 
 class Phase(IntEnum):
-    """What a rank is at."""
+    """Phase of a rank's run."""
 
-    START = 0  # rendezvous, data, building the model, loading a state
+    START = 0  # rendezvous, data, model construction, loading a state
     STEP = 1
     VALIDATE = 2
     SAVE = 3
     END = 4  # after the last step
-    DONE = 5  # nothing is left to do: now the process may end
+    DONE = 5  # finished; the process may exit
 
     def __str__(self) -> str:
         return ("starting", "in a step", "validating", "saving", "ending", "done")[self]
@@ -55,44 +55,44 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """What a rank last wrote of itself; times are of `time.monotonic`, which is one clock for the machine."""
+    """Last record of a rank. Times are from `time.monotonic`, which all processes of a machine share."""
 
     pid: int
     alive: float
-    """When the process last gave a sign of life [s]."""
+    """Time of the last heartbeat [s]."""
 
     marked: float
-    """When it last got on [s]."""
+    """Time of the last progress [s]."""
 
     count: int
-    """How often it got on."""
+    """Progress counter."""
 
     phase: Phase
     begun: int
-    """Steps that were done when it began or resumed; -1 before that is known."""
+    """Steps done when the process started or resumed; -1 until known."""
 
     steps: int
-    """Steps that are done."""
+    """Steps done."""
 
     seconds: float
-    """Spent in the steps that it did itself."""
+    """Time spent in this process's steps [s]."""
 
     action: Action | None
-    """What it is at in a step; None between actions."""
+    """Current action in a step; None between actions."""
 
     @property
     def where(self) -> str:
-        """For messages: ``in step 17, forward of micro-batch 3 on stage 1`` (the first step is 1)."""
+        """Position for messages: ``in step 17, forward of micro-batch 3 on stage 1`` (the first step is 1)."""
         if self.phase is not Phase.STEP:
             return f"{self.phase} after step {self.steps}" if self.begun >= 0 else str(self.phase)
         return f"in step {self.steps + 1}" + (f", {in_words(self.action)}" if self.action else "")
 
 
 class Heartbeat:
-    """The writing side, for the rank itself; also a `Recorder` of its runtime's actions.
+    """Write a rank's heartbeat record; also a `Recorder` of its runtime's actions.
 
     Args:
-        path: of the record; None keeps it to itself (a rank that nobody supervises).
+        path: file of the record; None keeps it in memory (a rank without supervisor).
     """
 
     def __init__(self, path: Path | None = None):
@@ -100,7 +100,7 @@ class Heartbeat:
         if path is None:
             self._map = mmap.mmap(-1, size)
         else:
-            path.unlink(missing_ok=True)  # an earlier rank's, who may still have it mapped
+            path.unlink(missing_ok=True)  # an earlier rank may still have it mapped
             with open(path, "xb+") as file:
                 file.truncate(size)
                 self._map = mmap.mmap(file.fileno(), size)
@@ -108,43 +108,43 @@ class Heartbeat:
         self._record.begun = self._record.op = -1
         self._mark()
         self._record.alive = time.monotonic()
-        self._record.pid = os.getpid()  # last: a record without it is not read
+        self._record.pid = os.getpid()  # last: readers ignore a record without pid
         if path is not None:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     # ---- what the rank does --------------------------------------------------------------------------------------
 
     def phase(self, phase: Phase) -> None:
-        """The rank begins something else."""
+        """Record the start of a phase."""
         self._record.op = -1
         self._record.phase = phase
         self._mark()
 
     def begun(self, steps: int) -> None:
-        """So many steps are done, of this process none."""
+        """Record that the process starts after ``steps`` steps."""
         self._record.steps = self._record.begun = steps
         self._mark()
 
     def stepped(self, steps: int, seconds: float) -> None:
-        """So many steps are done; those of this process took so long together [s]."""
+        """Record that ``steps`` steps are done, and the seconds spent in this process's steps."""
         self._record.op = -1
         self._record.seconds = seconds
         self._record.steps = steps
         self._mark()
 
     def begin(self, action: Action) -> None:
-        """As `Recorder`."""
+        """Record the start of an action."""
         record = self._record
         record.op = OPS.index(action[0])
         record.stage, record.microbatch, record.part, record.version = action[1:]
         self._mark()
 
     def arrived(self, action: Action) -> None:
-        """As `Recorder`."""
+        """Record that the message of an action arrived."""
         self._mark()
 
     def end(self, action: Action) -> None:
-        """As `Recorder`."""
+        """Record the end of an action."""
         self._record.op = -1
         self._mark()
 
@@ -159,7 +159,7 @@ class Heartbeat:
 
 
 def in_words(action: Action) -> str:
-    """An action in a sentence.
+    """Describe an action.
 
     >>> in_words(Action(Op.FORWARD, 1, 3))
     'forward of micro-batch 3 on stage 1'
@@ -171,12 +171,12 @@ def in_words(action: Action) -> str:
 
 
 def record_path(scratch: Path, rank: int) -> Path:
-    """Where a rank keeps its record."""
+    """Return the path of a rank's record."""
     return scratch / f"beat-{rank}"
 
 
 def read(path: Path) -> HeartbeatRecord | None:
-    """What a record says; None where there is none yet."""
+    """Read a record; None if it does not exist yet."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""The folder of a run in the memory of one host: a tmpfs outlives the ranks that write into it.
+"""A run's directory in the memory of one host: a tmpfs, which outlives the ranks that write to it.
 
-    /dev/shm/shoal-1000-5f0c2a91b1d7e3c4/      of one user and one run folder, readable by that user alone (0700)
-      owner.json                               the process with which the run lives and dies
-      node-00000/                              one for each node that this host is, or imitates
-        5f0c2a91-00003-1/                      a slot: attempt, rank, and which of the two
+    /dev/shm/shoal-1000-5f0c2a91b1d7e3c4/      one per user and run folder, private (0700)
+      owner.json                               process whose lifetime the run shares
+      node-00000/                              one per node that this host is or simulates
+        5f0c2a91-00003-1/                      a slot: attempt, rank, slot index
           rank-00003.safetensors
-          part.json                            written last: without it there is nothing in the slot
+          part.json                            written last: a slot without it is empty
 
-It is removed when the run ends well; after a failure the next `--resume` on the same host uses it. A run that starts
-removes the folders of runs whose owners are dead.
+It is removed when the run ends normally; after a failure the next `--resume` on the same host uses it. A starting run
+removes the directories of runs whose owners are dead.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ OWNER, PART = "owner.json", "part.json"
 
 
 def run_dir(run_folder: Path, config: FailoverConfig) -> Path:
-    """The folder of a run in the memory of this host."""
+    """Return the directory of a run in the memory of this host."""
     name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
     return config.memory_folder / f"{_prefix()}{name}"
 
 
 def check_run_dir(path: Path, needed: int) -> None:
-    """Refuse a host's memory that could not keep a run's state, before anything is made in it.
+    """Reject host memory that cannot hold a run's state, before anything is created.
 
     Args:
-        path: `run_dir` of the run, which need not exist.
-        needed: bytes that the run keeps at least.
+        path: `run_dir` of the run; need not exist.
+        needed: minimum bytes that the run keeps.
 
     Raises:
-        UsageError: there is no such file system, it cannot be written or has no room, or another user made the folder.
+        UsageError: the file system is missing, not writable or too small, or the directory belongs to another user.
     """
     _check_folder(path)
     try:
@@ -58,10 +58,10 @@ def check_run_dir(path: Path, needed: int) -> None:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make a run's folder, or take the one that an earlier attempt left.
+    """Create a run's directory or reuse the one of an earlier attempt.
 
     Raises:
-        UsageError: as `check_run_dir`, but for the room.
+        UsageError: see `check_run_dir`; the free space is not checked.
     """
     _check_folder(path)
     try:
@@ -89,7 +89,10 @@ def _unusable(path: Path, error: OSError) -> UsageError:
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is a folder (and no link) of this user that nobody else can read: others write into /dev/shm too."""
+    """Return whether the path is a directory (not a link) of this user that no other user can access.
+
+    Other users can write to /dev/shm too.
+    """
     try:
         found = path.lstat()
     except OSError:
@@ -98,7 +101,7 @@ def is_private(path: Path) -> bool:
 
 
 def claim(path: Path, run_folder: Path) -> None:
-    """Say with which process the run lives and dies.
+    """Record the process whose lifetime the run shares.
 
     Raises:
         UsageError: the memory is full.
@@ -112,17 +115,17 @@ def claim(path: Path, run_folder: Path) -> None:
 
 
 def owner_pid() -> int:
-    """The process that restarts this rank when it dies: the supervisor, or whatever started the rank."""
+    """Return the process that restarts this rank when it dies: the supervisor, or the parent process."""
     return int(os.environ.get("SHOAL_OWNER") or os.getppid())
 
 
 def release(path: Path) -> None:
-    """Give the memory back."""
+    """Remove the directory and free its memory."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_orphans(path: Path) -> list[str]:
-    """Remove what other runs of this user left whose owners are dead, but not ``path``; returns a line for each."""
+    """Remove directories of this user's other runs whose owners are dead; return a line for each."""
     orphans = list(_orphans(path))
     for other, _ in orphans:
         release(other)
@@ -130,17 +133,17 @@ def remove_orphans(path: Path) -> list[str]:
 
 
 def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
-    """The folders of other runs whose owners are known to be dead, with those runs."""
+    """Yield (directory, run) of other runs whose owners are known to be dead."""
     for other in path.parent.glob(f"{_prefix()}*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # just being made, or no folder of ours
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # incomplete, or not a directory of shoal
             owner = json.loads((other / OWNER).read_text())
-            here = owner["host"] == socket.gethostname()  # else a container that shares the file system alone
+            here = owner["host"] == socket.gethostname()  # False for a container that shares only the file system
             if other != path and here and _started(owner["pid"]) != owner["started"]:
                 yield other, str(owner["run"])
 
 
 def _started(pid: int) -> float | None:
-    """When a process began, by which it is told from a later one of the same number; None if it is dead."""
+    """Return the start time of a process, which detects reused process ids; None if it is dead."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -149,10 +152,10 @@ def _started(pid: int) -> float | None:
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Require that this host has room for so many bytes, with those of this run and of orphans.
+    """Require enough memory on this host, counting what this run and orphans occupy as free.
 
     Raises:
-        UsageError: naming what is needed and what there is.
+        UsageError: the message has the needed and the free bytes.
     """
     here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _orphans(path))))
     places = os.statvfs(path.parent)
@@ -169,7 +172,7 @@ def check_room(path: Path, needed: int) -> None:
 def _bytes_in(folder: Path) -> int:
     size = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another run sweeps too
+        with contextlib.suppress(FileNotFoundError):  # another run may be removing orphans too
             found = file.lstat()
             size += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return size

@@ -1,9 +1,9 @@
-"""The newest state in host memory: this node's, and a copy in another's (Wang et al. 2023, "Gemini", section 4).
+"""Checkpoints in host memory, replicated on another node (Wang et al. 2023, "Gemini", section 4).
 
-Every few steps each rank copies what it would save to disk straight into a mapped file of its node's tmpfs; that copy
-is all that the step waits for. A background thread then checksums it and sends it to a rank of the next node, in a ring
-of nodes. Of two slots, one always holds the last state that all ranks have whole, on both nodes: a slot is written
-again only when every rank has finished the other.
+Every few steps each rank copies its state directly into a mapped file in its node's tmpfs; the step waits only for this
+copy. A background thread then checksums it and sends it to a rank of the next node in a ring of nodes. One of two slots
+always holds the last state that is complete for all ranks on both nodes: a slot is overwritten only after every rank
+has finished the other.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from shoal.training.resilience.host_memory_dir import check_room, claim, make_ru
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 CHUNK = 16 << 20
-"""Bytes of one message: between two of them, other traffic gets its turn."""
+"""Bytes per message; other traffic can proceed between two messages."""
 
 
 @dataclass(frozen=True)
 class RankTopology:
-    """Where each rank is: the name of its host, and the index of its node."""
+    """Location of each rank: host name and node index."""
 
     hosts: list[str]
     nodes: list[int]
 
     @staticmethod
     def of(group: Group, node_ranks: int = 0) -> RankTopology:
-        """Those of a group's ranks; collective.
+        """Gather the topology of a group. Collective.
 
         Args:
-            node_ranks: ranks of a node; 0 takes each host as one.
+            node_ranks: ranks per node; 0 treats each host as a node.
         """
         hosts = broadcast(gather(socket.gethostname(), group), group)
         names = list(dict.fromkeys(hosts))
         return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
 
     def first_here(self, rank: int) -> int:
-        """The first rank on the same host."""
+        """Return the first rank on the same host."""
         return self.hosts.index(self.hosts[rank])
 
     def receiver(self, rank: int) -> int | None:
-        """The rank, on the next node of the ring, that keeps this one's copy; None with a single node."""
+        """Return the rank on the next node of the ring that keeps this rank's copy; None with a single node."""
         ring = sorted(set(self.nodes))
         if len(ring) == 1:
             return None
@@ -65,20 +65,20 @@ class RankTopology:
         return there[here.index(rank) % len(there)]
 
     def senders(self, rank: int) -> list[int]:
-        """The ranks of which this one keeps a copy."""
+        """Return the ranks whose copies this rank keeps."""
         return [r for r in range(len(self.nodes)) if self.receiver(r) == rank]
 
 
 class InMemoryCheckpointer:
-    """Keeps the newest states of a run in host memory. All methods must be called on all ranks alike.
+    """Keep the newest states of a run in host memory. All ranks must call the same methods in the same order.
 
     Args:
-        home: the run's folder in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
-        group: a gloo group of all ranks that serves nothing else; None in a single process.
+        home: the run's directory in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
+        group: separate gloo group of all ranks; None in a single process.
         node_ranks: see `RankTopology.of`.
-        keep: the save (step, attempt) that this run resumes from: removed when there is something newer, and all else
-            that earlier attempts left at once.
-        report: called on rank 0 with messages.
+        keep: save (step, attempt) that this run resumes from; removed after the next save. Other states of earlier
+            attempts are removed immediately.
+        report: callback for messages, called on rank 0.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class InMemoryCheckpointer:
             memory_slot.drop(home, self.attempt, keep)
             for line in remove_orphans(home):
                 report(line)
-        gather(None, group)  # the folder is there
+        gather(None, group)  # the directory now exists
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
         self._slots = [
@@ -113,10 +113,10 @@ class InMemoryCheckpointer:
         self._pending: Future[tuple[bool, str]] | None = None
 
     def prepare(self, state: State) -> None:
-        """Require that the host has room for all that its ranks will keep, and take what the first save needs.
+        """Check that the host has enough memory for all its ranks, and reserve memory for the first save.
 
         Raises:
-            UsageError: on the ranks of a host that has not.
+            UsageError: the host has too little memory (on its ranks only).
         """
         plan = lay_out(state)
         sizes = broadcast(gather(plan.size, self._group), self._group)
@@ -125,15 +125,15 @@ class InMemoryCheckpointer:
         self._reserve(0, len(_header(plan)) + plan.size)
 
     def _reserve(self, turn: int, size: int) -> None:
-        with contextlib.suppress(OSError):  # the save that needs it will tell
+        with contextlib.suppress(OSError):  # the save reports it
             self._slots[turn][self._rank].reserve(size)
 
     def save(self, step: int, state: State, extra: dict[str, Any]) -> float:
-        """Keep a state; returns the seconds for which the caller was held up.
+        """Save a state; return the seconds for which the caller was blocked.
 
         Args:
-            state: this rank's pieces; tensors may change as soon as this returns.
-            extra: what else is needed to resume, as JSON values.
+            state: this rank's pieces; the tensors may change after the return.
+            extra: further values needed to resume, as JSON values.
         """
         begin = time.perf_counter()
         self.wait()
@@ -150,7 +150,7 @@ class InMemoryCheckpointer:
         return time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Wait until the state that was saved last is whole on all nodes; one that could not be kept is reported."""
+        """Wait until the last saved state is complete on all nodes; report a failed save."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -161,24 +161,24 @@ class InMemoryCheckpointer:
             self._report(note)
 
     def forget(self, after: int) -> None:
-        """Drop the states of later steps: the run has left that course."""
+        """Drop states newer than step ``after``."""
         self.wait()
         if self._leads:
             memory_slot.forget(self._home, after)
         gather(None, self._group)
 
     def close(self, *, keep: bool = False) -> None:
-        """Wait, and give the memory back; ``keep`` leaves it for the next attempt."""
+        """Wait for the last save and free the memory; ``keep`` leaves the states for the next attempt."""
         self.wait()
         self._executor.shutdown()
-        broadcast(gather(None, self._group), self._group)  # no rank writes any more
+        broadcast(gather(None, self._group), self._group)  # all ranks have stopped writing
         if self._leads and not keep:
             release(self._home)
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _keep(self, step: int, header: bytes, staged: Staged | None, extra: str, problem: str) -> tuple[bool, str]:
-        """Describe this rank's slot, and exchange copies. A rank that fails still takes part."""
+        """Describe this rank's slot and exchange copies. A rank that failed still participates."""
         mine = self._slots[self._turn]
         described = b""
         if staged is not None:
@@ -195,7 +195,7 @@ class InMemoryCheckpointer:
             problems = self._exchange(mine, described, [(data, text) for data, text, _ in told])
         if problems:
             return False, f"step {step} could not be kept in memory: {'; '.join(problems)}"
-        if self._first and self._leads:  # what the attempt before left is not needed any more
+        if self._first and self._leads:  # the previous attempt's states are obsolete
             memory_slot.drop(self._home, self.attempt)
         if self._first:
             self._reserve(1 - self._turn, size)
@@ -203,7 +203,7 @@ class InMemoryCheckpointer:
         return True, ""
 
     def _exchange(self, mine: dict[int, MemorySlot], described: bytes, sizes: list[tuple[int, int]]) -> list[str]:
-        """Send this rank's slot to the next node, and take in those of the node before. Returns what went wrong."""
+        """Send this rank's slot to the next node and receive the previous node's. Return problems."""
         problem, into = "", {}
         try:
             for rank in self.places.senders(self._rank):
@@ -219,7 +219,7 @@ class InMemoryCheckpointer:
         for rank, pair in into.items():
             works += [dist.irecv(part, group=self._group, group_src=rank) for part in in_messages(*pair)]
         for work in works:
-            if work is not None:  # of a rank that sends to itself there is none
+            if work is not None:  # None for a rank that sends to itself
                 work.wait()
         for rank, (_, text) in into.items():
             mine[rank].commit(text.numpy().tobytes())
@@ -228,10 +228,9 @@ class InMemoryCheckpointer:
 
 
 def _header(plan: SavePlan) -> bytes:
-    """Of a rank's file; a rank that is primary for nothing has none."""
     return header_of(plan.slots) if plan.slots else b""
 
 
 def in_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Flat tensors in the views that are sent one by one; nothing of an empty one."""
+    """Split flat tensors into the views that are sent as messages; empty tensors give none."""
     return [part for tensor in tensors if tensor.numel() for part in tensor.split(CHUNK)]

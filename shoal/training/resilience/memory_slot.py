@@ -1,4 +1,4 @@
-"""One rank's state of one step in a node's memory: a mapped file, and a description that is written last."""
+"""Memory slot: one rank's state of one step in a node's memory, as a mapped file and a description written last."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
 from shoal.training.resilience.host_memory_dir import PART, is_private
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once, not one by one as they are first written
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages at once, not on first write
 
 
 class SlotRecord(BaseModel):
-    """What a slot holds."""
+    """Description of a slot's content."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     attempt: str
-    """Of the run: parts of different attempts, whose layouts may differ, are never mixed."""
+    """Attempt of the run. Parts of different attempts are never mixed, as their layouts may differ."""
 
     step: int
     rank: int
@@ -37,16 +37,16 @@ class SlotRecord(BaseModel):
 
     @property
     def save(self) -> tuple[int, str]:
-        """What the parts of one save have in common; later ones are larger."""
+        """Key shared by the parts of one save; larger for later saves."""
         return self.step, self.attempt
 
 
 class MemorySlot:
-    """A rank's own slot, or one for its neighbour's copy: memory that is written again and again.
+    """Reusable memory for a rank's own state or its neighbour's copy.
 
     Args:
-        folder: of the slot; its parents are there.
-        rank: whose state it is.
+        folder: folder of the slot; its parent exists.
+        rank: rank whose state is stored.
     """
 
     def __init__(self, folder: Path, rank: int):
@@ -54,10 +54,10 @@ class MemorySlot:
         self._memory: torch.Tensor | None = None
 
     def room(self, size: int) -> torch.Tensor:
-        """Memory to write a file of ``size`` bytes into, uint8 [size]; from now on the slot counts as empty.
+        """Return memory for a file of ``size`` bytes, uint8 [size], and mark the slot as empty.
 
         Raises:
-            OSError: the memory cannot be had.
+            OSError: the memory cannot be allocated.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / PART).unlink(missing_ok=True)
@@ -65,22 +65,22 @@ class MemorySlot:
         return self.written()
 
     def reserve(self, size: int) -> None:
-        """Have that memory already: getting it takes longer than writing it.
+        """Allocate the memory in advance: allocation takes longer than writing.
 
         Raises:
-            OSError: the memory cannot be had.
+            OSError: the memory cannot be allocated.
         """
         if self._memory is None or self._memory.numel() != size:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._memory = _mapped(self.file, size)
 
     def written(self) -> torch.Tensor:
-        """What `room` gave last."""
+        """Return the memory of the last `room` call."""
         assert self._memory is not None, "room() comes first"
         return self._memory
 
     def commit(self, part: bytes) -> None:
-        """The memory is written: describe it, whole or not at all."""
+        """Write the description atomically, which completes the slot."""
         partial = self.folder / f"{PART}.partial"
         partial.write_bytes(part)
         partial.rename(self.folder / PART)
@@ -88,27 +88,27 @@ class MemorySlot:
 
 def _mapped(path: Path, size: int) -> torch.Tensor:
     path.unlink(missing_ok=True)
-    if size == 0:  # a rank that is primary for nothing
+    if size == 0:  # a rank that is primary for no tensor
         return torch.empty(0, dtype=torch.uint8)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)  # a full file system is an error here, and a bus error later
+        os.posix_fallocate(descriptor, 0, size)  # reports a full file system here; otherwise a write would raise SIGBUS
         return torch.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
     finally:
         os.close(descriptor)
 
 
 def encode(record: SlotRecord) -> bytes:
-    """A description with its own checksum."""
+    """Serialise a description with its checksum."""
     text = record.model_dump_json().encode()
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
 def read(folder: Path) -> SlotRecord:
-    """The description of a slot, proved undamaged.
+    """Read the description of a slot and verify its checksum.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the description is damaged.
     """
     digest, _, text = (folder / PART).read_bytes().partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
@@ -120,13 +120,15 @@ def read(folder: Path) -> SlotRecord:
 
 
 def list_slots(home: Path) -> list[Path]:
-    """The slots of all nodes on this host that were written to their end."""
+    """Return the complete slots of all nodes on this host."""
     return sorted(path.parent for path in home.glob(f"node-*/*/{PART}")) if is_private(home) else []
 
 
 def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
-    """Read slots and verify every byte of them: those that are undamaged, and what is wrong with the others. One that
-    vanishes meanwhile is in neither list."""
+    """Read slots and verify every byte; return the undamaged ones and the errors of the others.
+
+    A slot that disappears meanwhile is in neither list.
+    """
     whole, damaged = [], []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
@@ -140,7 +142,7 @@ def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[C
 
 
 def newest_step(home: Path) -> int | None:
-    """The newest step of which this host's memory holds something."""
+    """Return the newest step of which this host's memory holds a part."""
     steps = []
     for folder in list_slots(home):
         with contextlib.suppress(FileNotFoundError, CheckpointError):
@@ -149,7 +151,7 @@ def newest_step(home: Path) -> int | None:
 
 
 def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:
-    """Remove what attempts before this one left, whole or torn, but for one save (step, attempt)."""
+    """Remove complete and incomplete slots of earlier attempts, except the save ``keep`` (step, attempt)."""
     for folder in home.glob("node-*/*"):
         if folder.name.startswith(f"{attempt}-"):
             continue
@@ -160,7 +162,7 @@ def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:
 
 
 def forget(home: Path, after: int) -> None:
-    """Empty the slots of later steps; what is mapped stays, to be written again."""
+    """Empty the slots of steps after ``after``; their mapped memory is reused."""
     for folder in list_slots(home):
         if read(folder).step > after:
             (folder / PART).unlink()

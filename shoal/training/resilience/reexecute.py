@@ -1,8 +1,8 @@
 """Detect silent data corruption: compute a step twice and compare the bits of every value.
 
-A device that now and then computes wrong numbers (Hochschild et al. 2021, "Cores that don't count") raises no error,
-and finite wrong numbers pass every other check. The step is run again without its update: on the same rank, which finds
-intermittent faults; or with each replica's samples on the next replica, which also finds a device that is always wrong.
+A device that occasionally computes wrong numbers (Hochschild et al. 2021, "Cores that don't count") raises no error,
+and finite wrong numbers pass every other check. The step is rerun without its update: on the same rank, which finds
+intermittent faults, or with each replica's samples on the next replica, which also finds a device that is always wrong.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shoal.training.step.engine import Engine
 
 Where = Literal["same", "replica"]
 Trace = list[tuple[tuple[int, int, int], str, int]]
-"""For each value of a step: when it was made, what it is, and its hash."""
+"""Sort key, description and hash of each value of a step."""
 
 
 class SilentCorruption(RuntimeError):
-    """A step that was computed twice gave two results.
+    """Error for a step whose two executions gave different results.
 
     Attributes:
-        ranks: one of which computed wrong.
+        ranks: ranks of which one computed wrong.
     """
 
     def __init__(self, message: str, ranks: list[int]):
@@ -55,13 +55,13 @@ def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") ->
     """Compute a step twice, without its update, and compare. Collective.
 
     Args:
-        step: whose samples are taken (0 is the first), with the weights as they are.
-        group: of all ranks, in which nothing else is under way.
-        where: on the "same" rank again, or on the next "replica" of the data.
+        step: step whose samples are used (0 is the first), with the current weights.
+        group: group of all ranks, without pending operations.
+        where: "same" repeats on the same rank, "replica" on the next data-parallel replica.
 
     Raises:
-        SilentCorruption: on every rank alike, naming the rank, or where two results stand against each other the two,
-            and the first value that differs.
+        SilentCorruption: on every rank, with the first differing value and the faulty rank, or two ranks if either may
+            be wrong.
     """
     mesh = engine.mesh
     replicas = mesh.ranks("dp")
@@ -74,10 +74,10 @@ def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") ->
 
 
 def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
-    """Run a step without its update, and hash its values on this rank.
+    """Run a step without its update and hash its values on this rank.
 
     Args:
-        shift: take the samples of the replica so many places on.
+        shift: offset of the replica whose samples are used.
     """
     watch, made_ahead = _Hashes(engine), engine.batches_of
     engine.replica_offset, engine.batches_of = shift, engine.make_batches
@@ -90,10 +90,10 @@ def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
 
 
 def judge(told: list[list[Any]]) -> dict[str, Any] | None:
-    """Whose result is wrong, if two differ.
+    """Determine the ranks with a wrong result; None if all results agree.
 
     Args:
-        told: of each rank, its first trace, its second, whose samples that was of, and where the rank is in words.
+        told: for each rank: first trace, second trace, rank of the second trace's samples, description.
     """
     differ = []
     for rank, (_, second, partner, _) in enumerate(told):
@@ -105,7 +105,7 @@ def judge(told: list[list[Any]]) -> dict[str, Any] | None:
     if not differ:
         return None
     _, what, suspects = min(differ, key=lambda d: d[0])
-    # With three replicas or more, one that is always wrong differs from both neighbours, and they from it alone.
+    # With three or more replicas, a rank that is always wrong differs from both neighbours, and they only from it.
     counted = Counter(rank for _, _, pair in differ for rank in pair if len(pair) > 1)
     most = max((counted[rank] for rank in suspects), default=0)
     if most > 1:

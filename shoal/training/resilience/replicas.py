@@ -1,7 +1,7 @@
-"""Check that ranks which should hold the same parameters do: compare hashes, and name those that differ from most.
+"""Check that replicas hold equal parameters: compare hashes and name the ranks that differ from the majority.
 
-A flipped bit in one replica's memory does not show in the loss at once, and data parallelism keeps it for good: each
-replica adds the same update to what is no longer the same.
+A flipped bit in one replica's memory does not show in the loss at once, and data parallelism never removes it: each
+replica adds the same update to different weights.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shoal.engine.checkpoint.manifest import key
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather
 from shoal.training.step.engine import Engine
 
-CHUNK = 1 << 20  # elements that are hashed at once: the most that is allocated for it
-NAMED = 4  # ranks and parameters in a message
+CHUNK = 1 << 20  # elements hashed at once, which bounds the temporary memory
+NAMED = 4  # maximum number of ranks and parameters named in a message
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks hold different bits of what should be the same.
+    """Error for ranks whose parameters should be equal but have different bits.
 
     Attributes:
-        ranks: that differ from the majority; all that are involved, where there is none.
+        ranks: ranks that differ from the majority; all ranks concerned if no majority exists.
     """
 
     def __init__(self, message: str, ranks: list[int]):
@@ -36,16 +36,16 @@ class ReplicasDiffer(RuntimeError):
 
 @lru_cache(maxsize=2)
 def _factors(device: torch.device) -> Tensor:
-    """An odd number for each place: int64 [CHUNK]."""
+    """Return an odd factor for each position: int64 [CHUNK]."""
     numbers = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**62), 2**62, (CHUNK,), generator=numbers) * 2 + 1).to(device)
 
 
 def hash_of(x: Tensor) -> Tensor:
-    """64 bits of a tensor's bits and their places, on its device: int64 [].
+    """Hash the bits and positions of a tensor's elements on its device: int64 [].
 
-    The sum, modulo 2^64, of each element's bits times an odd number of its place. So it does not depend on the order of
-    summation, and any change of a single element changes it: times an odd number, no difference becomes 0.
+    The sum, modulo 2^64, of each element's bits times an odd factor of its position. It does not depend on the order of
+    summation, and any change of a single element changes it, as an odd factor maps no difference to 0.
     """
     flat = x.detach().reshape(-1)
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
@@ -56,7 +56,7 @@ def hash_of(x: Tensor) -> Tensor:
 
 
 def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
-    """Every parameter on this rank, as (name, box, kind, values): what is computed with, and what is updated."""
+    """Yield every parameter on this rank as (name, box, kind, values): computing copies and optimizer masters."""
     for stage in engine.stages:
         for bucket in stage.parameters.buckets:
             if bucket.keep_full:
@@ -68,14 +68,14 @@ def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
 
 
 def compare(engine: Engine, step: int, group: Group) -> None:
-    """Compare what replicas hold. Collective.
+    """Compare the parameters of replicas. Collective.
 
     Args:
         step: optimizer steps done, for the message.
-        group: of all ranks, in which nothing else is under way.
+        group: group of all ranks, without pending operations.
 
     Raises:
-        ReplicasDiffer: on every rank alike, naming the ranks that differ and the first parameter.
+        ReplicasDiffer: on every rank, naming the ranks that differ and the first parameter.
     """
     named = {f"{key(name, box)}{kind}": hash_of(values) for name, box, kind, values in held(engine)}
     hashes = torch.stack(list(named.values())).tolist() if named else []
@@ -88,14 +88,14 @@ def compare(engine: Engine, step: int, group: Group) -> None:
 
 
 def judge(every: list[list[tuple[str, int]]]) -> dict | None:
-    """What differs, if anything.
+    """Find differences; None if all ranks agree.
 
     Args:
-        every: of each rank, the name and hash of each thing it holds, in the order of the model.
+        every: for each rank, name and hash of each of its parameters, in the order of the model.
 
     Returns:
-        JSON values: "ranks" that are out of line, "names" of what they differ in, "agreed", how many have the first of
-        these alike.
+        JSON values: "ranks" outside the majority, "names" of the differing parameters, "agreed", the number of ranks in
+        the majority for the first of these.
 
     >>> judge([[("w", 1), ("v", 5)], [("w", 1), ("v", 5)], [("w", 2), ("v", 5)]])
     {'ranks': [2], 'names': ['w'], 'agreed': 2}
@@ -105,7 +105,7 @@ def judge(every: list[list[tuple[str, int]]]) -> dict | None:
         for name, value in told:
             holders.setdefault(name, {})[rank] = value
     ranks: set[int] = set()
-    majorities: dict[str, int] = {}  # of each parameter in which ranks differ; 0 where there is none
+    majorities: dict[str, int] = {}  # by parameter that differs; 0 without a majority
     for name, values in holders.items():
         value, agreed = Counter(values.values()).most_common(1)[0]
         if agreed < len(values):

@@ -1,9 +1,8 @@
 """Resume from the newest state, in memory or on disk, on any layout.
 
-What memory holds of one save is a checkpoint whose files lie on several hosts, some of them twice. The ranks exchange
-what they found, and the newest save of which every rank's part survives is put together on each host: links to the
-files that are there, and over the network the others that its ranks' pieces touch. Then it is loaded like any
-checkpoint.
+A save in memory is a checkpoint whose files are spread over several hosts, some in two copies. The ranks exchange lists
+of their files, and the newest save with every rank's part is assembled on each host: local files are linked, and other
+files that its ranks need are sent over the network. It is then loaded like any checkpoint.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
 from shoal.training.resilience.memory_slot import SlotRecord
 
-# A run may go on in other number formats, and what one format alone keeps of its numbers begins again.
+# A resumed run may use other number formats; state that only one format has ("precision.") is then reset.
 _load = partial(load, convert=True, optional=("precision.",))
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state that was loaded: optimizer steps done, what was saved with it, and where it came from.
+    """A loaded state: optimizer steps done, the values saved with it, and its source.
 
     Attributes:
-        save: (step, attempt), where it came from memory; None where it came from disk.
-        source: in words.
+        save: (step, attempt) if it came from memory; None if from disk.
+        source: description of the source.
     """
 
     step: int
@@ -50,11 +49,11 @@ class Restored:
 
 @dataclass
 class _Save:
-    """One save as all hosts' memories hold it, on rank 0.
+    """One save across the memories of all hosts, on rank 0.
 
     Attributes:
-        records: by rank.
-        holders: of each rank's file, where it lies: (a rank on that host, the slot's folder).
+        records: description of each rank's slot, by rank.
+        holders: locations of each rank's file: (a rank on that host, the slot's folder).
     """
 
     records: dict[int, SlotRecord] = field(default_factory=dict)
@@ -70,17 +69,17 @@ def restore(
     model: dict[str, Any] | None,
     before: int | None = None,
 ) -> tuple[Restored | None, list[str]]:
-    """Fill the tensors of ``state`` from the newest state that is whole. Collective; of equal steps, memory is taken.
+    """Fill the tensors of ``state`` from the newest complete state, preferring memory to disk. Collective.
 
     Args:
-        checkpoints: the run's folder of checkpoints on disk.
-        home: the run's folder in the memory of this host; it need not be there.
-        group: a gloo group of all ranks, in which nothing else is under way.
-        model: as of `shoal.engine.checkpoint.load`.
-        before: take none of a later step.
+        checkpoints: the run's checkpoint folder on disk.
+        home: the run's directory in this host's memory; need not exist.
+        group: gloo group of all ranks, without pending operations.
+        model: see `shoal.engine.checkpoint.load`.
+        before: largest acceptable step.
 
     Returns:
-        What was loaded, None where there is nothing; and why anything newer was not, a line each, on every rank alike.
+        The loaded state, or None if none exists; and a line for each newer state that was refused. Equal on all ranks.
     """
     places = RankTopology.of(group)
     saves, notes = _saves_in_memory(home, places, group)
@@ -110,7 +109,10 @@ def restore(
 
 
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
-    """By (step, attempt), on rank 0 alone; and what is damaged. The ranks of a host share the reading."""
+    """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots.
+
+    The ranks of a host share the reading.
+    """
     rank = rank_of(group)
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
@@ -132,13 +134,13 @@ def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[di
 def _load_from_memory(
     home: Path, places: RankTopology, save: _Save | None, state: State, group: Group, model: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Put a save together on each host, and load it.
+    """Assemble a save on each host and load it.
 
     Args:
-        save: on rank 0.
+        save: the save on rank 0; ignored on other ranks.
 
     Raises:
-        CheckpointError: on every rank: a part of it is nowhere; or as `load`.
+        CheckpointError: on every rank: a part is missing, or loading failed (see `load`).
     """
     rank = rank_of(group)
     told = broadcast(_put_together(save or _Save()) if rank == 0 else None, group)
@@ -160,7 +162,7 @@ def _load_from_memory(
 
 
 def _put_together(save: _Save) -> dict[str, Any]:
-    """On rank 0: what all ranks must know of a save, or why it is of no use."""
+    """Return, on rank 0, what all ranks must know of a save, or the reason why it is unusable."""
     some = next(iter(save.records.values()))
     if lost := sorted(set(range(some.world_size)) - save.records.keys()):
         which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
@@ -181,15 +183,15 @@ def _write_manifest(folder: Path, records: list[SlotRecord]) -> None:
 def _bring(
     folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
 ) -> None:
-    """Have every file in ``folder`` that a rank on this host needs: by a link, or sent by a rank on a host that has it.
+    """Link or receive into ``folder`` every file that a rank on this host needs.
 
     Args:
-        needed: files that this rank's pieces touch.
-        holders: of each file, where it lies, as in `_Save`.
+        needed: files that this rank's pieces overlap.
+        holders: locations of each file, see `_Save`.
     """
     rank = rank_of(group)
     every = broadcast(gather(needed, group), group)
-    wanted: dict[int, set[str]] = defaultdict(set)  # by the first rank of a host, the files it is to have
+    wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):
         wanted[places.first_here(asking)].update(files)
     for first, files in sorted(wanted.items()):

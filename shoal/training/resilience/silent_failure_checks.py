@@ -1,4 +1,4 @@
-"""Silent-failure checks: replicas that differ, steps that compute wrong numbers, loss spikes, stragglers."""
+"""Silent-failure checks: replica divergence, data corruption, loss spikes, stragglers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class SilentFailureChecks:
-    """The checks of a run. All methods must be called on all ranks alike.
+    """Silent-failure checks of a run. All ranks must call the same methods in the same order.
 
     Args:
-        config: what is checked, and how often.
+        config: which checks run, and how often.
         step: optimizer steps done.
-        extra: what was saved with the state that the run resumes from.
+        extra: values saved with the state that the run resumes from.
 
     Raises:
-        ReplicasDiffer: at the start already.
+        ReplicasDiffer: replicas differ at the start.
 
     Attributes:
-        proven: the last step after which replicas were equal, or where they are not compared the last that was computed
-            twice alike; what is newer is not to be trusted when that no longer holds.
-        spikes: None where none are looked for.
+        proven: last step after which replicas were equal or, if they are not compared, last step whose two executions
+            agreed; after a failed check, newer states are not trusted.
+        spikes: spike detector; None if disabled.
     """
 
     def __init__(self, engine: Engine, config: FailoverConfig, step: int, extra: dict[str, Any]):
@@ -46,27 +46,30 @@ class SilentFailureChecks:
         if config.stragglers_every:
             self.timer = ComputeTimer(engine.mesh.device)
             engine.runtime.recorders.append(self.timer)
-        self._seconds: list[float] = []  # of each step that the timer has measured
+        self._seconds: list[float] = []  # of each step measured by the timer
         self.restore(step, extra)
         if config.check_replicas_every:
             compare(engine, step, self.group)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores in its ``extra``."""
+        """Return the values that a checkpoint stores in its ``extra``."""
         return {"spikes": self.spikes.state(), "rollbacks": self.rollbacks} if self.spikes else {}
 
     def restore(self, step: int, extra: dict[str, Any]) -> None:
-        """The run resumes from the state after ``step``; its roll-backs so far still count."""
+        """Resume from the state after ``step``; previous rollbacks still count."""
         self.proven = min(self.proven, step)
         self.rollbacks = max(self.rollbacks, extra.get("rollbacks", 0))
         if self.spikes:
             self.spikes.restore(extra.get("spikes"))
 
     def before_step(self, step: int) -> None:
-        """Compute the step that comes twice, where that is due, ``step`` being done.
+        """Compute the next step twice and start timing, if due.
+
+        Args:
+            step: optimizer steps done.
 
         Raises:
-            SilentCorruption: it gave two results.
+            SilentCorruption: the two executions differ.
         """
         every = self.config.reexecute_every
         if every and step % every == 0:
@@ -79,17 +82,17 @@ class SilentFailureChecks:
             self._seconds = []
 
     def after_step(self, step: int, seconds: float) -> Slowest | None:
-        """Compare the replicas, and the ranks' pace, where that is due.
+        """Compare the replicas and the compute times of ranks, if due.
 
         Args:
             step: optimizer steps done.
-            seconds: that the last one took.
+            seconds: duration of the last step.
 
         Returns:
             The slowest rank, on rank 0 when a report is due.
 
         Raises:
-            ReplicasDiffer: naming the ranks.
+            ReplicasDiffer: replicas differ; the message names the ranks.
         """
         if (every := self.config.check_replicas_every) and step % every == 0:
             compare(self.engine, step, self.group)
@@ -104,11 +107,11 @@ class SilentFailureChecks:
         return None
 
     def spike(self, result: StepResult) -> Spike | None:
-        """Whether the step's loss or gradient norm is out of the ordinary; the same on all ranks."""
+        """Return a spike of the step's loss or gradient norm, if any; equal on all ranks."""
         return self.spikes.look(result.loss, result.gradient_norm) if self.spikes else None
 
     def may_roll_back(self) -> bool:
-        """Whether one more roll-back is allowed; it is counted."""
+        """Return whether one more rollback is allowed, and count it."""
         allowed = self.rollbacks < self.config.spike_rollbacks
         self.rollbacks += allowed
         return allowed

@@ -1,7 +1,7 @@
-"""Detect spikes of the loss or the gradient norm, and skip the batches that caused them.
+"""Detect spikes of the loss or gradient norm, and skip the batches that caused them.
 
-PaLM's remedy (Chowdhery et al. 2022, section 5.1): roll back to a state before the spike, and skip the batches around
-it. It was the batch together with the state that mattered: the same data did no harm elsewhere.
+The remedy is from PaLM (Chowdhery et al. 2022, section 5.1): roll back to a state before the spike and skip the batches
+around it. There, spikes depended on the combination of batch and state: elsewhere the same data did no harm.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 FEWEST = 8
-"""Steps that must have been seen before one can be out of the ordinary."""
+"""Minimum number of observed steps before a spike can be detected."""
 
-_NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+_NORMAL = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A value far above the median before it."""
+    """A value far above its running median."""
 
     what: str  # "loss" or "gradient norm"
     value: float
     usual: float  # the median
-    times: float  # how many robust standard deviations it is above it
+    times: float  # distance above the median in robust standard deviations
 
     def __str__(self) -> str:
         return f"{self.what} {self.value:.4g} is {self.times:.0f} deviations above the {self.usual:.4g} of late"
 
 
 class SpikeDetector:
-    """Watches the losses and gradient norms of a run.
+    """Detect spikes in the losses and gradient norms of a run.
 
-    Median and median absolute deviation (Hampel 1974) do not move when a few values of the window are spikes
-    themselves, as mean and deviation do.
+    The median and the median absolute deviation (Hampel 1974) are robust to a few spikes in the window, unlike mean and
+    standard deviation.
 
     Args:
-        factor: robust standard deviations above the median that make a spike.
-        window: steps that the median is of.
+        factor: threshold above the median in robust standard deviations.
+        window: number of steps in the running median.
     """
 
     def __init__(self, factor: float, window: int):
@@ -47,12 +47,12 @@ class SpikeDetector:
         self._seen: dict[str, deque[float]] = {"loss": deque(maxlen=window), "gradient norm": deque(maxlen=window)}
 
     def look(self, loss: float, norm: float) -> Spike | None:
-        """Take in one step. A spike is not taken in: it is no part of what is usual."""
+        """Check one step and add it to the window unless it is a spike."""
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if spike := self._judge(what, value):
                 return spike
         for what, value in (("loss", loss), ("gradient norm", norm)):
-            if math.isfinite(value):  # the norm of a step that was skipped is not
+            if math.isfinite(value):  # the norm of a skipped step is not
                 self._seen[what].append(value)
         return None
 
@@ -61,17 +61,17 @@ class SpikeDetector:
         if len(seen) < FEWEST or not math.isfinite(value):
             return None
         usual = statistics.median(seen)
-        # A loss that has hardly moved is not out of the ordinary for moving by a per mille.
+        # Floor of 1e-3 of the median: small moves of a flat loss are not spikes.
         spread = max(_NORMAL * statistics.median(abs(x - usual) for x in seen), 1e-3 * abs(usual))
         times = (value - usual) / spread if spread else math.inf if value > usual else 0.0
         return Spike(what, value, usual, times) if times > self.factor else None
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint stores, so that a resumed run sees the same spikes."""
+        """Return the values that a checkpoint stores, so that a resumed run detects the same spikes."""
         return {what: list(seen) for what, seen in self._seen.items()}
 
     def restore(self, state: dict[str, list[float]] | None) -> None:
-        """Resume from `state`; None forgets everything."""
+        """Restore the result of `state`; None resets the detector."""
         for what, seen in self._seen.items():
             seen.clear()
             seen.extend((state or {}).get(what, ()))
@@ -85,7 +85,7 @@ class Skips:
     [0, 1, 4, 5]
 
     Args:
-        ranges: of skipped batches, each (first, one past the last); they may touch and overlap.
+        ranges: ranges of skipped batches (first, one past the last); they may touch or overlap.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()):
@@ -97,12 +97,12 @@ class Skips:
                 self.ranges.append((start, stop))
 
     def batch(self, step: int) -> int:
-        """The number of the batch, of all batches, that a step takes."""
+        """Return the index of the batch that a step uses."""
         for start, stop in self.ranges:
             if step >= start:
                 step += stop - start
         return step
 
     def without(self, first_step: int, last_step: int) -> Skips:
-        """The same, without the batches of some steps too."""
+        """Return skips that also cover the batches of steps ``first_step`` to ``last_step``."""
         return Skips([*self.ranges, (self.batch(first_step), self.batch(last_step) + 1)])

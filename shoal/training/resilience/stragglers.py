@@ -1,4 +1,4 @@
-"""Find stragglers: the seconds that each rank computes in a step, and the slowest rank by name."""
+"""Find stragglers: compare the compute time of each rank in a step and name the slowest."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import statistics
 from dataclasses import dataclass
 
 MEASURED = 10
-"""Steps of which the times are taken, the last before each report: marks on a device are not free."""
+"""Steps timed before each report; not all, as timing marks on a device have a cost."""
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that computes longest in a step; all times in seconds."""
+    """Slowest rank of a step; all times in seconds."""
 
     rank: int
     host: str
     computing: float
-    usual: float  # the median of all ranks
-    total: float  # the whole step, the same for all
-    ranks: tuple[float, ...]  # computing of every rank, in order
-    waiting: tuple[float, ...]  # what is left of the step to every rank: waiting, exchanging, updating
+    usual: float  # median over all ranks
+    total: float  # duration of the step, equal on all ranks
+    ranks: tuple[float, ...]  # compute time by rank
+    waiting: tuple[float, ...]  # remaining time by rank: waiting, communication, update
 
     @property
     def times(self) -> float:
-        """The ratio to the median."""
+        """Ratio of the slowest rank to the median."""
         return self.computing / self.usual if self.usual else 1.0
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Slowest:
 
 
 def slowest(computing: list[float], hosts: list[str], total: float) -> Slowest:
-    """Find the slowest rank from every rank's seconds of computing in a step, and their hosts.
+    """Find the slowest rank from each rank's compute seconds in a step and its host.
 
     >>> slowest([1.0, 1.0, 3.0, 1.0], ["a", "a", "b", "b"], total=4.0).times
     3.0

@@ -1,1 +1,1 @@
-"""One training step of one rank: the engine, the update, and statistics of routers."""
+"""One training step of one rank: the engine, the optimizer update and router statistics."""

@@ -1,13 +1,14 @@
-"""Estimates of the Hessian's diagonal for Sophia on any layout, by the passes that make gradients.
+"""Hessian diagonal estimates for Sophia on any layout, using the ordinary forward and backward passes.
 
-Both are unbiased for the loss of the step's own samples. Their random draws depend on (seed, step, place in the model
-or in the data) alone, so that every layout draws the same.
+Both estimators are unbiased for the loss of the step's own samples. Their random draws depend only on (seed, step,
+position in the model or in the data), so every layout draws the same numbers.
 
-- Gauss-Newton-Bartlett (Liu et al. 2023, algorithm 2): one more forward and backward, for labels that the model draws
-  from its own distribution. With g the gradient of their mean loss over B tokens it is B g o g, and never negative.
+- Gauss-Newton-Bartlett (Liu et al. 2023, algorithm 2): one additional forward and backward with labels drawn from the
+  model's own distribution. With g the gradient of their mean loss over B tokens, the estimate is B g o g, which is
+  never negative.
 - Hutchinson (algorithm 1): u o (H u) for a normal u. The product H u is the central difference of the gradients at
   weights + d u and weights - d u, two forwards and backwards: no operation, schedule or shard needs a second
-  derivative. Its error is of order d^2, far below the estimator's own spread.
+  derivative. The error is of order d^2, far below the variance of the estimator.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ from shoal.training.step.engine_state import EngineState
 from shoal.training.step.optimizer_step import NonFinite
 
 SHIFT = 1e-3
-"""d, relative to the root mean square of the weights: errors of the difference of 5e-5, and its rounding of fp32."""
+"""d, relative to the RMS of the weights: the difference has an error of 5e-5 plus fp32 rounding."""
 
 
 def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Estimate the diagonal: a tensor for each of the optimizer's shards, which may be the memory of its gradient.
+    """Estimate the Hessian diagonal, as one tensor per optimizer shard.
+
+    The tensors may share memory with the shards' gradients.
 
     Args:
-        batches: this replica's micro-batches of the step, on the device.
+        batches: micro-batches of this replica in the step, on the device.
         tokens: unmasked targets in the global batch.
 
     Raises:
-        NonFinite: on every rank, before the optimizer has it: its moving average would never lose a NaN.
+        NonFinite: on every rank, before the optimizer uses the estimate: its moving average would keep a NaN forever.
     """
     with _unrecorded(engine):
         make = gauss_newton_bartlett if engine.config.optimizer.name == "sophia-g" else hutchinson
@@ -57,7 +60,7 @@ def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: i
 
 
 def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Algorithm 2, over the unmasked tokens of the step."""
+    """Compute the Gauss-Newton-Bartlett estimate (algorithm 2) over the unmasked tokens of the step."""
     length, numbered = engine.config.data.sequence_length, []
     labels = _labels(engine, key_of_step(engine.config.train.seed, step))
     for microbatch, batch in enumerate(batches):
@@ -65,11 +68,11 @@ def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batc
         index = (sample[:, None] * length + torch.arange(length)).to(batch.targets.device)
         numbered.append(replace(batch, targets=index.where(batch.targets != IGNORE, IGNORE), labels=labels))
     _backward(engine, numbered, tokens)
-    return [gradient.square_().mul_(tokens) for gradient in _gradients(engine)]  # which the step makes anew
+    return [gradient.square_().mul_(tokens) for gradient in _gradients(engine)]  # in place: the step recomputes them
 
 
 def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function from logits and token numbers (in the place of targets) to drawn labels."""
+    """Return a function that draws labels from logits and token indices (passed in place of targets)."""
     tp, rank = engine.mesh.size("tp"), engine.mesh.index("tp")
     rows = -(-engine.shape.vocab // tp)
     here = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
@@ -87,10 +90,10 @@ def _stack(group, x: Tensor) -> Tensor:
 
 
 def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Algorithm 1, with the Hessian-vector product by a central difference.
+    """Compute Hutchinson's estimate (algorithm 1), with the Hessian-vector product as a central difference.
 
-    In the second backward two numbers are alive for each weight besides it: its old value, and the first gradient. The
-    direction is drawn again where it is needed, in the memory of the weights.
+    During the second backward each weight needs two further values: its old value and the first gradient. The direction
+    is redrawn into the memory of the weights where it is needed.
     """
     shards, seed = engine.optimizer.shards.shards, engine.config.train.seed
     size = SHIFT * _root_mean_square(engine)
@@ -123,7 +126,7 @@ def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens:
 
 
 def _root_mean_square(engine: EngineState) -> float:
-    """The root mean square of all weights of the model, each counted once."""
+    """Return the root mean square of all weights of the model, each counted once."""
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     for shard in engine.optimizer.shards.shards:
         for part in shard.parts:
@@ -133,20 +136,20 @@ def _root_mean_square(engine: EngineState) -> float:
 
 
 def _backward(engine: EngineState, batches: Sequence[Batch], tokens: int) -> None:
-    """Compute the complete gradients of the mean loss where the optimizer reads them, and update nothing."""
+    """Compute the complete gradients of the mean loss where the optimizer reads them, without an update."""
     engine.runtime.step(
         batches, np.full(len(batches), 1 / tokens), lambda action, loss: engine.parameters.sum_ends()
     )
 
 
 def _gradients(engine: EngineState) -> list[Tensor]:
-    """The gradients in the number format of the weights, which may be wider than that of the sums."""
+    """Return the gradients in the dtype of the weights, which may be wider than that of the sums."""
     return [shard.gradient.to(shard.weights.dtype) for shard in engine.optimizer.shards.shards]
 
 
 @contextmanager
 def _unrecorded(engine: EngineState):
-    """Keep these passes out of profiles and histograms, which are of the step's own."""
+    """Exclude the enclosed passes from profiles and histograms."""
     recorders, engine.runtime.recorders = engine.runtime.recorders, []
     engine.estimating = True
     try:

@@ -1,4 +1,4 @@
-"""One rank's training engine: one step, from its number to updated weights; validation; what a checkpoint holds."""
+"""Training engine of one rank: run steps, validate, and list the state that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from shoal.training.step.optimizer_step import (
 
 
 class Engine(EngineState):
-    """Runs steps, measures the validation loss, and says what a checkpoint holds."""
+    """Run training steps, measure the validation loss and list the state for checkpoints."""
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """Run one step.
 
         Args:
-            step: its number, from 0; its samples are a pure function of it.
-            stop: whether this rank was asked to stop; all ranks learn it from the result.
-            dry: leave the weights alone; the result then has no loss and no norm.
+            step: step number, from 0; determines the samples.
+            stop: whether this rank was asked to stop; the result has it for all ranks.
+            dry: leave the weights unchanged; loss and norm of the result are then NaN.
 
         Raises:
-            NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline: of that stage).
+            NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline, any of that stage).
         """
         batches = self.batches_of(step)
         update_of = [self.program.update_of[m] for m in range(self.microbatches)]
@@ -54,7 +54,7 @@ class Engine(EngineState):
         for counts in self.layer_counts:
             counts.begin()
         scale = np.array([loss_scale / max(1, tokens[update]) for update in update_of])
-        # Routers begin the backward of their own losses, which are means over sequences.
+        # Routers start the backward of their own losses, which are means over sequences.
         sequences = self.config.train.global_batch / loss_scale
         batches = [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
@@ -78,19 +78,21 @@ class Engine(EngineState):
         return result
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        """Clip the gradients by their norm over all stages and update the weights; skip the update if a scaled gradient
-        overflowed. All ranks decide alike: the norm is finite only if every gradient is.
+        """Clip the gradients by their norm over all stages and update the weights.
+
+        The update is skipped if a scaled gradient overflowed. All ranks decide the same, as the norm is finite only if
+        every gradient is.
 
         Args:
             tokens: unmasked targets in the global batch.
-            loss: summed over this rank's micro-batches [nats].
+            loss: sum over this rank's micro-batches [nats].
 
         Raises:
             NonFinite: on every rank, before any weight is changed.
         """
         self.complete_gradients()
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        tokens = max(1, tokens)  # a batch without targets is a step without gradient
+        tokens = max(1, tokens)  # without targets, all gradients are zero
         mean, norm = loss_sum / tokens, math.sqrt(square) if square >= 0 else math.nan
         scale, scaled_by = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
         overflowed = not math.isfinite(norm)
@@ -115,7 +117,7 @@ class Engine(EngineState):
         return StepResult(mean, norm, rate, tokens, stopped, scaled_by)
 
     def count_tokens(self, batches: Sequence[Batch], update_of: Sequence[int], replicas: Group | None) -> list[int]:
-        """Unmasked targets of each update's micro-batches, of all these replicas."""
+        """Return the number of unmasked targets in the micro-batches of each update, over all ``replicas``."""
         counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)
         for batch, update in zip(batches, update_of, strict=True):
             counts[update] += batch.unmasked()
@@ -124,9 +126,9 @@ class Engine(EngineState):
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
     def evaluate(self, samples: Dataset) -> float:
-        """Mean loss [nats per token] of the first ``validation_sequences`` samples, rounded up to full passes.
+        """Return the validation loss: mean [nats per token] of the first ``validation_sequences`` samples.
 
-        The metrics of experts are then in ``validated``.
+        The number of samples is rounded up to full passes. Sets ``validated`` to the expert metrics of these passes.
         """
         layout = self.config.parallel
         n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
@@ -143,14 +145,14 @@ class Engine(EngineState):
         return to_host(all_reduce(loss, self.mesh.group("world"))) / tokens
 
     def routing_metrics(self) -> dict[str, Any]:
-        """What routers did in the last step, as fields of `StepMetrics`."""
+        """Return the router metrics of the last step, as fields of `StepMetrics`."""
         batch = self.config.train.global_batch, self.config.data.sequence_length
         return {name: value for counts in self.layer_counts for name, value in counts.metrics(*batch).items()}
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[Piece]]:
-        """Everything that a checkpoint holds, under names that are the same on every layout."""
+        """Return all tensors that a checkpoint stores, under names that do not depend on the layout."""
         state = {f"model.{name}": pieces for name, pieces in self.weights().items()}
         state |= flat_names("optimizer", self.optimizer.states())
         if self.float8 and self.float8.history:
@@ -158,11 +160,11 @@ class Engine(EngineState):
         return state
 
     def weights(self) -> dict[str, list[Piece]]:
-        """The pieces of the model on this rank: parameters, and the biases of routers."""
+        """Return the model's pieces on this rank: parameters and router biases."""
         return self.parameters.weights() | (self.routing.state() if self.routing else {})
 
     def restored(self, updates: int) -> None:
-        """Spread a state that was loaded after so many updates."""
+        """Apply a state that was loaded after ``updates`` updates."""
         self.optimizer.resume_at(updates)
         if self.float8 and self.float8.history:
             self.float8.history.restored()
@@ -170,5 +172,5 @@ class Engine(EngineState):
 
 
 def flat_names(prefix: str, kinds: Mapping[str, Mapping[str, list[Piece]]]) -> dict[str, list[Piece]]:
-    """The pieces of each kind of state of each parameter, as ``prefix.kind.parameter``."""
+    """Name the pieces of each kind of state of each parameter ``prefix.kind.parameter``."""
     return {f"{prefix}.{kind}.{name}": pieces for kind, named in kinds.items() for name, pieces in named.items()}

@@ -1,4 +1,4 @@
-"""What one rank's training engine is made of: its stages of the model, their optimizer, and the program they run."""
+"""Components of one rank's training engine: model stages, optimizer, program and batches."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from shoal.training.step.routing import DepthsRouting, ExpertRouting
 
 
 class EngineState:
-    """This rank's stages of the model, their optimizer, and the program they run.
+    """Hold this rank's model stages, their optimizer and the program that they run.
 
     Args:
-        config: the run.
+        config: config of the run.
         shape: the model, from ``config.model`` and the tokenizer.
-        mesh: of ``config.parallel``.
-        samples: the training data; every rank sees the same.
+        mesh: mesh of ``config.parallel``.
+        samples: training data; equal on every rank.
 
     Attributes:
-        sync_mesh: the ranks that are kept equal in every step. With parallel.sync it is one replica: its method keeps
-            the replicas together.
-        loss_replicas: whose tokens the loss is a mean over.
-        observe: called in each step when the gradients are complete.
-        estimating: whether passes are running that estimate the Hessian, not the step's own.
-        replica_offset: take the samples of the replica so many places on, to compute a step twice.
-        validated: metrics of the routers of experts in the last validation.
+        sync_mesh: ranks that are synchronised in every step. With parallel.sync this is one replica, and the method
+            synchronises the replicas.
+        loss_replicas: group whose tokens the loss is averaged over.
+        observe: callback of each step, called when the gradients are complete.
+        estimating: whether the running passes estimate the Hessian instead of computing the step.
+        replica_offset: offset of the replica whose samples are used, to compute a step twice.
+        validated: metrics of the expert routers in the last validation.
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
@@ -95,7 +95,7 @@ class EngineState:
         initialise(self.parameters, self.shape, self.config.train.seed)
 
     def runtime_of(self, program: Program) -> Runtime:
-        """Build what executes a program on this rank's stages."""
+        """Build the runtime that executes a program on this rank's stages."""
         layout, rank = self.config.parallel, self.mesh.index("cp")
         lengths = self.spread.lengths(rank)
         return Runtime(
@@ -106,38 +106,40 @@ class EngineState:
         )
 
     def complete_gradients(self, *_: object) -> None:
-        """Add what the first and last stages have of a tied embedding's gradient: all gradients are then complete."""
+        """Sum the tied embedding's gradient over the first and last stages, which completes all gradients."""
         self.parameters.sum_ends()
         if self.observe:
             self.observe()
 
     def refresh_parameters(self) -> None:
-        """After an update, make new what is computed with, if the program has no GATHER: it may be a copy, in another
-        number format or on the device."""
+        """Refresh the parameters used for computing after an update, if the program has no GATHER.
+
+        They may be a copy, in another dtype or on the device.
+        """
         if self.mesh.layout.zero in (0, 3):
             self.parameters.gather()
 
     # ---- batches -------------------------------------------------------------------------------------------------
 
     def skip(self, skips: Skips) -> None:
-        """Leave out these batches of the data from now on."""
+        """Exclude these batches of the data from now on."""
         self.skips = skips
-        reference = weakref.ref(self)  # the thread that makes batches must not own the engine
+        reference = weakref.ref(self)  # the prefetch thread must not own the engine
 
         def make(step: int) -> list[Batch]:
             engine = reference()
             assert engine is not None, "a deleted engine asks for no batches"
             return engine.make_batches(step)
 
-        ahead = self.config.data.sampler != "pool"  # whose next samples are known when they are taken
+        ahead = self.config.data.sampler != "pool"  # "pool" knows its next samples only when they are drawn
         self.batches_of: Callable[[int], list[Batch]] = Ahead(make, self.config.train.steps) if ahead else make
 
     def make_batches(self, step: int) -> list[Batch]:
-        """This replica's micro-batches of a step, on the host."""
+        """Return this replica's micro-batches of a step, on the host."""
         return [self.samples.batch(self.sample_indices(step, m)) for m in range(self.microbatches)]
 
     def sample_indices(self, step: int, microbatch: int) -> Sequence[int]:
-        """The global sample indices of one of this replica's micro-batches."""
+        """Return the global sample indices of one of this replica's micro-batches."""
         config, n = self.config, self.config.parallel.micro_batch
         replicas = config.parallel.dp
         replica = (self.mesh.index("dp") + self.replica_offset) % replicas
@@ -151,8 +153,10 @@ class EngineState:
 def attention_kernel(
     choice: Literal["auto", "sdpa", "explicit"], device: torch.device, dtype: torch.dtype
 ) -> Literal["sdpa", "explicit"]:
-    """The attention kernel of a run. "auto" takes the fastest of `shoal bench attention`: sdpa, except for bf16 on the
-    CPU, where torch's kernel is slow."""
+    """Resolve the attention kernel of a run.
+
+    "auto" takes the fastest of `shoal bench attention`: sdpa, except for bf16 on the CPU, where torch's kernel is slow.
+    """
     if choice != "auto":
         return choice
     return "explicit" if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

@@ -1,4 +1,4 @@
-"""The updates of one step: one of the full model, or in an asynchronous pipeline several of each stage."""
+"""Optimizer updates of one step: one of the full model, or several of each stage in an asynchronous pipeline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shoal.training.step.engine_state import EngineState
 
 
 class NonFinite(RuntimeError):
-    """The loss or the gradient norm of a step is NaN or infinite.
+    """Error for a NaN or infinite loss or gradient norm.
 
     Attributes:
-        untouched: whether the weights are those before the step.
+        untouched: whether the weights are unchanged by the step.
     """
 
     def __init__(self, message: str, *, untouched: bool = True):
@@ -28,18 +28,18 @@ class NonFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step computed, equal on all ranks.
+    """Result of one step, equal on all ranks.
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch [nats].
-        gradient_norm: of the full model, before clipping (the mean over several updates); not finite if the step was
-            skipped.
-        learning_rate: of the update.
+        gradient_norm: norm over the full model before clipping (mean over the updates, if several); not finite if the
+            step was skipped.
+        learning_rate: learning rate of the update.
         tokens: unmasked targets in the global batch, at least 1.
         stop: whether any rank was asked to stop.
-        loss_scale: factor on the loss; 1 without one.
-        skipped: whether a gradient overflowed, so that no update was made.
-        met: whether the replicas are equal now. If not (`parallel.sync`), all the above is of this replica alone.
+        loss_scale: factor on the loss; 1 without loss scaling.
+        skipped: whether the update was skipped because a gradient overflowed.
+        met: whether the replicas are equal now. If not (`parallel.sync`), all other fields describe this replica only.
     """
 
     loss: float
@@ -53,7 +53,7 @@ class StepResult:
 
 
 def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Tensor) -> tuple[float, bool, list[float]]:
-    """Sum over all ranks: the loss, whether one was asked to stop, and squared gradient norms. Collective."""
+    """Sum over all ranks: loss, stop requests and squared gradient norms. Collective."""
     loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
     mine = torch.stack((loss, torch.full_like(loss, stop), *square_norms))
     total, stops, *squares = to_host(all_reduce(mine, engine.mesh.group("world")))
@@ -61,7 +61,7 @@ def sum_totals(engine: EngineState, loss: Tensor, stop: bool, *square_norms: Ten
 
 
 def clip_factor(engine: EngineState, norm: float) -> float:
-    """Return the factor that clips gradients of this norm (`optimizer.clip_norm`)."""
+    """Return the factor that clips gradients with this norm (`optimizer.clip_norm`)."""
     clip = engine.config.optimizer.clip_norm
     return clip / norm if clip and norm > clip else 1.0
 
@@ -70,25 +70,25 @@ def clip_factor(engine: EngineState, norm: float) -> float:
 
 
 class StageUpdates:
-    """The updates of this rank's stage in one step of an asynchronous pipeline.
+    """Apply the updates of this rank's stage in one step of an asynchronous pipeline.
 
-    No stage waits to learn whether another's gradients are finite. One whose own are not makes no further update, and
-    all ranks learn of it at the end of the step.
+    A stage does not wait for the other stages' finiteness checks. After a non-finite gradient it makes no further
+    update; all ranks learn of it at the end of the step.
     """
 
     def __init__(self, engine: EngineState, step: int):
         self.engine, self.step = engine, step
-        # For each update, this rank's share of the squared gradient norm.
+        # This rank's share of the squared gradient norm, by update.
         self.square_norms = torch.zeros(engine.program.updates, dtype=torch.float64, device=engine.mesh.device)
-        self.spoilt = 0  # the first version that was not made
+        self.spoilt = 0  # first version whose update was not made
 
     def update(self, rate: float, action: Action, loss: Tensor) -> None:
-        """Make one update, unless a gradient of it or of an earlier one was not finite."""
+        """Make one update, unless its gradient or an earlier one was not finite."""
         self.engine.complete_gradients()
         share = self.engine.parameters.square_norm()
         self.square_norms[action.version - 1] = share
         stage = share.clone()
-        for axis in ("tp", "replicas"):  # so that all ranks of the stage decide alike
+        for axis in ("tp", "replicas"):  # so that all ranks of the stage decide the same
             all_reduce(stage, self.engine.mesh.group(axis))
         if not self.spoilt and math.isfinite(to_host(stage)):
             self.engine.optimizer.step(rate)
@@ -100,7 +100,7 @@ class StageUpdates:
         """Return the loss and the mean gradient norm of the step. Collective.
 
         Raises:
-            NonFinite: on every rank, naming the first update that was not made, and where.
+            NonFinite: on every rank; the message names the first update that was not made, and its rank.
         """
         mesh = self.engine.mesh
         loss_sum, stopped, squares = sum_totals(self.engine, loss, stop, *self.square_norms)

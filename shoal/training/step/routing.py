@@ -1,4 +1,4 @@
-"""What routers of experts and routers of depth did in a step, counted over all ranks; and the biases that it moves."""
+"""Statistics of expert and mixture-of-depths routers in a step, summed over all ranks; updates of router biases."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shoal.spec.catalog import ModelShape
 
 
 class LayerCounts:
-    """Numbers that some layers of a model count in a step.
+    """Per-layer counts of one step.
 
     Attributes:
-        layers: their places in the model.
+        layers: indices of the counted layers in the model.
         totals: [layers, numbers] of the last step, over all ranks and micro-batches.
     """
 
@@ -33,7 +33,7 @@ class LayerCounts:
         self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64)
 
     def sum(self, counted: Iterable[tuple[int, Tensor | None]]) -> Tensor:
-        """Sum (layer, numbers) of all ranks: [layers, numbers]. Collective."""
+        """Sum pairs of (layer, numbers) over all ranks; returns [layers, numbers]. Collective."""
         totals = torch.zeros_like(self.totals, device=self.mesh.device)
         for layer, numbers in counted:
             assert numbers is not None, "counting was begun"
@@ -42,10 +42,10 @@ class LayerCounts:
 
 
 class ExpertRouting(LayerCounts):
-    """The routers of experts in this rank's stages.
+    """Statistics and biases of the expert routers in this rank's stages.
 
     Args:
-        program: whose stages these are.
+        program: program that runs the stages.
     """
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
@@ -57,37 +57,37 @@ class ExpertRouting(LayerCounts):
         ]
 
     def begin(self) -> None:
-        """Count from 0."""
+        """Reset the counts."""
         for router, _ in self.routers:
             balance.begin(router)
 
     def count(self) -> None:
-        """Sum what the step counted, once all backwards are done; also for a step that will be skipped."""
+        """Sum the counts of the step after all backwards; also needed for a step that will be skipped."""
         self.totals = self.sum((router.layer, router.tally) for router, _ in self.routers)
 
     def rebalance(self) -> None:
-        """Move the biases by the counts of a step whose update was made."""
+        """Update the biases from the counts of a step whose update was made."""
         for router, _ in self.routers:
             balance.rebalance(router, self.totals[self.layers.index(router.layer), SUMS:])
 
     def begin_validation(self) -> None:
-        """Count forward passes that no backward follows."""
+        """Start counting forward passes without backward."""
         for router, _ in self.routers:
             balance.begin_validation(router)
 
     def end_validation(self, sequences: int, length: int) -> dict[str, Any]:
-        """Return the metrics of these passes, as `expert_metrics`."""
+        """Return the metrics of the validation passes. See `expert_metrics`."""
         totals = self.sum((router.layer, router.validated) for router, _ in self.routers)
         for router, _ in self.routers:
             router.validated = None
         return expert_metrics(totals, self.shape, sequences, length)
 
     def metrics(self, sequences: int, length: int) -> dict[str, Any]:
-        """Return the metrics of the last step, as `expert_metrics`."""
+        """Return the metrics of the last step. See `expert_metrics`."""
         return expert_metrics(self.totals, self.shape, sequences, length)
 
     def state(self) -> dict[str, list[Piece]]:
-        """The biases, by their names in the full model."""
+        """Return the biases by their names in the full model."""
         first = self.mesh.index("stage") == 0
         found: dict[str, list[Piece]] = {}
         for router, original in self.routers:
@@ -99,11 +99,11 @@ class ExpertRouting(LayerCounts):
 
 
 def expert_metrics(totals: Tensor, shape: ModelShape, sequences: int, length: int) -> dict[str, Any]:
-    """The fields of `StepMetrics` that routers of experts decide.
+    """Compute the fields of `StepMetrics` that describe expert routing.
 
     Args:
-        totals: [layers, `SUMS` + E] as of `Router.tally`.
-        sequences, length: of the batch.
+        totals: [layers, `SUMS` + E], sums of `Router.tally`.
+        sequences, length: number and length of the sequences in the batch.
     """
     sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
     shares = loads / loads.sum(1, keepdim=True).clamp(min=1)
@@ -123,7 +123,7 @@ def expert_metrics(totals: Tensor, shape: ModelShape, sequences: int, length: in
 
 
 class DepthsRouting(LayerCounts):
-    """The layers of this rank's stages that only some tokens pass through."""
+    """Statistics of the mixture-of-depths layers in this rank's stages."""
 
     def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
         self.depths = optional_parts.depths_of(shape)
@@ -131,16 +131,16 @@ class DepthsRouting(LayerCounts):
         self.here = [depth for stage in stages for depth in mixture_of_depths.depths_of(stage.module)]
 
     def begin(self) -> None:
-        """Count from 0."""
+        """Reset the counts."""
         for depth in self.here:
             mixture_of_depths.begin(depth)
 
     def count(self) -> None:
-        """Sum what the step counted, once all backwards are done."""
+        """Sum the counts of the step after all backwards."""
         self.totals = self.sum((depth.layer, depth.tally) for depth in self.here)
 
     def metrics(self, sequences: int, length: int) -> dict[str, float]:
-        """How well the last step's tokens were predicted to pass or not, as the fields of `StepMetrics`."""
+        """Return how well the last step's token selection was predicted, as fields of `StepMetrics`."""
         right, found, expected, loss = self.totals.mean(0).tolist()
         tokens, chosen = sequences * length, sequences * self.depths.taken(length)
         return {

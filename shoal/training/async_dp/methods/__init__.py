@@ -1,1 +1,1 @@
-"""Data parallelism that does not sum every gradient exactly and at once (docs/relaxed.md)."""
+"""Relaxed data parallelism: methods without an exact synchronous sum of gradients. See docs/relaxed.md."""

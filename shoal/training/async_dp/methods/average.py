@@ -1,14 +1,14 @@
-"""Local SGD and DiLoCo: replicas train alone for H steps and then average.
+"""Local SGD and DiLoCo: replicas train independently for H steps and then average.
 
-Local SGD (Stich 2019): every H steps the weights become their mean. DiLoCo (Douillard et al. 2023, algorithm 1): the
-negative mean change of H inner steps is the gradient of an outer optimizer, SGD with Nesterov momentum:
+Local SGD (Stich 2019): every H steps the weights are averaged. DiLoCo (Douillard et al. 2023, algorithm 1): the
+negative mean change over H inner steps is the gradient of an outer optimizer, SGD with Nesterov momentum:
 
     d = old weights - mean of the replicas' weights
     v = momentum v + d;   weights = old weights - rate (d + momentum v)
 
-Local SGD is that with rate 1 and no momentum. The changes can be exchanged as 8-bit integers, in blocks with a scale
-each, as in the outer steps of Jaghouar et al. 2024 (INTELLECT-1), here by the two phases of `CodedSum`; rounding errors
-are added to the next change (error feedback). Each replica keeps its own moments of the inner optimizer.
+Local SGD is the case of rate 1 without momentum. The changes can be exchanged as 8-bit integers in blocks with a scale
+each, as in the outer steps of Jaghouar et al. 2024 (INTELLECT-1), using the two phases of `CodedSum`; rounding errors
+are added to the next change (error feedback). Each replica keeps its own inner optimizer moments.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shoal.training.async_dp.methods.quantised import CodedSum, Int8
 
 
 class LocalSteps(ReplicaMethod):
-    """Averages every ``every`` steps.
+    """Average the weights every ``every`` steps.
 
     Args:
         flat: this replica's parameters.
-        group: the ranks that hold the same part of each replica; None for one replica.
+        group: ranks that hold the same part of each replica; None for one replica.
         every: steps between averages (H).
-        rate, momentum: of the outer step.
-        int8: how changes are exchanged as 8-bit integers; None exchanges them as they are.
+        rate, momentum: hyperparameters of the outer step.
+        int8: quantiser of the exchanged changes; None exchanges them unquantised.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class LocalSteps(ReplicaMethod):
         self.errors = [] if int8 is None else flat.zeros()
 
     def due(self, done: int, steps: int) -> bool:
-        """Whether the replicas average after ``done`` steps of ``steps``."""
+        """Return whether the replicas average after ``done`` of ``steps`` steps."""
         return done % self.every == 0 or done == steps
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make the outer step, equal on every replica."""
+        """Apply the outer step; the result is equal on every replica."""
         changes = [old - weights for weights, old in zip(self.flat.weights, self.old, strict=True)]
         self._sum(changes)
         for i, change in enumerate(changes):
@@ -70,18 +70,18 @@ class LocalSteps(ReplicaMethod):
         self.coded.sum([part.of(changes) for part in parts], [part.of(self.errors) for part in parts])
 
     def restored(self) -> None:
-        """Go on from an average that was loaded into the weights."""
+        """Continue from an average that was loaded into the weights."""
         for weights, old in zip(self.flat.weights, self.old, strict=True):
             old.copy_(weights)
 
     def common_states(self) -> States:
-        """The outer momentum."""
+        """Return the outer momentum."""
         return {"momentum": self.flat.pieces(self.velocity)} if self.velocity else {}
 
     def own_states(self) -> States:
-        """The rounding errors that it did not send."""
+        """Return the rounding errors of the changes sent."""
         return {"error": self.flat.pieces(self.errors)} if self.errors else {}
 
     def spread_states(self) -> States:
-        """What it did not send as a server."""
+        """Return the rounding errors of the sums served."""
         return {} if self.coded is None else {"server_error": self.coded.pieces()}

@@ -1,13 +1,12 @@
-"""Gradients exchanged in compressed form: what all of these methods share.
+"""Common part of the methods that compress gradients: error feedback.
 
-Each replica adds what it did not send before (its *error*) to its gradient, sends a compressed form, and keeps the
-difference: error feedback (Seide et al. 2014, section 3.2; Karimireddy et al. 2019, algorithm 2). So nothing is lost,
-only late:
+Each replica adds its residual (its *error*) to its gradient, sends a compressed form, and keeps the difference (Seide
+et al. 2014, section 3.2; Karimireddy et al. 2019, algorithm 2). Nothing is lost, only delayed:
 
     sent + new error = gradient + old error            on every replica, exactly
-    gradient of the step = sum of what all have sent    the same bits on every replica
+    gradient of the step = sum of all sent values       the same bits on every replica
 
-Every tensor is compressed by itself: what tensor parallelism holds on several ranks then stays equal on them.
+Each tensor is compressed separately, so tensors that several tensor-parallel ranks hold stay equal on them.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from shoal.training.async_dp.methods.method import ReplicaMethod, States
 
 
 class Compressed(ReplicaMethod, ABC):
-    """Sums the gradients of the replicas, compressed.
+    """Sum the gradients of the replicas in compressed form.
 
     Args:
         flat: this replica's parameters.
-        group: the ranks that hold the same part of each replica.
+        group: ranks that hold the same part of each replica.
 
     Attributes:
-        errors: what was not sent yet, one flat tensor for each bucket.
-        tensors, error_of: the gradient and the error of each parameter, as views.
+        errors: residuals not sent yet, one flat tensor per bucket.
+        tensors, error_of: gradient and error of each parameter, as views.
     """
 
     def __init__(self, flat: Flat, group: Group | None):
@@ -41,15 +40,15 @@ class Compressed(ReplicaMethod, ABC):
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Replace the gradients by the sums over the replicas of what they sent."""
+        """Replace the gradients by the sums of the values that the replicas sent."""
         for gradients, errors in zip(self.flat.gradients, self.errors, strict=True):
             gradients.add_(errors)
         self.exchange()
 
     @abstractmethod
     def exchange(self) -> None:
-        """Replace each of `tensors` by the sum of what was sent of it, and its `error_of` by what was not."""
+        """Replace each of `tensors` by its compressed sum, and its `error_of` by the residual."""
 
     def own_states(self) -> States:
-        """The errors."""
+        """Return the errors."""
         return {"error": self.flat.pieces(self.errors)}

@@ -1,4 +1,4 @@
-"""A replica's weights and gradients as flat tensors, and other tensors of the same layout."""
+"""Flat tensors of a replica's weights, gradients and other values in the same layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.engine.parallel.zero.rank_parameters import RankParameters
 
 
 class FlatPart(NamedTuple):
-    """One parameter's place in flat tensors: what this rank holds of it, which of the tensors, and where."""
+    """Location of one parameter's local part: which of the flat tensors, and the range in it."""
 
     split: ParamPlacement
     bucket: int
@@ -23,26 +23,26 @@ class FlatPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """Name of the parameter."""
         return self.split.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The local shape."""
+        """Local shape."""
         return tuple(self.split.local)
 
     def of(self, flats: Sequence[Tensor]) -> Tensor:
-        """Return its part of flat tensors, as a view."""
+        """Return this part of flat tensors, as a view."""
         return flats[self.bucket][self.start : self.stop].view(self.shape)
 
 
 class Flat:
-    """A replica's parameters, none of which is sharded (ZeRO 0).
+    """Parameters of a replica as flat tensors; none is sharded (ZeRO 0).
 
     Attributes:
-        weights: that the optimizer updates, one flat tensor for each bucket.
-        gradients: likewise.
-        parts: the place of each parameter in both.
+        weights: weights that the optimizer updates, one flat tensor per bucket.
+        gradients: their gradients in the same layout.
+        parts: location of each parameter in both.
     """
 
     def __init__(self, parameters: RankParameters):
@@ -57,18 +57,18 @@ class Flat:
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets."""
+        """Number of elements of all buckets."""
         return sum(weights.numel() for weights in self.weights)
 
     def zeros(self) -> list[Tensor]:
-        """Zeros in the layout of the weights."""
+        """Return zeros in the layout of the weights."""
         return [torch.zeros_like(weights) for weights in self.weights]
 
     def slices(self, whole: Tensor) -> list[Tensor]:
-        """One tensor [numel] as one view for each bucket."""
+        """Split one tensor [numel] into a view per bucket."""
         return list(whole.split([weights.numel() for weights in self.weights]))
 
     def pieces(self, flats: Sequence[Tensor]) -> dict[str, list[Piece]]:
-        """Pieces of flat tensors by the names of the parameters, for a checkpoint."""
+        """Return checkpoint pieces of flat tensors by parameter name."""
         buckets = zip(self.parameters.buckets, flats, strict=True)
         return self.parameters.pieces(flat[run.slice] for bucket, flat in buckets for run in bucket.runs)

@@ -1,14 +1,14 @@
-"""Stochastic gradient push: each step a replica gives half of itself to one other (Assran et al. 2019, algorithm 1).
+"""Stochastic gradient push: each step, a replica sends half of its values to a peer (Assran et al. 2019, algorithm 1).
 
 A replica has numbers x and a push-sum weight w. It steps its optimizer on z = x / w, adds the change to x, then keeps
-half of (x, w) and puts the other half into the inbox of its peer of this step, on the directed exponential graph. This
-never changes the sums of all x and of all w, inboxes included (push-sum, Kempe et al. 2003), and z converges to the
-mean of all, also if messages are late and the weights therefore uneven.
+half of (x, w) and adds the other half to the inbox of its peer in this step, on the directed exponential graph. The
+sums of all x and of all w, inboxes included, are invariant (push-sum, Kempe et al. 2003), and z converges to the mean
+over replicas even if messages are late and the push-sum weights therefore unequal.
 
 A replica waits only for the message of ``staleness`` steps ago (overlap SGP, algorithm 2), from one neighbour; with
-staleness 0 also until its own last message there was taken. The x and w of a replica that dies are lost, and the others
-go on around it. They do not all see its death in the same step: so from then on none waits for an inbox, and each takes
-what it finds.
+staleness 0 also until its previous message to that peer was read. The x and w of a dead replica are lost, and the
+others continue without it. As they do not all observe the death in the same step, from then on no replica waits for an
+inbox: each reads what has arrived.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shoal.training.async_dp.methods.method import Method
 
 
 class Push(Method):
-    """One replica.
+    """Stochastic gradient push of one replica.
 
     Args:
-        window, flat, optimizer: as of `Method`.
-        staleness: steps that a message may be late.
+        window, flat, optimizer: see `Method`.
+        staleness: maximum delay of a message in steps.
     """
 
     def __init__(self, window: Window, flat: Flat, optimizer: Rule, *, staleness: int):
@@ -40,7 +40,7 @@ class Push(Method):
         self.x, self.w = [weights.clone() for weights in flat.weights], 1.0
         self.inboxes = [[self.shared() for _ in range(self.slots)] for _ in range(n)]
         self.inbox_w = window.tensor(n * self.slots, torch.float64).view(n, self.slots)
-        # Steps that each replica has posted; messages in each inbox, and its lock.
+        # Number of steps that each replica has posted; number of messages in each inbox; inbox locks.
         self._posted, self._held, self._locks = (
             window.counters(n), window.counters(n * self.slots), window.locks(n * self.slots)
         )
@@ -50,7 +50,7 @@ class Push(Method):
 
     @torch.no_grad()
     def update(self, step: int, rate: float, tokens: int) -> None:
-        """Step the optimizer on z, then push and take."""
+        """Step the optimizer on z, then push and receive."""
         self.optimizer.step(rate)
         for x, z in zip(self.x, self.flat.weights, strict=True):
             x.add_(z - x / self.w)
@@ -58,13 +58,13 @@ class Push(Method):
 
     @torch.no_grad()
     def gossip(self, step: int) -> None:
-        """One exchange of (x, w), and z from it."""
+        """Exchange (x, w) once and compute z."""
         living = self.window.living()
         ordered = self.late == 0 and len(living) == self.replicas
         if len(living) > 1:
             to, _ = exponential(step, self.replica, living)
             slot = step % hops(len(living))
-            if ordered:  # one message at a time: the result does not depend on timing
+            if ordered:  # one message at a time, so that the result does not depend on timing
                 box = self._held + self._box(to, slot)
                 self.window.until(lambda: self.window.get(box) == 0 or self.window.living() != living)
             self._push(to, slot)
@@ -101,7 +101,7 @@ class Push(Method):
                 self.window.set(self._held + box, 0)
 
     def settle(self, group: Group | None) -> None:
-        """As `Method`: the mean of all, sum of x / sum of w."""
+        """Set the weights to the mean of all replicas, sum of x / sum of w."""
         self._take(range(self.slots))
         total = torch.tensor([self.w], dtype=torch.float64)
         all_reduce(total, group)
@@ -111,7 +111,6 @@ class Push(Method):
         self.w = 1.0
 
     def start(self, step: int) -> None:
-        """As `Method`."""
         self._first, self.w = step, 1.0
         for x, z in zip(self.x, self.flat.weights, strict=True):
             x.copy_(z)

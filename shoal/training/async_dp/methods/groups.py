@@ -1,4 +1,4 @@
-"""Who exchanges with whom in which step, where it is never all with all."""
+"""Communication partners in each step of methods without all-to-all exchange."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def exponential(step: int, here: int, ranks: Sequence[int]) -> tuple[int, int]:
-    """The rank that ``here`` sends to in a step, and the one that it receives from.
+    """Return the rank that ``here`` sends to in a step, and the one that it receives from.
 
-    The directed exponential graph with one peer a step (Assran et al. 2019, section 3 and appendix A): hops of 1, 2, 4,
-    ... in turn, so that after ceil(log2 n) steps everyone has something of everyone.
+    The directed exponential graph with one peer per step (Assran et al. 2019, section 3 and appendix A): hops of 1, 2,
+    4, ... in cyclic order, so that after ceil(log2 n) steps every rank has received information from every other.
 
     >>> [exponential(step, 0, range(8)) for step in range(4)]
     [(1, 7), (2, 6), (4, 4), (1, 7)]
@@ -20,16 +20,16 @@ def exponential(step: int, here: int, ranks: Sequence[int]) -> tuple[int, int]:
 
 
 def hops(ranks: int) -> int:
-    """Different hops of the exponential graph, at least 1."""
+    """Return the number of different hops of the exponential graph, at least 1."""
     return max(1, (ranks - 1).bit_length())
 
 
 def tournament(step: int, ranks: Sequence[int], size: int) -> list[list[int]]:
-    """The groups of one step, each of ``size`` ranks; what remains is a smaller group.
+    """Return the groups of one step, each of ``size`` ranks; the remaining ranks form a smaller group.
 
-    The circle method of tournaments: the ranks sit around a table, all but the first move on by one seat each step, and
-    those who face each other meet. In n - 1 steps (n if odd) every pair meets once in groups of 2, and at least once in
-    groups of a larger even size, which are neighbouring pairs together.
+    The circle method of round-robin tournaments: ranks sit around a table, all but the first move one seat per step,
+    and opposite ranks meet. In n - 1 steps (n if odd) every pair meets once in groups of 2, and at least once in groups
+    of a larger even size, which join neighbouring pairs.
 
     >>> [tournament(step, range(4), 2) for step in range(3)]
     [[[0, 3], [1, 2]], [[0, 2], [3, 1]], [[0, 1], [2, 3]]]

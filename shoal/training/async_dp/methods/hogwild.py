@@ -1,8 +1,8 @@
-"""Hogwild!: all workers update the same memory without any lock (Recht et al. 2011, algorithm 1).
+"""Hogwild!: all workers update shared weights without locks (Recht et al. 2011, algorithm 1).
 
-The weights are one window: forwards read them while others write, and an update reads, changes and writes elements
-without asking. Now and then one of two concurrent updates is lost, which is the price of not waiting. Each worker has
-its own moments of the optimizer.
+The weights are in one window: forwards read them while others write, and updates read, change and write elements
+without synchronisation. Occasionally one of two concurrent updates is lost, which is the price of not waiting. Each
+worker has its own optimizer moments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shoal.training.async_dp.methods.method import Method, move_weights
 
 
 class Hogwild(Method):
-    """One worker.
+    """Hogwild! updates of one worker.
 
     Args:
-        window, flat, optimizer: as of `Method`.
-        build: makes a rule for some shards.
+        window, flat, optimizer: see `Method`.
+        build: builds an update rule for given shards.
     """
 
     def __init__(self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule]):
@@ -33,7 +33,7 @@ class Hogwild(Method):
                 memory.copy_(weights)
         shards = move_weights(optimizer.shards, flat.weights, shared)
         for bucket, memory in zip(flat.parameters.buckets, shared, strict=True):
-            if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters themselves are views of it
+            if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters are views of it
                 bucket.full = memory
                 for slot in bucket.slots:
                     slot.parameter.data = memory[slot.start : slot.stop].view(slot.split.local)
@@ -45,7 +45,7 @@ class Hogwild(Method):
         return sum(self.window.get(self._clocks + w) for w in range(self.replicas) if w != self.replica)
 
     def before(self, step: int) -> bool:
-        """As `Method`; waits for no one."""
+        """Return whether the weights changed; never waits."""
         self._seen = self._others()
         return True
 

@@ -1,4 +1,4 @@
-"""What the methods of relaxed data parallelism share: states in a checkpoint, shared memory, staleness."""
+"""Base classes of relaxed data-parallel methods: checkpoint states, shared memory, staleness."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from shoal.engine.optim.shards import Shards
 from shoal.training.async_dp.methods.flat import Flat
 
 States = dict[str, dict[str, list[Piece]]]
-"""Pieces by kind of state and name of parameter."""
+"""Checkpoint pieces by kind of state and parameter name."""
 
 
 class ReplicaMethod:
-    """Keeps replicas together; its states are what it has besides their weights."""
+    """Base class of methods that synchronise replicas. Its states are everything that it keeps besides the weights."""
 
     def common_states(self) -> States:
-        """States that are equal on all replicas."""
+        """Return states that are equal on all replicas."""
         return {}
 
     def spread_states(self) -> States:
-        """This replica's part of states that the replicas have together."""
+        """Return this replica's part of states that are spread over the replicas."""
         return {}
 
     def own_states(self) -> States:
-        """States of this replica alone."""
+        """Return states of this replica only."""
         return {}
 
 
 @dataclass
 class Staleness:
-    """How many updates by others came between computing gradients and using them.
+    """Number of other replicas' updates between computing a gradient and applying it.
 
     Attributes:
-        updates: of this replica.
-        total, most: over them.
+        updates: number of updates by this replica.
+        total, most: sum and maximum of the staleness over these updates.
     """
 
     updates: int = 0
@@ -49,24 +49,24 @@ class Staleness:
     most: int = 0
 
     def add(self, mean: float, most: int) -> None:
-        """Count one more update."""
+        """Add one update."""
         self.updates += 1
         self.total += mean
         self.most = max(self.most, most)
 
 
 class Method(ReplicaMethod, ABC):
-    """One replica's part of a method in which replicas do not wait for all others.
+    """Base class of methods in which a replica does not wait for all others.
 
     Args:
-        window: memory that the replicas share; all make their methods alike.
+        window: memory shared by the replicas; all must construct their methods in the same order.
         flat: this replica's parameters.
-        optimizer: of this replica.
+        optimizer: this replica's optimizer.
 
     Attributes:
         clips: whether the engine clips this replica's gradient by its own norm.
-        staleness: measured, where it means something.
-        made: updates of the optimizer's states, as saved: replicas may do different numbers of steps.
+        staleness: measured staleness, for methods that define it.
+        made: saved number of optimizer updates; differs between replicas that do different numbers of steps.
     """
 
     clips = True
@@ -78,59 +78,59 @@ class Method(ReplicaMethod, ABC):
         self.made = torch.zeros(1, dtype=torch.int64)
 
     def before(self, step: int) -> bool:
-        """Wait if the method does, and bring the weights up to date; returns whether they changed."""
+        """Wait if the method requires it and refresh the weights; return whether they changed."""
         return False
 
     @abstractmethod
     def update(self, step: int, rate: float, tokens: int) -> None:
-        """Use this replica's gradients, means over ``tokens``."""
+        """Apply this replica's gradients, which are means over ``tokens``."""
 
     def settle(self, group: Group | None) -> None:
-        """Set the weights to those of the run. Called when all living replicas have met."""
+        """Set the weights to the run's common weights. Called when all living replicas have met."""
         return
 
     def start(self, step: int) -> None:
-        """Start after ``step`` steps. Called when all replicas have the weights and states, before any goes on."""
+        """Start after ``step`` steps. Called when all replicas have loaded weights and states, before any continues."""
         return
 
     def served_states(self) -> States:
-        """The optimizer's states that all replicas use."""
+        """Return the optimizer states that all replicas share."""
         return {}
 
     def own_states(self) -> States:
-        """The optimizer's states, and its number of updates."""
+        """Return the optimizer's states and its number of updates."""
         self.made.fill_(self.optimizer.count)
         return self.optimizer.states() | {"updates": {"made": [whole(self.made)]}}
 
     def restored(self) -> None:
-        """Go on from states that were loaded."""
+        """Continue from loaded states."""
         self.optimizer.resume_at(int(self.made))
 
     def wait_for(self, other: int, counter: int, value: int) -> None:
-        """Wait until a counter has come to a value, or the replica that moves it is dead."""
+        """Wait until a counter reaches a value or the replica that increments it is dead."""
         self.window.until(lambda: self.window.get(counter) >= value or not self.window.alive(other))
 
     def shared(self, like: list[Tensor] | None = None) -> list[Tensor]:
-        """Zeros in the window, in the layout of the weights.
+        """Allocate zeros in the window, in the layout of the weights.
 
         Args:
-            like: whose dtype they have (default: the weights').
+            like: tensors that define the dtypes (default: the weights).
         """
         return self.flat.slices(self.window.tensor(self.flat.numel, (like or self.flat.weights)[0].dtype))
 
 
 def whole(tensor: Tensor) -> Piece:
-    """All of a tensor."""
+    """Return a piece that covers an unsharded tensor."""
     shape = tuple(tensor.shape)
     return Piece(shape, Box.whole(shape), tensor)
 
 
 def move_weights(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
-    """The same shards with their weights in other memory.
+    """Return the shards with their weights moved to other memory.
 
     Args:
-        old: flat tensors of which the weights are views.
-        new: tensors that take their places.
+        old: flat tensors that the weights are views of.
+        new: replacements of these tensors.
     """
     def place(weights: Tensor) -> Tensor:
         for source, target in zip(old, new, strict=True):

@@ -1,12 +1,12 @@
-"""PowerSGD: a gradient matrix as the product of two thin ones (Vogels et al. 2019, algorithms 1 and 2).
+"""PowerSGD: compress a gradient matrix to a product of two thin ones (Vogels et al. 2019, algorithms 1 and 2).
 
-A gradient M [n, m], of which each replica has a part M_i, is approximated by P Q', with r columns in both, by one step
-of power iteration that starts from the Q of the step before:
+The sum M [n, m] of the replicas' gradients M_i is approximated by P Q', both with r columns, in one step of power
+iteration that starts from the Q of the previous step:
 
     P = sum of M_i Q;  orthonormalise P;  Q = sum of M_i' P;  M ~ P Q'
 
-Both sums are plain all-reduces, of r (n + m) numbers instead of n m, and so every replica computes the same bits.
-Vectors are summed as they are. With r = min(n, m) the product is M itself.
+Both sums are ordinary all-reduces, of r (n + m) numbers instead of n m, so every replica computes the same bits.
+Vectors are summed uncompressed. With r = min(n, m) the product equals M.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.training.async_dp.methods.method import States
 
 
 class PowerSGD(Compressed):
-    """Args: as `Compressed`, and the rank r and the seed of the first Q."""
+    """Args: see `Compressed`; rank r and seed of the first Q."""
 
     def __init__(self, flat: Flat, group: Group | None, rank: int, seed: int):
         super().__init__(flat, group)
@@ -44,7 +44,6 @@ class PowerSGD(Compressed):
         return self.tensors[i].flatten(1)
 
     def exchange(self) -> None:
-        """As `Compressed`."""
         ps = {i: self._matrix(i) @ q for i, q in self.factors.items()}
         plain = [i for i in range(len(self.tensors)) if i not in ps]
         self._sum([*ps.values(), *(self.tensors[i] for i in plain)])
@@ -59,7 +58,7 @@ class PowerSGD(Compressed):
             torch.mm(p, self.factors[i].T, out=self._matrix(i))
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the replicas in place, as one message."""
+        """Sum tensors over the replicas in place, in one message."""
         if not tensors:
             return
         total = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -68,14 +67,14 @@ class PowerSGD(Compressed):
             tensor.copy_(summed.view(tensor.shape))
 
     def common_states(self) -> States:
-        """Q, from which the next step starts, one for each box into which a parameter is split.
+        """Return Q, the start of the next step, for each box into which a parameter is split.
 
-        Where several ranks or stages hold the same box, its Q is the same, and saved once.
+        If several ranks or stages hold the same box, its Q is equal on them and is saved once.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for i, q in self.factors.items():
             split, shape = self.flat.parts[i].split, tuple(q.shape)
-            if split.box.numel:  # else it is padding alone
+            if split.box.numel:  # else it is only padding
                 name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
                 found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
         return {"q": dict(found)}

@@ -1,19 +1,19 @@
-"""Gradients as 8-bit integers or as signs, summed in two phases.
+"""Sum gradients as 8-bit integers or signs, in two phases.
 
-Each tensor is cut into blocks that have a scale of their own.
+Each tensor is cut into blocks with separate scales.
 
 int8    x ~ scale x integer, scale = largest magnitude of the block / 127 (Dettmers 2016, in its linear form).
-1 bit   x ~ mean of the block's elements of its sign (Seide et al. 2014, section 3.1; Tang et al. 2021, 1-bit Adam, has
-        one magnitude for both signs).
+1 bit   x ~ mean of the block's elements of the same sign (Seide et al. 2014, section 3.1; 1-bit Adam, Tang et al. 2021,
+        has one magnitude for both signs).
 
-Every rank is the server of an equal part of the blocks, as in Tang et al. 2021, algorithm 1: all ranks send it their
-codes of its part; it sums them and its remainder of the step before (the *server error*), codes the sum, and sends that
-to all. So a rank receives 2 (N - 1) / N of a coded gradient, as in an all-reduce of the plain one, for any number N of
-ranks. Nothing is lost in either phase:
+Every rank is the server of an equal part of the blocks (Tang et al. 2021, algorithm 1): all ranks send it their codes
+of its part; it adds their sum to its residual of the previous step (the *server error*), encodes the result and sends
+it to all. A rank receives 2 (N - 1) / N of a coded gradient for N ranks, as in an all-reduce of the uncoded one. The
+residuals make both phases lossless over time:
 
-    sum of the new gradients + new server error = sum of what all sent + old server error
+    sum of the new gradients + new server error = sum of all sent values + old server error
 
-In blocks of one element both codes are exact, and so is the sum, up to rounding.
+With blocks of one element both codes, and hence the sum, are exact up to rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.training.async_dp.methods.method import States
 
 @dataclass(frozen=True)
 class Int8:
-    """Rounds blocks [n, block] to integers of 8 bits."""
+    """Round blocks [n, block] to 8-bit integers."""
 
     block: int
 
@@ -48,18 +48,18 @@ class Int8:
         return (blocks / divisor[:, None]).round_().to(torch.int8), scale
 
     def decode(self, integers: Tensor, scale: Tensor) -> Tensor:
-        """Return the blocks."""
+        """Decode a message into blocks."""
         return integers.to(scale.dtype) * scale[:, None]
 
 
 @dataclass(frozen=True)
 class OneBit:
-    """Keeps the signs of blocks [n, block], and the means of the elements of each sign."""
+    """Encode blocks [n, block] as signs and the mean of the elements of each sign."""
 
     block: int
 
     def encode(self, blocks: Tensor, used: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a message: signs, 8 in a byte [n * block / 8], means [n, 2]."""
+        """Return the parts of a message: signs, 8 per byte [n * block / 8], means [n, 2]."""
         positive = blocks >= 0
         means = []
         for chosen in (positive & used, ~positive & used):
@@ -69,29 +69,29 @@ class OneBit:
         return bits, torch.stack(means, 1)
 
     def decode(self, bits: Tensor, means: Tensor) -> Tensor:
-        """Return the blocks."""
+        """Decode a message into blocks."""
         flat = (bits[:, None] & _weights(bits.device)).ne(0).flatten()
         positive = flat[: len(means) * self.block].view(-1, self.block)
         return torch.where(positive, means[:, :1], means[:, 1:])
 
 
 def _weights(device: torch.device) -> Tensor:
-    """The values of the bits of a byte."""
+    """Return the values of the bits of a byte."""
     return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
 
 class CodedSum:
-    """Sums tensors that lie like a replica's parameters, coded.
+    """Sum tensors in the layout of a replica's parameters in coded form.
 
     Args:
         flat: this replica's parameters.
-        group: the ranks that hold the same part of each replica; None for one replica.
-        code: of a block.
+        group: ranks that hold the same part of each replica; None for one replica.
+        code: code of the blocks.
 
     Attributes:
-        share: rows of blocks of which each rank is the server.
-        used: [ranks x share, block], whether a parameter's element lies there.
-        error: [share, block], what this rank left out of the sums that it served.
+        share: number of rows of blocks that each rank serves.
+        used: [ranks x share, block], whether a position holds an element of a parameter.
+        error: [share, block], residual of the sums that this rank served.
     """
 
     def __init__(self, flat: Flat, group: Group | None, code: Int8 | OneBit):
@@ -106,12 +106,12 @@ class CodedSum:
             place.fill_(True)
 
     def places(self, blocks: Tensor) -> list[Tensor]:
-        """Views of each parameter's elements in blocks [ranks x share, block], flat."""
+        """Return flat views of each parameter's elements in blocks [ranks x share, block]."""
         every = blocks[: sum(self.rows)].split(self.rows)
         return [rows.reshape(-1)[:size] for rows, size in zip(every, self.sizes, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, and each of ``errors`` by what was not sent of it."""
+        """Replace each tensor by its sum over the ranks, and each of ``errors`` by its residual."""
         blocks = torch.zeros_like(self.used, dtype=self.error.dtype)
         for place, tensor in zip(self.places(blocks), tensors, strict=True):
             place.copy_(tensor.reshape(-1))
@@ -131,7 +131,7 @@ class CodedSum:
         """Return the coded sum of this rank's part.
 
         Args:
-            messages: from this rank to the server of each part.
+            messages: this rank's messages to the server of each part.
         """
         received = [
             all_to_all(some, [some[0].shape] * self.ranks, self.group) for some in zip(*messages, strict=True)
@@ -139,17 +139,17 @@ class CodedSum:
         total = self.error
         for message in zip(*received, strict=True):
             total += self.code.decode(*message)
-        total *= used  # a code may decode padding to anything
+        total *= used  # padding may decode to any value
         message = self.code.encode(total, used)
         total -= self.code.decode(*message)
         total *= used
         return message
 
     def pieces(self) -> dict[str, list[Piece]]:
-        """The server errors of this rank's part, by the names of the parameters."""
+        """Return the server errors of this rank's part by parameter name."""
         found: dict[str, list[Piece]] = defaultdict(list)
         flat, block = self.error.view(-1), self.code.block
-        row = -self.rank * self.share  # of this rank's part, where the parameter begins
+        row = -self.rank * self.share  # row in this rank's part at which the parameter starts
         for part, size, rows in zip(self.flat.parts, self.sizes, self.rows, strict=True):
             first, last = max(row, 0), min(row + rows, self.share)
             start, stop = (first - row) * block, min((last - row) * block, size)
@@ -162,16 +162,15 @@ class CodedSum:
 
 
 class Quantised(Compressed):
-    """Args: as `Compressed`, and the code of a block."""
+    """Args: see `Compressed`; code of the blocks."""
 
     def __init__(self, flat: Flat, group: Group | None, code: Int8 | OneBit):
         super().__init__(flat, group)
         self.coded = CodedSum(flat, group, code)
 
     def exchange(self) -> None:
-        """As `Compressed`."""
         self.coded.sum(self.tensors, self.error_of)
 
     def spread_states(self) -> States:
-        """The server errors."""
+        """Return the server errors."""
         return {"server_error": self.coded.pieces()}

@@ -1,8 +1,8 @@
-"""The steps to do, as tickets that replicas take: each its own in turn, or whoever is free the next (a work queue).
+"""Work queue of steps, as tickets that replicas take: each from its own queue, or all from a common one.
 
-A ticket is one replica's share of one step: its samples and its learning rate follow from it. No ticket beyond the
-*limit* is taken, where all replicas meet. So at a meeting every ticket before it is done and none after it begun, and
-the number of steps is all that a checkpoint has to record of the queue.
+A ticket is one replica's share of one step; it determines the samples and the learning rate. No ticket at or beyond the
+*limit* is given out; there all replicas meet. At a meeting all earlier tickets are done and no later one has started,
+so a checkpoint need only record the number of steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Ticket(NamedTuple):
 
 
 class Queue:
-    """The tickets of a run.
+    """Tickets of a run.
 
     Args:
-        window: of the replicas.
-        common: whether all replicas take from one queue.
+        window: shared memory of the replicas.
+        common: whether all replicas take tickets from one queue.
     """
 
     def __init__(self, window: Window, *, common: bool):
@@ -32,7 +32,7 @@ class Queue:
         self._limit, self._taken, self._lock = window.counters(1), window.counters(window.size), window.locks(1)
 
     def start(self, step: int, limit: int) -> None:
-        """Begin at a step, and let tickets be taken up to ``limit``. For one replica, while no other takes any."""
+        """Start at a step and allow tickets up to ``limit``. Call on one replica, while no other takes tickets."""
         for replica in range(self.replicas):
             self.window.set(self._counter(replica), step * (self.replicas if self.common else 1))
         self.window.set(self._limit, limit)
@@ -42,11 +42,11 @@ class Queue:
 
     @property
     def limit(self) -> int:
-        """The step at which all meet next."""
+        """Step of the next meeting."""
         return self.window.get(self._limit)
 
     def take(self, replica: int) -> Ticket | None:
-        """The next ticket for a replica; None if all must meet."""
+        """Take the next ticket for a replica; None at the limit."""
         with self.window.lock(self._lock):
             number = self.window.get(self._counter(replica))
             ticket = Ticket(*divmod(number, self.replicas)) if self.common else Ticket(number, replica)
@@ -56,7 +56,7 @@ class Queue:
             return ticket
 
     def stop(self) -> None:
-        """Have all meet as soon as they can: when the steps are done of which a part has begun."""
+        """Lower the limit to the earliest possible meeting: the end of the steps that have started."""
         with self.window.lock(self._lock):
             numbers = [self.window.get(self._counter(replica)) for replica in self.window.living()]
             begun = -(-max(numbers) // self.replicas) if self.common else max(numbers)

@@ -1,16 +1,16 @@
-"""A parameter server: workers pull weights, and push gradients that update them (Li et al. 2014).
+"""Parameter server: workers pull weights and push gradients that update them (Li et al. 2014).
 
-The server is memory that the workers share, in as many shards as there are workers, each with a lock and a count of its
-updates; the worker that pushes does the server's work. Pushes begin at different shards, so that workers seldom queue.
+The server is shared memory with one shard per worker, each with a lock and an update counter; the pushing worker does
+the server's work. Pushes start at different shards, so that workers rarely queue.
 
-bulk-synchronous  (ps-bsp)    The gradients of a step are summed, and the last worker makes one update. All wait for it:
-                              the synchronous run, to rounding.
-stale-synchronous (ps-ssp)    Each push is an update at once. A worker that is s steps ahead of the slowest waits for it
-                              (Ho et al. 2013, section 3).
-asynchronous      (ps-async)  The same, without a bound.
+bulk-synchronous  (ps-bsp)    The gradients of a step are summed, and the last worker applies one update. All wait for
+                              it: equal to the synchronous run up to rounding.
+stale-synchronous (ps-ssp)    Each push is applied immediately. A worker that is s steps ahead of the slowest waits for
+                              it (Ho et al. 2013, section 3).
+asynchronous      (ps-async)  As stale-synchronous, without a bound.
 
-The staleness of an update is the number of updates that others made to the shard since its worker pulled; the learning
-rate is divided by it (Zhang et al. 2016, equation 4), if it is more than 1.
+The staleness of an update is the number of updates by other workers to the shard since its worker pulled. If it exceeds
+1, the learning rate can be divided by it (Zhang et al. 2016, equation 4).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shoal.training.async_dp.methods.method import Method, States, move_weights,
 
 
 class Server(Method):
-    """One worker, and the server's memory.
+    """Parameter-server method of one worker, with the server's shared memory.
 
     Args:
-        window, flat, optimizer: as of `Method`.
-        build: makes a rule for some shards.
-        bound: as of `staleness_bound`.
+        window, flat, optimizer: see `Method`.
+        build: builds an update rule for given shards.
+        bound: see `staleness_bound`.
         aware: whether the learning rate is divided by the staleness.
-        clip: largest gradient norm, for the sum of a bulk-synchronous step.
+        clip: maximum gradient norm of the sum in a bulk-synchronous step.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Server(Method):
         self._locks, self._versions = window.locks(self.replicas), window.counters(self.replicas)
         self._clocks, self._pushed = window.counters(self.replicas), window.counters(1)
         self._pulled = dict.fromkeys(self.rules, 0)
-        self.made = torch.zeros(self.replicas, dtype=torch.int64)  # of each shard
+        self.made = torch.zeros(self.replicas, dtype=torch.int64)  # updates of each shard
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def before(self, step: int) -> bool:
-        """Wait for slower workers, then pull.
+        """Wait for slower workers, then pull the weights.
 
         Raises:
-            PeerLost: a worker has ended, and the server is bulk-synchronous.
+            PeerLost: a worker has exited and the server is bulk-synchronous.
         """
         self.window.set(self._clocks + self.replica, step)
         everyone = range(self.replicas)
@@ -84,7 +84,7 @@ class Server(Method):
         return True
 
     def slowest(self) -> int:
-        """The least clock of a living worker."""
+        """Return the number of steps done by the slowest living worker."""
         return min(self.window.get(self._clocks + worker) for worker in self.window.living())
 
     def _version(self, shard: int) -> int:
@@ -100,7 +100,7 @@ class Server(Method):
         self.window.set(self._clocks + self.replica, step + 1)
 
     def _push(self, rate: float) -> None:
-        """Update each shard at once, beginning with that of this worker's number."""
+        """Update each shard immediately, starting at this worker's own."""
         found = []
         for k in sorted(self.rules, key=lambda k: (k - self.replica) % self.replicas):
             with self.window.lock(self._locks + k):
@@ -140,12 +140,12 @@ class Server(Method):
     # ---- all together ------------------------------------------------------------------------------------------
 
     def settle(self, group: object) -> None:
-        """As `Method`: take the server's weights."""
+        """Set the weights to the server's."""
         for weights, served in zip(self.flat.weights, self.weights, strict=True):
             weights.copy_(served)
 
     def start(self, step: int) -> None:
-        """As `Method`; the first worker writes the server's weights. Its states were loaded in place."""
+        """Start after ``step`` steps; the first worker writes the server's weights. States were loaded in place."""
         self.window.set(self._clocks + self.replica, step)
         if self.replica:
             return
@@ -155,11 +155,11 @@ class Server(Method):
             self.window.set(self._versions + k, made)
 
     def own_states(self) -> States:
-        """None: the server has the moments."""
+        """Return no states: the server has the moments."""
         return {}
 
     def served_states(self) -> States:
-        """The server's moments, and the updates of each shard."""
+        """Return the server's moments and the number of updates of each shard."""
         self.made.copy_(torch.tensor([self._version(k) for k in range(self.replicas)]))
         states: States = {"updates": {"made": [whole(self.made)]}}
         for rule in self.rules.values():
@@ -168,16 +168,16 @@ class Server(Method):
         return states
 
     def restored(self) -> None:
-        """Nothing to do: `start` writes the window, and each update its rule."""
+        """Do nothing: `start` writes the window, and each update sets its rule."""
 
 
 def staleness_bound(config: RunConfig) -> int | None:
-    """Steps that a worker may be ahead of the slowest; 0 is bulk-synchronous, None asynchronous."""
+    """Return the steps that a worker may be ahead of the slowest: 0 bulk-synchronous, None asynchronous."""
     return {"ps-bsp": 0, "ps-ssp": config.relaxed.staleness}.get(config.parallel.sync)
 
 
 def _balanced(shards: Shards, servers: int) -> dict[str, int]:
-    """A shard for each parameter: in order of size, each to the smallest shard so far."""
+    """Assign each parameter, in decreasing order of size, to the smallest shard so far."""
     sizes = dict.fromkeys(shards.parameters, 0)
     for shard in shards.shards:
         for part in shard.parts:
@@ -191,7 +191,7 @@ def _balanced(shards: Shards, servers: int) -> dict[str, int]:
 
 @torch.no_grad()
 def _share_states(rule: Rule, window: Window) -> None:
-    """Move the states of an element-wise rule into a window; every replica does the same."""
+    """Move the states of an element-wise rule into a window. All replicas must call this in the same order."""
     seen: dict[int, Tensor] = {}
     for parameters in rule.states().values():
         for pieces in parameters.values():

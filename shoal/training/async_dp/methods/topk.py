@@ -1,7 +1,7 @@
-"""Top-k: of each gradient tensor, the largest elements alone (Lin et al. 2018; Stich et al. 2018, algorithm 1).
+"""Top-k compression: send only the largest elements of each gradient (Lin et al. 2018; Stich et al. 2018, algorithm 1).
 
-Every replica sends the k elements of its gradient, plus error, that are largest in magnitude, with their indices. The
-indices differ between replicas, so each rank gathers all and adds them in the order of the replicas: it receives
+Every replica sends the k elements of its gradient plus error that are largest in magnitude, with their indices. As the
+indices differ between replicas, each rank gathers all of them and adds them in the order of the replicas. It receives
 2 k (N - 1) numbers, fewer than in an all-reduce if the density is well below 1 / N.
 """
 
@@ -18,14 +18,13 @@ from shoal.training.async_dp.methods.flat import Flat
 
 
 class TopK(Compressed):
-    """Args: as `Compressed`, and the part of the elements that is sent (1 sends all)."""
+    """Args: see `Compressed`; fraction of the elements that is sent (1 sends all)."""
 
     def __init__(self, flat: Flat, group: Group | None, density: float):
         super().__init__(flat, group)
         self.counts = [math.ceil(density * tensor.numel()) for tensor in self.tensors]
 
     def exchange(self) -> None:
-        """As `Compressed`."""
         places, values = [], []
         for tensor, error, k in zip(self.tensors, self.error_of, self.counts, strict=True):
             mine = tensor.view(-1)

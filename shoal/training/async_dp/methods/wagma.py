@@ -1,13 +1,13 @@
-"""Wait-avoiding group averaging: each step a replica averages with a few others, another few each time
+"""Wait-avoiding group averaging: in each step a replica averages with a different small group
 (Li et al. 2020, "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging").
 
-After its own update a replica publishes its weights, and takes the mean of its own and those that the others of its
-group have published: of a late member the weights of an earlier step, up to ``staleness`` steps old. So no replica
-waits for a straggler, whose weights still count. Every ``global_every`` steps all average and wait for all; what was
-published for such a step stays until all have read it, so that all have the same weights after it.
+After its own update a replica publishes its weights, and takes the mean of its own and those published by its group; a
+late member contributes the weights of an earlier step, up to ``staleness`` steps old. No replica waits for a straggler,
+yet its weights still count. Every ``global_every`` steps all replicas average and wait for all; weights published for
+such a step stay until all have read them, so that all have the same weights after it.
 
-The groups are those of a tournament among the living replicas (`shoal.training.async_dp.methods.groups`). In the paper
-one collective gives all members the same sum, and a late one adds itself afterwards; here each member reads for itself,
+The groups form a tournament among the living replicas (`shoal.training.async_dp.methods.groups`). In the paper one
+collective gives all members the same sum, and a late member adds itself afterwards; here each member reads separately,
 which gives the same mean if all are in time.
 """
 
@@ -26,13 +26,13 @@ from shoal.training.async_dp.methods.method import Method
 
 
 class GroupAverage(Method):
-    """One replica.
+    """Group averaging of one replica.
 
     Args:
-        window, flat, optimizer: as of `Method`.
-        size: of a group.
-        staleness: steps that what is read may be old.
-        global_every: steps between averages over all; 0 has none.
+        window, flat, optimizer: see `Method`.
+        size: group size.
+        staleness: maximum age in steps of the weights read.
+        global_every: steps between averages over all replicas; 0 disables them.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class GroupAverage(Method):
     ):
         super().__init__(window, flat, optimizer)
         self.size, self.late, self.global_every = size, staleness, global_every
-        # Two for each replica, so that one can be read while the next step's is written.
+        # Two copies per replica, so that one can be read while the next step's is written.
         self.published = [[self.shared() for _ in range(2)] for _ in range(self.replicas)]
-        # For each replica the steps that it has published, and the last global step that it has read.
+        # By replica, the number of steps published, and the last global step read.
         self._done, self._read_all = window.counters(self.replicas), window.counters(self.replicas)
         self._locks = window.locks(2 * self.replicas)
 
     def group_of(self, step: int) -> tuple[list[int], int]:
-        """Return the replicas that average in a step, and how many steps old their weights may be."""
+        """Return the replicas that average in a step, and the maximum age of their weights in steps."""
         living = self.window.living()
         if self._is_global(step + 1):
             return living, 0
@@ -58,9 +58,9 @@ class GroupAverage(Method):
 
     @torch.no_grad()
     def update(self, step: int, rate: float, tokens: int) -> None:
-        """Step the optimizer, publish, and average with the group."""
+        """Step the optimizer, publish the weights, and average with the group."""
         self.optimizer.step(rate)
-        if self._is_global(step - 1):  # which this step's weights overwrite
+        if self._is_global(step - 1):  # the global step whose weights this step overwrites
             for other in range(self.replicas):
                 self.wait_for(other, self._read_all + other, step - 1)
         self._publish(step + 1)
@@ -74,7 +74,7 @@ class GroupAverage(Method):
             if self.window.alive(member):
                 members.append(member)
         total: list[Tensor] = []
-        for member in sorted(members):  # in one order: members who read the same get the same bits
+        for member in sorted(members):  # fixed order, so that members who read the same weights get the same bits
             version, weights = self._read(member, step + 1)
             ages.append(max(0, step + 1 - version))
             total = [a.add_(b) for a, b in zip(total, weights, strict=True)] if total else weights
@@ -91,7 +91,7 @@ class GroupAverage(Method):
             self.window.set(self._done + self.replica, version)
 
     def _read(self, member: int, wanted: int) -> tuple[int, list[torch.Tensor]]:
-        """A copy of a member's weights after ``wanted`` steps, or after the nearest number that is still there."""
+        """Copy a member's weights after ``wanted`` steps, or after the nearest available number of steps."""
         while True:
             newest = self.window.get(self._done + member)
             version = wanted if newest in (wanted, wanted + 1) else newest
@@ -100,12 +100,11 @@ class GroupAverage(Method):
                     return version, [memory.clone() for memory in self.published[member][version % 2]]
 
     def settle(self, group: Group | None) -> None:
-        """As `Method`: the mean of all."""
+        """Set the weights to the mean of all replicas."""
         for weights in self.flat.weights:
             all_reduce(weights, group).div_(1 if group is None else group.size())
         self._publish(self.window.get(self._done + self.replica))
 
     def start(self, step: int) -> None:
-        """As `Method`."""
         self._publish(step)
         self.window.set(self._read_all + self.replica, step)
