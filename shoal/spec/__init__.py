@@ -1,5 +1,5 @@
-"""What a run is, as data: its config, its layout, the catalog of facts, number formats and what goes with what.
+"""Description of a run as data: config, layout, catalog of facts, number formats and feature compatibility.
 
-Everything here is frozen and checked before any process starts. It uses `shoal.base` alone, and no torch.
+Everything here is frozen and checked before any process starts. It imports `shoal.base` only, and no torch.
 `shoal.spec.compatibility` is the one table of features that exclude each other.
 """

@@ -1,5 +1,4 @@
-"""Which number format holds what: the facts, which need no torch. `shoal.engine.precision.policy` has them as its
-dtypes."""
+"""Number formats of each precision, without torch. `shoal.engine.precision.policy` maps them to dtypes."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ class Format(NamedTuple):
     """A number format.
 
     Attributes:
-        name: torch's.
-        itemsize: bytes.
-        digits: bits of the fraction that are kept (without the leading one).
+        name: the name of the torch dtype.
+        itemsize: bytes per number.
+        digits: bits of the fraction, without the leading one.
         smallest: exponent of 2 of the smallest normal number.
-        largest: number.
+        largest: largest finite number.
     """
 
     name: str
@@ -25,7 +24,7 @@ class Format(NamedTuple):
 
     @property
     def tiniest(self) -> int:
-        """Exponent of 2 of the smallest number above 0, a subnormal one."""
+        """Exponent of 2 of the smallest positive (subnormal) number."""
         return self.smallest - self.digits
 
 
@@ -50,9 +49,9 @@ class Formats(NamedTuple):
         compute: weights and activations in forward and backward.
         reduce: gradients, summed over micro-batches and ranks.
         state: the optimizer's moments.
-        products: what the matrix products of the layers take: "compute", or 8-bit copies of that.
-        scaled: the loss is multiplied by a dynamic scale before backward.
-        what: in words.
+        products: inputs of the layers' matrix products: "compute", or 8-bit copies of that format.
+        scaled: multiply the loss by a dynamic scale before backward.
+        what: description in words.
     """
 
     storage: Format
@@ -65,26 +64,26 @@ class Formats(NamedTuple):
 
     @property
     def master(self) -> bool:
-        """Whether the weights that are updated are others than those that compute."""
+        """Whether the optimizer updates master weights, separate from the weights used in forward and backward."""
         return self.storage != self.compute
 
     @property
     def narrow(self) -> bool:
-        """Whether the weights that are updated have few digits: updates are then rounded stochastically."""
+        """Whether the updated weights are narrower than float32; updates are then rounded stochastically."""
         return self.storage.itemsize < FP32.itemsize
 
     @property
     def rounds(self) -> bool:
-        """Whether an update rounds what it writes, weights or states, to fewer digits than it is computed with."""
+        """Whether an update rounds weights or optimizer states to fewer bits than it is computed with."""
         return self.narrow or self.state.itemsize < FP32.itemsize
 
     @property
     def widened(self) -> bool:
-        """Whether an update is computed in a wider format than what it reads and writes is all kept in."""
+        """Whether an update is computed in a wider format than some of the values that it reads and writes."""
         return self.narrow or not self.storage == self.reduce == self.state
 
     def in_float64(self) -> Formats:
-        """The same rules on float64: what remains is what no layout may change, to 1e-9."""
+        """Return the same rules with float64 formats, in which all layouts must agree to 1e-9."""
         return self._replace(storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {self.what}; in float64")
 
 
@@ -101,19 +100,19 @@ FORMATS = {
     # Micikevicius et al. 2018, sections 3.1 and 3.2
     "fp16": Formats(FP32, FP16, FP32, FP32, scaled=True, what="float32 master weights, dynamic loss scale"),
     "fp16-unscaled": Formats(FP32, FP16, FP32, FP32, what="float32 master weights; small gradients are lost"),
-    # Micikevicius et al. 2022; section float8 of a run says how
+    # Micikevicius et al. 2022; section float8 of a run has the settings
     "fp8": Formats(FP32, BF16, FP32, FP32, products="float8", what="bf16 with the layers' products in e4m3 and e5m2"),
     # Open Compute Project 2023, "Microscaling Formats (MX) Specification", version 1.0
     "mxfp8": Formats(FP32, BF16, FP32, FP32, products="mxfp8", what="bf16 with the layers' products in MXFP8"),
     "fp64": Formats(FP64, FP64, FP64, FP64, what="everything in float64, for verification"),
 }
-FORMATS |= {  # of those that do more than to round to some dtype
+FORMATS |= {  # precisions that do more than round to a dtype
     f"fp64-{name}": formats.in_float64() for name, formats in FORMATS.items()
     if formats.scaled or formats.products != "compute"
 }  # fmt: skip
-"""By name, as ``train.precision`` takes them."""
+"""Number formats by the name in ``train.precision``."""
 
 
 def verified_as(name: str) -> str:
-    """The precision in which a layout for this one is compared to 1e-9."""
+    """Return the float64 precision in which layouts of this precision are compared to 1e-9."""
     return name if name.startswith("fp64") else f"fp64-{name}" if f"fp64-{name}" in FORMATS else "fp64"

@@ -1,10 +1,10 @@
-"""The methods of relaxed data parallelism (``parallel.sync``) by kind, and the settings that each reads."""
+"""The methods of relaxed data parallelism (``parallel.sync``) by kind, and the settings that each one reads."""
 
 COMPRESSED = ("powersgd", "topk", "onebit", "int8")
 """All-reduce of compressed gradients."""
 
 LOCAL = ("local-sgd", "diloco")
-"""Replicas that average every few steps."""
+"""Replicas that average their weights every few steps."""
 
 SERVED = ("ps-bsp", "ps-ssp", "ps-async")
 """Replicas around a parameter server."""
@@ -13,7 +13,7 @@ UNSYNCHRONISED = (*SERVED, "hogwild", "sgp", "wagma")
 """Replicas that read and write the same memory and do not wait for all others."""
 
 POOLED = ("ps-async", "hogwild")
-"""Methods whose replicas may do different numbers of steps."""
+"""Methods whose replicas may run different numbers of steps."""
 
 READ_BY = {
     "staleness": ("ps-ssp", "sgp", "wagma"),

@@ -1,4 +1,4 @@
-"""Facts as data: model shapes and accelerators, each with its source, read from TOML."""
+"""Catalog of facts: model shapes, accelerators, links and clusters, each with its source, read from TOML."""
 
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators, match
 from shoal.spec.catalog.experts import Experts

@@ -1,6 +1,6 @@
-"""Peak speed and memory of accelerators, from their makers' data sheets.
+"""Peak speed and memory of accelerators, from the manufacturers' data sheets.
 
-The cores of a CPU have no entry: their peak is no fact of a data sheet, it is measured where they are.
+CPU cores have no entry: data sheets do not give their peak, so it is measured on the machine.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from shoal.spec.catalog.tables import entries, find
 
 
 class Accelerator(Section):
-    """One device as torch sees it."""
+    """One accelerator, as torch sees it."""
 
     name: str
-    """The name in the catalog."""
+    """Name in the catalog."""
 
     peak_flops: dict[str, PositiveFloat]
-    """Dense matrix products, FLOP/s, by number format: bf16, fp16, tf32, fp32, fp64, fp8, int8. A format it lacks is
-    not there."""
+    """Dense matrix-product peak in FLOP/s by number format: bf16, fp16, tf32, fp32, fp64, fp8, int8. Unsupported
+    formats are absent."""
 
     sparse_flops: dict[str, PositiveFloat] = Field(default={})
-    """What data sheets print besides: the same with half of one matrix zero (2:4). Nothing here computes with it."""
+    """Peaks with 2:4 sparsity (half of one matrix is zero), from data sheets. shoal computes nothing with them."""
 
     memory_bytes: PositiveFloat
-    """Size of its memory, bytes."""
+    """Memory size in bytes."""
 
     memory_bandwidth: PositiveFloat
-    """Of its memory, bytes/s."""
+    """Memory bandwidth in bytes/s."""
 
     devices: tuple[str, ...] = ()
-    """The names that its driver reports."""
+    """Device names that the driver reports."""
 
     matmul_efficiency: float = Field(default=0.8, gt=0, le=1)
-    """Part of the dense peak that the best-shaped matrix product attains."""
+    """Fraction of the dense peak that the best-shaped matrix product attains."""
 
     generation: str = "other"
-    """What constants of the calibrated cost model it shares with others
+    """Key of the generation-specific constants of the calibrated cost model
     (`shoal.spec.catalog.calibration.GENERATIONS`)."""
 
     watts: PositiveFloat | None = None
-    """The most that the board draws; None where its maker does not say."""
+    """Maximum power of the board in W; None if the manufacturer does not publish it."""
 
     dollars_per_hour: PositiveFloat | None = None
-    """A list price on demand; None where it is not rented by the piece."""
+    """On-demand list price; None if single devices are not for rent."""
 
     price_source: str = ""
-    """Whose price."""
+    """Source of the price."""
 
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     def dense_flops(self, kind: str) -> float:
-        """The dense peak for a number format, FLOP/s.
+        """Return the dense peak for a number format, in FLOP/s.
 
         Raises:
-            UsageError: it has no such matrix products.
+            UsageError: the accelerator has no peak for this format.
         """
         if kind not in self.peak_flops:
             raise UsageError(f"accelerator {self.name} has no {kind} peak; allowed: {', '.join(self.peak_flops)}")
@@ -67,14 +67,12 @@ class Accelerator(Section):
 
     @property
     def half(self) -> str:
-        """Its number format of 16 bits: bf16, or fp16 where that is not there; the first that it has, if neither is."""
+        """Its 16-bit number format: bf16, else fp16, else its first format."""
         return next(kind for kind in ("bf16", "fp16", *self.peak_flops) if kind in self.peak_flops)
 
     @property
     def printed(self) -> tuple[str, float]:
-        """What data sheets and courses print first, and how much of it, FLOP/s: products of sparse matrices, of 8-bit
-        integers, or dense ones in 16 bits.
-        """
+        """The peak that data sheets print first, as (kind, FLOP/s): sparse, 8-bit integer, or dense 16-bit products."""
         if self.half in self.sparse_flops:
             return "sparse", self.sparse_flops[self.half]
         kind = "int8" if "int8" in self.peak_flops else self.half
@@ -82,12 +80,12 @@ class Accelerator(Section):
 
 
 def accelerators() -> Mapping[str, Accelerator]:
-    """Every accelerator, by name."""
+    """Return all accelerators by name."""
     return entries("accelerators", Accelerator)
 
 
 def accelerator(name: str) -> Accelerator:
-    """An accelerator by its name in the catalog.
+    """Return an accelerator by its name in the catalog.
 
     Raises:
         UsageError: the name is not in the catalog.
@@ -96,7 +94,7 @@ def accelerator(name: str) -> Accelerator:
 
 
 def match(device_name: str) -> Accelerator | None:
-    """The accelerator that a driver's device name means, or None: a wrong peak is worse than no MFU.
+    """Return the accelerator with a driver's device name, or None: a wrong peak is worse than no MFU.
 
     >>> match("NVIDIA H200").name
     'h200-sxm'

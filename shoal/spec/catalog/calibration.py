@@ -1,4 +1,4 @@
-"""The constants of the calibrated cost model, each with what it means and how it was found, from `calibration.toml`."""
+"""Constants of the calibrated cost model, each with its meaning and source, from `calibration.toml`."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ if TYPE_CHECKING:
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
-"""What leads out of nodes; efa-slow is one of jobs whose own measured collectives slowed down with every node."""
+"""Kinds of networks between nodes. efa-slow is for jobs whose measured collectives slowed down with each added node."""
 SPREADS = ("node", "small", "large")
-"""One node, up to 128 accelerators, and more: what the errors of an estimate are known by."""
+"""Scales with separate error estimates: one node, up to 128 accelerators, and more."""
 
 
 Value = float | tuple[float, ...]
 
 
 class Constant(Section):
-    """One constant: a number, or one for each generation, network, software or scale."""
+    """One constant: a single number, or one per generation, network, software or scale."""
 
     meaning: str
-    """What it is."""
+    """Description of the constant."""
 
     unit: str = "1"
-    """Of its values."""
+    """Unit of the values."""
 
     by: Literal["", "generation", "network", "software", "scale"] = ""
-    """What there is one value for each of; of those that are not listed, `expected` counts."""
+    """Key of a table of values, empty for a single number. Keys without a value use `expected`."""
 
     expected: NonNegativeFloat | dict[str, NonNegativeFloat]
-    """What one expects without any measurement; a fit is drawn to it as far as the data leave it open. A table has one
-    for some of what it is known by, and `rest` for the others."""
+    """Expected value without any measurement: the prior mean of the fit. A table has values for some keys, and `rest`
+    for the others."""
 
     source: str = ""
-    """Where that is published."""
+    """Publication of the expected value."""
 
     sure: PositiveFloat = 0.6
-    """How far a fit may go from there: one standard deviation of its logarithm."""
+    """Prior standard deviation of the logarithm."""
 
     least: PositiveFloat | None = None
-    """What it cannot be below."""
+    """Lower bound."""
 
     most: PositiveFloat | None = None
-    """What it cannot exceed."""
+    """Upper bound."""
 
     fitted: Literal["time", "memory", ""] = ""
-    """The measurements that it is fitted to; not at all if empty."""
+    """Kind of measurements that it is fitted to; empty if it is not fitted."""
 
     value: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default={})
-    """What the fit found: a number, or a table of some of what there is one for each of."""
+    """Fitted value: a number, or a table with some of the keys."""
 
     @model_validator(mode="after")
     def _complete(self) -> Constant:
@@ -76,18 +76,18 @@ class Constant(Section):
         return self
 
     def prior(self, name: str = "") -> float:
-        """What one expects, for one of what it is known by."""
+        """Return the expected value for one key."""
         return self.expected.get(name, self.expected["rest"]) if isinstance(self.expected, dict) else self.expected
 
     def values(self) -> Value:
-        """Its number, or one for each of `names_of` what it is known by."""
+        """Return the number, or a tuple with one number for each of `names_of` its key."""
         given = self.value if isinstance(self.value, dict) else {"": self.value}
         values = tuple(float(given.get(name, self.prior(name))) for name in names_of(self.by))
         return values if self.by else values[0]
 
 
 def names_of(by: str) -> tuple[str, ...]:
-    """What a constant has a value for each of."""
+    """Return the names of the values of a constant."""
     return {
         "": ("",),
         "generation": GENERATIONS,
@@ -98,11 +98,11 @@ def names_of(by: str) -> tuple[str, ...]:
 
 
 class Calibration:
-    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` what it is known by.
+    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` its key.
 
     Attributes:
-        constants: with what they mean.
-        values: the same numbers, in tuples (default: those of the constants).
+        constants: descriptions by name.
+        values: numbers or tuples by name (default: the constants' own values).
     """
 
     def __init__(self, constants: Mapping[str, Constant], values: Mapping[str, Value] | None = None):
@@ -111,12 +111,12 @@ class Calibration:
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """Of `values` those that are one number."""
+        """Constants with a single value."""
         return {name: value for name, value in self.values.items() if not isinstance(value, tuple)}
 
     @cached_property
     def tables(self) -> dict[str, tuple[float, ...]]:
-        """Of `values` those that are several, one for each of `names_of` what they are known by."""
+        """Constants with several values, in the order of `names_of` their key."""
         return {name: value for name, value in self.values.items() if isinstance(value, tuple)}
 
     @cached_property
@@ -129,10 +129,10 @@ class Calibration:
         return self._arrays[name]
 
     def measured(self, values: Mapping[str, float]) -> Calibration:
-        """The same with other values, each for whatever its constant is known by.
+        """Return a copy with measured values, each for all keys of its constant.
 
         Raises:
-            UsageError: there is no such constant.
+            UsageError: unknown constant.
         """
         for name in values:
             if name not in self.values:
@@ -141,12 +141,12 @@ class Calibration:
         return self._with({name: (value,) * of[name] if of[name] else value for name, value in values.items()})
 
     def expected(self) -> Calibration:
-        """The same as if nothing had been measured: all that a fit finds has what is expected of it."""
+        """Return a copy with the expected value of every fitted constant, as without measurements."""
         fitted = [name for name, of in self.constants.items() if of.fitted]
         return self._with({name: self.constants[name].model_copy(update={"value": {}}).values() for name in fitted})
 
     def with_values(self, values: Mapping[str, np.ndarray]) -> Calibration:
-        """The same with other values for some constants; what they mean is kept."""
+        """Return a copy with other values for some constants, and the same descriptions."""
         return self._with({name: tuple(v.tolist()) if v.ndim else float(v) for name, v in values.items()})
 
     def _with(self, values: Mapping[str, Value]) -> Calibration:
@@ -154,10 +154,10 @@ class Calibration:
 
 
 def read_calibration(path: Path | None = None) -> Calibration:
-    """Constants from a TOML file, or shoal's own.
+    """Read constants from a TOML file (default: those shipped with shoal).
 
     Raises:
-        UsageError: no such file, not TOML, a constant that is missing, unknown or by something else than shoal's own,
+        UsageError: no such file, not TOML, a constant that is missing, unknown or with another key than shoal's own,
             or a value that is unknown, negative or not finite.
     """
     own = _constants(shipped("calibration"), "calibration.toml")
@@ -178,10 +178,10 @@ def _constants(tables: dict[str, Any], source: str) -> dict[str, Constant]:
 
 @cache
 def calibration() -> Calibration:
-    """Shoal's own."""
+    """Return shoal's own calibration."""
     return read_calibration()
 
 
 def calibration_of(cluster: Cluster) -> Calibration:
-    """Shoal's own, but for what was measured on the nodes of a cluster (`shoal calibrate`)."""
+    """Return shoal's own calibration, with the values measured on the nodes of a cluster (`shoal calibrate`)."""
     return calibration().measured(cluster.constants) if cluster.constants else calibration()

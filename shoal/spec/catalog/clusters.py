@@ -20,81 +20,81 @@ NETWORKS = {
     "ETH10": "ethernet-10g", "ETH100": "ethernet-100g", "ETH400": "ethernet-400g",
     "EFA50": "efa-50g", "EFA400": "efa-400g",
 }  # fmt: skip
-"""What a cluster's name may end in: the network between its nodes."""
+"""Suffixes of a cluster's name: the network between its nodes."""
 
 
 class Node(Section):
-    """What accelerators share, in a server or a pod."""
+    """A server or pod of accelerators."""
 
     name: str
-    """The name in the catalog."""
+    """Name in the catalog."""
 
     accelerator: str
-    """Its accelerators, by their name in the catalog."""
+    """Name of its accelerators in the catalog."""
 
     per_node: PositiveInt = 1
-    """How many a node has, unless the cluster's name says otherwise."""
+    """Accelerators per node, unless the cluster's name gives a number."""
 
     inside: str
-    """The link by which each reaches the others of its node, or its neighbours in a torus."""
+    """Link from each accelerator to the others of its node, or to its neighbours in a torus."""
 
     nic: str | None = None
-    """The link that leads out of the node."""
+    """Link that leads out of the node."""
 
     nics: PositiveInt | None = None
-    """How many of these a node has."""
+    """Number of these links per node."""
 
     dimensions: PositiveInt | None = None
-    """Of a pod: those of its torus."""
+    """Pods: dimensions of the torus."""
 
     most: PositiveInt | None = None
-    """Of a pod: its chips."""
+    """Pods: maximum number of chips."""
 
     wraps_at: PositiveInt = 1
-    """Of a pod: an axis of a multiple of so many chips is closed to a ring; any other is a line."""
+    """Pods: an axis is a ring if its number of chips is a multiple of this, else a line."""
 
     wraps_from: PositiveInt = 1
-    """Of a pod: chips of the smallest slice that has rings."""
+    """Pods: chips of the smallest slice that has rings."""
 
     cores_per_chip: PositiveInt = 1
-    """Of a pod: what the number in a slice's name counts for each chip."""
+    """Pods: cores per chip, which the number in a slice's name counts."""
 
     at_once: PositiveInt | None = None
-    """How many of a node's accelerators compute at one time, where they are ranks that share its cores; the others wait
-    for their turn. They also share its memory, which is their accelerator's. All unless given."""
+    """Accelerators of a node that compute at the same time (default: all), for ranks that share the node's cores; the
+    others wait. They also share the accelerator's memory."""
 
     watts: PositiveFloat | None = None
-    """The most that a whole node draws, with its host, switches and fans; None where its maker does not say."""
+    """Maximum power of a complete node in W, with its host, switches and fans; None if the manufacturer does not
+    publish it."""
 
     constants: dict[str, NonNegativeFloat] = Field(default={})
-    """Of the calibrated cost model (`calibration.toml`), where they were measured on this very node."""
+    """Constants of the calibrated cost model (`calibration.toml`) measured on this node."""
 
     reference: PositiveFloat | None = None
-    """Seconds of one and the same work on each of its cores (`bench/calibration/measure.py`) when these were measured:
-    how fast the machine was."""
+    """Seconds of a reference computation on each core (`bench/calibration/measure.py`) when these were measured: the
+    speed of the machine at that time."""
 
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Accelerators, and what connects them.
+    """Accelerators and the links that connect them.
 
     Attributes:
-        name: as it was given.
-        accelerator: each of them.
-        nodes, per_node: how many, and accelerators in each. A torus is one node.
-        inside: of one accelerator, to a switch that it shares with its node; in a torus each of its links.
-        nic: of one adapter, out of the node; None for a single node.
-        nics: of a node.
-        torus: the sizes of its dimensions, empty for switched nodes.
-        wraps_at: of these, multiples of so many are rings, the others lines; 0 where all are.
-        thin: how much of the adapters' bandwidth collectives lose each time the nodes that they span double: the
-            exponent of a power.
-        at_once: accelerators of a node that compute at one time, and share its memory; None for all.
-        watts: of one accelerator, with its share of its node; None where nobody says.
-        constants: of the calibrated cost model, measured here.
+        name: name as given.
+        accelerator: type of all accelerators.
+        nodes, per_node: number of nodes, and accelerators in each. A torus is one node.
+        inside: link from one accelerator to the switch of its node; in a torus, each of its links.
+        nic: link of one adapter, out of the node; None for a single node.
+        nics: adapters per node.
+        torus: sizes of its dimensions, empty for switched nodes.
+        wraps_at: axes whose size is a multiple of this are rings, others are lines; 0 if all are lines.
+        thin: loss of adapter bandwidth in collectives when the number of nodes doubles: the exponent of a power law.
+        at_once: accelerators of a node that compute at the same time, and share its memory; None for all.
+        watts: power of one accelerator with its share of the node; None if unknown.
+        constants: constants of the calibrated cost model measured on this cluster.
     """
 
     name: str
@@ -113,12 +113,12 @@ class Cluster:
 
     @property
     def turns(self) -> float:
-        """Accelerators that share what one of them needs to compute: 1 where each has its own."""
+        """Number of accelerators that share one compute resource: 1 if each has its own."""
         return max(1.0, self.per_node / self.at_once) if self.at_once else 1.0
 
     @property
     def memory_bytes(self) -> float:
-        """Of one accelerator: those that share a memory have equal parts of it."""
+        """Memory of one accelerator in bytes; accelerators that share a memory have equal parts of it."""
         return self.accelerator.memory_bytes / (self.per_node if self.at_once else 1)
 
     @property
@@ -127,11 +127,11 @@ class Cluster:
         return self.nodes * self.per_node
 
     def closed(self, chips: int) -> bool:
-        """Whether an axis of so many chips of the torus is a ring."""
+        """Return whether a torus axis of this size is a ring."""
         return bool(self.wraps_at) and chips % self.wraps_at == 0
 
     def describe(self) -> str:
-        """In words, for the head of a table."""
+        """Describe the cluster for the title of a table."""
         what = f"{self.size:,} x {self.accelerator.name}"
         if self.inside is None:
             return what
@@ -142,15 +142,16 @@ class Cluster:
 
 
 def nodes() -> Mapping[str, Node]:
-    """Every node type, by name."""
+    """Return all node types by name."""
     return entries("nodes", Node)
 
 
 def cluster(name: str) -> Cluster:
-    """A cluster by its name.
+    """Return a cluster by its name.
 
-    ``8xH100`` is a node, ``64x8xH100`` 64 of them, ``-IB400`` names another network between them; ``4xA100`` is half a
-    node. ``v5p-4096`` is a slice of a pod in the maker's words, which for v4 and v5p count TensorCores, two a chip.
+    ``8xH100`` is a node, ``64x8xH100`` 64 nodes; ``-IB400`` selects another network between them; ``4xA100`` is half a
+    node. ``v5p-4096`` is a slice of a pod in the manufacturer's notation, which for v4 and v5p counts TensorCores, two
+    per chip.
 
     >>> cluster("64x8xH100-IB200").nic.name, cluster("v5p-4096").torus
     ('infiniband-hdr', (8, 16, 16))
@@ -201,15 +202,15 @@ def cluster(name: str) -> Cluster:
 
 
 def _known(name: str) -> str | None:
-    """The node type that a name means, in any capitals."""
+    """Return the node type with this name, ignoring case."""
     return {known.lower(): known for known in nodes()}.get(name.lower())
 
 
 def _network(name: str) -> bool:
-    """Whether a node type's name is followed by a network's.
+    """Return whether the name of a network follows the name of a node type.
 
     Raises:
-        UsageError: it is followed by something that is neither.
+        UsageError: neither follows.
     """
     if _known(name) or "-" not in name or not _known(name.rpartition("-")[0]):
         return False
@@ -233,7 +234,7 @@ def _slice(name: str, node: Node, count: int) -> Cluster:
 
 
 def _cube(chips: int, dimensions: int) -> tuple[int, ...]:
-    """The most even sizes of a torus, in rising order.
+    """Return the most balanced sizes of a torus, in ascending order.
 
     >>> _cube(2048, 3), _cube(8960, 3), _cube(256, 2)
     ((8, 16, 16), (16, 20, 28), (16, 16))

@@ -1,4 +1,4 @@
-"""Bandwidth and latency of links between devices, from their makers and from NCCL's own model."""
+"""Bandwidth and latency of links between devices, from the manufacturers and from NCCL's own model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Link(Section):
     """One direction of a link."""
 
     name: str
-    """The name in the catalog."""
+    """Name in the catalog."""
 
     bandwidth: PositiveFloat
-    """Bytes/s."""
+    """Bandwidth in bytes/s."""
 
     latency: NonNegativeFloat
-    """Of a message, however short, s."""
+    """Latency of a message of any size, in seconds."""
 
     source: str
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 def link(name: str) -> Link:
-    """A link by its name in the catalog.
+    """Return a link by its name in the catalog.
 
     Raises:
         UsageError: the name is not in the catalog.

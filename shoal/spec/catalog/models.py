@@ -1,4 +1,4 @@
-"""Shapes of published models, by name, with the parameter counts that their authors print."""
+"""Shapes of published models by name, with the parameter counts that their authors publish."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.spec.catalog.tables import entry, find, table, wrong
 
 
 class Latent(Section):
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are made
-    from one narrow vector of a token. It is counted, not trained."""
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are
+    computed from one narrow vector per token. Only counted; training does not support it."""
 
     query_rank: PositiveInt
     """Width that queries are compressed to."""
@@ -24,11 +24,11 @@ class Latent(Section):
     """Width that keys and values are compressed to."""
 
     rotary_dim: PositiveInt
-    """Width of a query's and of the one common key's part that carries positions, besides head_dim."""
+    """Width of the rotary part of a query and of the shared key, in addition to head_dim."""
 
 
 class ModelShape(Section):
-    """Everything that decides a decoder-only transformer's tensors."""
+    """Shape of a decoder-only transformer: everything that determines its tensors."""
 
     family: Literal["llama", "gpt"]
     """llama: RMSNorm, RoPE, SwiGLU, no biases. gpt: LayerNorm, learned positions, GELU, biases (GPT-2 and GPT-3)."""
@@ -52,13 +52,13 @@ class ModelShape(Section):
     """Width inside the feed-forward block."""
 
     vocab: PositiveInt
-    """v, token ids."""
+    """v, vocabulary size."""
 
     max_sequence: PositiveInt
     """Longest sequence: the number of learned positions (gpt), or what the model was trained for (llama)."""
 
     tied: bool
-    """The output head shares the embedding's weight."""
+    """Whether the output head shares the embedding's weight."""
 
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
@@ -67,24 +67,24 @@ class ModelShape(Section):
     """Base of the rotary frequencies (Su et al. 2021); llama only."""
 
     experts: Experts | None = None
-    """In place of the feed-forward blocks of some layers; they have no biases, in either family."""
+    """Experts that replace the feed-forward blocks of some layers; they have no biases, in either family."""
 
     depths: Depths | None = None
-    """Of some layers, which tokens pass through them."""
+    """Layers that process only some tokens."""
 
     latent: Latent | None = None
-    """In place of the attention that heads and kv_heads describe."""
+    """Latent attention that replaces the attention of heads and kv_heads."""
 
     def parameters(self) -> int:
-        """Exact number of trainable parameters, a tied head counted once."""
+        """Return the exact number of trainable parameters; a tied head counts once."""
         h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
         gpt = self.family == "gpt"
-        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # with the norms
+        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # including the norms
         if self.latent is not None:
-            layer += self.latent.query_rank + self.latent.key_value_rank  # theirs
+            layer += self.latent.query_rank + self.latent.key_value_rank  # norms of latent attention
         block = h * f * self._matrices_of_block()
         if gpt:
-            layer, block = layer + q + 2 * kv + h, block + f + h  # with the biases
+            layer, block = layer + q + 2 * kv + h, block + f + h  # including the biases
         total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
         if (experts := self.experts) is not None:
             routers = (2 if experts.gate == "noisy-top-k" else 1) * h * experts.count
@@ -96,15 +96,15 @@ class ModelShape(Section):
         return total + self.vocab * h * (1 if self.tied else 2)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Model FLOPs of forward and backward per token: 6 per matrix parameter and 12 L a d s for attention.
+        """Return model FLOPs of forward and backward per token: 6 per matrix parameter and 12 L a d s for attention.
 
-        The definition of PaLM (Chowdhery et al. 2022, appendix B), used for every MFU that shoal prints: attention
-        counted in full (not halved for causality), recomputation not counted, and neither is the embedding look-up. Of
-        experts those count that a token is given to, were none dropped (Fedus et al. 2022, section 2), and the router.
-        A layer that takes k of a sequence's s tokens counts k/s, its scores (k/s)^2, and its router for all of them.
+        PaLM's definition (Chowdhery et al. 2022, appendix B), used for every MFU in shoal: attention counts in full
+        (not halved for causality); recomputation and the embedding lookup do not count. Routed experts count per token
+        as if none were dropped (Fedus et al. 2022, section 2), and so does the router. A layer that processes k of a
+        sequence's s tokens counts k/s, its attention scores (k/s)^2, and its router for all tokens.
         """
         s, wide = sequence_length, 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
-        of_token, of_some = 6 * self.vocab * self.hidden, 0  # each, and those that pass through layers, of a sequence
+        of_token, of_some = 6 * self.vocab * self.hidden, 0  # per token; and per sequence, for layers that skip tokens
         for layer in range(self.layers):
             n = self.taken(layer, s)
             done = 6 * (self.layer_matrices(layer) + self.heads * wide * n)
@@ -113,25 +113,25 @@ class ModelShape(Section):
         return of_token + of_some // max(1, s)
 
     def sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return self._experts_of(layer) is not None
 
     def skips(self, layer: int) -> bool:
-        """Whether only some tokens pass through a layer."""
+        """Return whether a layer processes only some tokens."""
         return self._depths_of(layer) is not None
 
     def taken(self, layer: int, sequence_length: int) -> int:
-        """How many of a sequence's tokens pass through a layer."""
+        """Return the number of a sequence's tokens that a layer processes."""
         depths = self._depths_of(layer)
         return depths.taken(sequence_length) if depths else sequence_length
 
     def router(self, layer: int) -> int:
-        """Parameters that decide which tokens pass through a layer, and that foresee it."""
+        """Return the parameters of a layer's depth router and of its predictor."""
         depths = self._depths_of(layer)
         return self.hidden + depths.predictor * (self.hidden + 1) if depths else 0
 
     def layer_matrices(self, layer: int) -> int:
-        """Parameters of one layer that take part in the matrix products of one token that passes through it."""
+        """Return a layer's matrix parameters that take part in the computation of one token."""
         h, experts = self.hidden, self._experts_of(layer)
         if experts is None:
             return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
@@ -140,8 +140,8 @@ class ModelShape(Section):
         return self._attention_matrices() + met * self._block(experts) + routers * h * experts.count
 
     def mean_layer_matrices(self) -> float:
-        """The mean of `layer_matrices` over the layers and the tokens that may pass through them."""
-        if self.experts is None and self.depths is None:  # all alike
+        """Return the mean of `layer_matrices` over layers, weighted by the fraction of tokens they process."""
+        if self.experts is None and self.depths is None:  # all layers are equal
             return float(self.layer_matrices(0))
         depths = [self._depths_of(i) for i in range(self.layers)]
         return sum((of.capacity if of else 1) * self.layer_matrices(i) for i, of in enumerate(depths)) / self.layers
@@ -156,7 +156,7 @@ class ModelShape(Section):
         return 3 if self.family == "llama" else 2
 
     def _block(self, experts: Experts) -> int:
-        """Parameters of one expert."""
+        """Return the number of parameters of one expert."""
         return self.hidden * experts.ffn * self._matrices_of_block()
 
     def _attention_matrices(self) -> int:
@@ -169,8 +169,8 @@ class ModelShape(Section):
 
 
 _ABOUT = {"published_parameters", "published_to", "published_active", "off_because", "source"}
-"""What an entry says of a model besides its shape: the count that its authors print and its unit (1: exactly), that of
-the parameters that one token meets, why the shape has another count than its rounding, and the source."""
+"""Keys of an entry besides the shape: the count that the authors publish and its unit (1: exact), the active
+parameters per token, the reason if the count differs from the published one, and the source."""
 
 
 def _entry(name: str) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def model_names() -> list[str]:
-    """All names in the catalog."""
+    """Return all names in the catalog."""
     return list(table("models"))
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a published model, or one of ours.
+    """Return the shape of a published model or of one of shoal's own.
 
     Raises:
-        UsageError: the name is not in the catalog, or a value of a user's own is missing, unknown or out of its range.
+        UsageError: the name is not in the catalog, or a value in a user's catalog is missing, unknown or out of range.
 
     >>> shape = model_shape("llama-3-8b")
     >>> shape.layers, shape.hidden, f"{shape.parameters():,}"

@@ -1,4 +1,4 @@
-"""What training software does with memory and overlap, as facts, by the names that publications give it."""
+"""Memory and overlap behaviour of training software, by the names used in publications."""
 
 from __future__ import annotations
 
@@ -14,84 +14,85 @@ AttentionKernel = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "fla
 
 
 class Software(Section):
-    """One framework of one time."""
+    """A training framework at one point in time."""
 
     name: str
-    """The name in the catalog."""
+    """Name in the catalog."""
 
     match: tuple[str, ...]
-    """Words by which publications name it; the longest that is found counts."""
+    """Substrings by which publications name it; the longest match wins."""
 
     since: int = 0
-    """The first year of it: of entries that match as well the latest that had begun counts."""
+    """First year of this entry. Among equal matches, the latest entry that had started wins."""
 
     attention: AttentionKernel
-    """Its kernel, where a publication does not say."""
+    """Attention kernel, if a publication does not name one."""
 
     gradient_bytes: PositiveInt
-    """Of a gradient that is kept from micro-batch to micro-batch."""
+    """Bytes per element of gradients accumulated over micro-batches."""
 
     reduce_bytes: PositiveInt
-    """Of a gradient while it is reduced."""
+    """Bytes per element of gradients while they are reduced."""
 
     overlap_data: bool = False
-    """Gradients are reduced while backward goes on."""
+    """Whether gradients are reduced during backward."""
 
     overlap_tensor: bool = False
-    """Tensor-parallel sums are hidden behind the gradients of the weights."""
+    """Whether tensor-parallel reductions overlap with weight gradients."""
 
     overlap_pipeline: bool = False
-    """Messages between stages are hidden."""
+    """Whether messages between stages are overlapped."""
 
     ahead: bool = False
-    """Its host goes on launching after it has asked for a message between stages, instead of waiting for the device."""
+    """Whether the host continues to launch kernels after it requests a message between stages, without waiting for the
+    device."""
 
     balanced: bool = False
-    """Stages are cut by cost, the head counted."""
+    """Whether stages are balanced by cost, including the head."""
 
     dropout: bool = False
-    """Masks of dropout are kept."""
+    """Whether dropout masks are stored."""
 
     unit_messages: PositiveInt = 1
-    """Collectives for the parameters of one layer under ZeRO-3."""
+    """Collectives per layer for its parameters under ZeRO-3."""
 
     crowded: bool = False
-    """Its launches are slowed by tensor-parallel peers in jobs whose network is slow (seen, not explained)."""
+    """Whether tensor-parallel peers slow its kernel launches in jobs with a slow network (observed, not explained)."""
 
     bucket_copies: NonNegativeInt = 0
-    """Bytes of each parameter in the buckets that replicas reduce; none without replicas."""
+    """Bytes per parameter in the buckets that replicas reduce; none without replicas."""
 
     shard_copies: NonNegativeInt = 0
-    """The same of each rank's shard, under ZeRO."""
+    """The same for each rank's shard, under ZeRO."""
 
     reduced_apart: NonNegativeInt = 0
-    """Whole tensors of [b, s, h] that a layer's forward hands to collectives on a stream of their own: what the host
-    has freed can be used again only once the device has come to it."""
+    """Tensors of [b, s, h] that a layer's forward passes to collectives on a separate stream. The host can reuse their
+    memory only after the device has finished with them."""
 
     gathers_kept: bool = False
-    """With sequence parallelism the gathered inputs of each block are kept for backward."""
+    """Whether sequence parallelism stores the gathered inputs of each block for backward."""
 
     logits_whole: bool = False
-    """The loss sees the logits of the whole vocabulary on every tensor-parallel rank."""
+    """Whether the loss reads full-vocabulary logits on every tensor-parallel rank."""
 
     kept_ffn: PositiveInt = 4
-    """Tensors of [b, s, f] that a gated block keeps: gate, up, the activation and the product; one fused kernel keeps
-    no activation, a compiled block computes the product again as well."""
+    """Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores
+    no activation; a compiled block also recomputes the product."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What it does where a publication does not say."""
+    """Recomputation, if a publication does not name it."""
 
     source: str
-    """Where this is from."""
+    """Source of the facts."""
 
 
 def software_table() -> Mapping[str, Software]:
-    """Every entry, by name, in the order of the file."""
+    """Return all entries by name, in the order of the file."""
     return entries("software", Software)
 
 
 def software_named(text: str, year: float = 2025) -> Software:
-    """The entry that a publication of some year means.
+    """Return the entry that a publication from some year refers to.
 
     >>> software_named("Megatron-LM", 2022).name, software_named("Megatron-LM", 2024).name, software_named("new").name
     ('megatron-2021', 'megatron-core', 'other')

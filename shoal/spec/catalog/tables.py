@@ -1,7 +1,7 @@
-"""The TOML tables of the catalog: those that come with shoal, and a user's own beside them.
+"""TOML tables of the catalog: those shipped with shoal, and a user's own.
 
-A user's file has the same tables under one more name: ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``,
-``[models.NAME]``. An entry of the same name takes the place of shoal's.
+A user's file has the same tables with a prefix: ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``,
+``[models.NAME]``. Its entries replace shoal's entries of the same name.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Table = dict[str, dict[str, Any]]
 FOLDER = Path(__file__).parent
 KINDS = ("accelerators", "links", "nodes", "models", "software")
 _own: dict[str, Table] = {}
-_file = ""  # that a user's tables are from
+_file = ""  # the user's file
 _checked: dict[str, dict[str, Any]] = {}
 
 
 def table(kind: str) -> Table:
-    """Every entry of one of `KINDS`, by name, unchecked."""
+    """Return all entries of one of `KINDS` by name, unchecked."""
     return shipped(kind) | _own.get(kind, {})
 
 
 @cache
 def shipped(kind: str) -> Table:
-    """The tables of one of shoal's own files."""
+    """Return the tables of one of shoal's own files."""
     return tomllib.loads((FOLDER / f"{kind}.toml").read_text("utf-8"))
 
 
 def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
-    """Every entry of one of `KINDS`, by name.
+    """Return all entries of one of `KINDS` by name.
 
     Raises:
         UsageError: see `entry`.
@@ -51,7 +51,7 @@ def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
 
 
 def find(name: str, known: Mapping[str, T], what: str) -> T:
-    """The entry of this name.
+    """Return the entry with this name.
 
     Raises:
         UsageError: the name is not in the catalog.
@@ -62,10 +62,10 @@ def find(name: str, known: Mapping[str, T], what: str) -> T:
 
 
 def entry(of: type[Model], kind: str, name: str, values: Mapping[str, Any]) -> Model:
-    """One entry, checked; with its name, if it has a place for that.
+    """Validate one entry, and set its name if the section has a name field.
 
     Raises:
-        UsageError: a value that is missing, unknown or out of its range.
+        UsageError: a value that is missing, unknown or out of range.
     """
     if "name" in values:
         raise wrong(kind, name, "name: the table's own name is it")
@@ -74,7 +74,7 @@ def entry(of: type[Model], kind: str, name: str, values: Mapping[str, Any]) -> M
 
 
 def wrong(kind: str, name: str, what: str) -> UsageError:
-    """An error in an entry, with the file that it is from."""
+    """Build an error in an entry, with the name of its file."""
     return UsageError(f"{_source(kind, name)}: {kind}.{name}: {what}")
 
 
@@ -83,18 +83,18 @@ def _source(kind: str, name: str) -> str:
 
 
 def own(kind: str) -> frozenset[str]:
-    """The names of the entries that are a user's."""
+    """Return the names of a user's entries."""
     return frozenset(_own.get(kind, {}))
 
 
 def add_catalog(path: str | Path) -> None:
     """Add a TOML file with accelerators, links, nodes and models of your own to the catalog.
 
-    It takes the place of any file that was added before. No entry is read before it is asked for.
+    It replaces any file added before. Entries are validated on first use.
 
     Args:
-        path: with tables ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``, ``[models.NAME]``; an entry of
-            the same name takes the place of shoal's.
+        path: file with tables ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``, ``[models.NAME]``; entries
+            replace shoal's entries of the same name.
 
     Raises:
         UsageError: no such file, not TOML, or a table that is none of `KINDS`.
@@ -120,6 +120,6 @@ def add_catalog(path: str | Path) -> None:
 
 
 def forget() -> None:
-    """Back to shoal's own tables."""
+    """Restore shoal's own tables."""
     _own.clear()
     _checked.clear()

@@ -1,1 +1,1 @@
-"""What goes with what: features of a run, the pairs that exclude each other, and sizes that must fit."""
+"""Compatibility of features and sizes: pairs of features that exclude each other, and sizes that must fit."""

@@ -1,4 +1,4 @@
-"""Questions to the table: may a run be, and could it also use a feature."""
+"""Queries of the compatibility table: is a run allowed, and may it also use a feature."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal.spec.compatibility.table import CONFLICTS, Conflict
 
 
 def find_conflict(run: Run) -> Conflict | None:
-    """The first row of the table that a run breaks; None if its features go together."""
+    """Return the first row of the table that a run violates, or None."""
     used: dict[object, bool] = {}
     for conflict in CONFLICTS:
         for feature in (conflict.first, conflict.second):
@@ -22,10 +22,10 @@ def find_conflict(run: Run) -> Conflict | None:
 
 
 def check_compatibility(run: Run) -> None:
-    """Refuse a run with two features that do not go together.
+    """Reject a run with two features that exclude each other.
 
     Raises:
-        UsageError: naming both settings, why, and what to do instead.
+        UsageError: naming both settings, the reason and a remedy.
     """
     if conflict := find_conflict(run):
         settings = f"{conflict.first.setting(run)} with {conflict.second.setting(run)}"
@@ -33,7 +33,7 @@ def check_compatibility(run: Run) -> None:
 
 
 def is_excluded(feature: Feature, run: Run) -> bool:
-    """Whether a run could not also use a feature: for whoever draws or proposes runs."""
+    """Return whether the other features of a run exclude a feature, for code that draws or proposes runs."""
     return any(
         (conflict.first is feature and conflict.second.used(run))
         or (conflict.second is feature and conflict.first.used(run))

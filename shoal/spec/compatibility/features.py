@@ -1,7 +1,7 @@
-"""The features of a run that may not go together, each with the setting that turns it on.
+"""Features of a run that may exclude each other, each with the setting that turns it on.
 
-A feature is the config field that decides it and a predicate over the run. `shoal.spec.compatibility.table`
-says which of them exclude each other.
+A feature is a config field and a predicate over the run. `shoal.spec.compatibility.table` lists the pairs that exclude
+each other.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shoal.spec.schedules import ASYNCHRONOUS, SLICED, SPLIT_BACKWARD
 from shoal.spec.sync_methods import POOLED, SERVED, UNSYNCHRONISED
 
 BARE = RunConfig(optimizer=OptimizerConfig(clip_norm=0))
-"""The config of a run that uses no feature: where only some sections are known, it has the others."""
+"""Config of a run without any feature: default of the sections that a caller does not have."""
 
 
 class Run(NamedTuple):
-    """What predicates read.
+    """The input of feature predicates.
 
     Attributes:
         shape: the model.
-        splits_backward: whether the pipeline program has backward split into two halves; None takes what the table of
-            schedules says, which does not know schedule files.
-        updates: updates of the weights in one step, where the program is known.
+        splits_backward: whether the pipeline program splits backward into two halves; None looks the schedule up in
+            `SPLIT_BACKWARD`, which does not cover schedule files.
+        updates: weight updates per step, if the program is known.
     """
 
     config: RunConfig
@@ -51,10 +51,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Something that a run uses, or does not.
+    """A feature that a run may use.
 
     Attributes:
-        field: the config field that decides it, ``section.name``.
+        field: the config field that controls it, ``section.name``.
         used: whether a run uses it.
     """
 
@@ -62,33 +62,33 @@ class Feature:
     used: Callable[[Run], bool]
 
     def setting(self, run: Run) -> str:
-        """The field and its value in a run, as a message names it: ``parallel.cp = 2``."""
+        """Format the field and its value for a message: ``parallel.cp = 2``."""
         if self.field.startswith("model."):
             return {EXPERTS: "a model of experts", NO_EXPERTS: "a model without experts"}.get(self, self.field)
         return f"{self.field} = {written(attrgetter(self.field)(run.config))}"
 
 
 def written(value: Any) -> str:
-    """A value as TOML writes it, strings in single quotes."""
+    """Format a value as TOML, with strings in single quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _is(field: str, *values: Any) -> Feature:
-    """The feature that a field has one of these values."""
+    """Build a feature that is used if the field has one of these values."""
     read = attrgetter(field)
     return Feature(field, lambda run: read(run.config) in values)
 
 
 def _is_not(field: str, *values: Any) -> Feature:
-    """The feature that a field has none of these values."""
+    """Build a feature that is used if the field has none of these values."""
     read = attrgetter(field)
     return Feature(field, lambda run: read(run.config) not in values)
 
 
 def _set(field: str) -> Feature:
-    """The feature that a field does not have its default."""
+    """Build a feature that is used if the field differs from its default."""
     return _is_not(field, attrgetter(field)(RunConfig()))
 
 

@@ -1,7 +1,7 @@
-"""Every technique with every other: works, or is refused by a row of the table.
+"""Compatibility matrix of all pairs of techniques: supported, or rejected by a row of the table.
 
-Each technique is a small example run. Two of them are combined and the table is asked, so that the matrix shows what
-`shoal train` would say.
+Each technique is a small example run. Two examples are combined and checked against the table, so the matrix shows the
+answer of `shoal train`.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ TECHNIQUES: Mapping[str, Example] = {
     "step profile": {"metrics": {"profile": True}},
     "histograms": {"metrics": {"histograms": 10}},
 }
-"""An example run of each technique: what it sets in a config."""
+"""Config values of an example run of each technique."""
 
 _DEGREES = ("dp", "tp", "cp", "pp", "ep")
 _BASE = {"optimizer": {"clip_norm": 0.0}}
 
 
 class Cell(NamedTuple):
-    """Two techniques together.
+    """A pair of techniques.
 
     Attributes:
-        conflict: the row that refuses them; None where they work.
-        same_choice: they are two values of one setting, of which a run has one.
+        conflict: the row that rejects the pair; None if it is supported.
+        same_choice: whether they are two values of one setting.
     """
 
     conflict: Conflict | None = None
@@ -84,12 +84,12 @@ class Cell(NamedTuple):
 
 
 def build_matrix() -> dict[tuple[str, str], Cell]:
-    """Every pair of techniques, in the order of `TECHNIQUES`."""
+    """Build the cells of all pairs of techniques, in the order of `TECHNIQUES`."""
     return {pair: _combine(*pair) for pair in combinations(TECHNIQUES, 2)}
 
 
 def example_run(*techniques: str) -> Run | None:
-    """A run that uses some techniques; None if two of them are values of one setting."""
+    """Return a run that uses some techniques, or None if two of them are values of one setting."""
     values: dict[str, dict[str, Any]] = {}
     for technique in techniques:
         for section, fields in TECHNIQUES[technique].items():

@@ -1,4 +1,4 @@
-"""Sizes of several sections that must fit each other: blocks of scales, groups of replicas, steps between averages."""
+"""Checks of sizes from several sections: blocks of scales, groups of replicas, steps between averages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.spec.number_formats import FORMATS, MX_BLOCK
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 
 MOST_UNSYNCHRONISED = 64
-"""Replicas of which each has a bit of a shared counter."""
+"""Maximum number of replicas, each of which uses one bit of a shared counter."""
 
 
 def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that multiply in 8 bits: those of the model's blocks, except what is kept.
+    """Return the names of linear layers that multiply in 8 bits: all in the model's blocks, except `keep`.
 
     Args:
         shape: a model without experts.
@@ -32,7 +32,7 @@ def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
 
 
 def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
-    """Refuse 8-bit products whose scales a rank could not compute as one device does.
+    """Reject 8-bit products whose scales a rank cannot compute as a single device would.
 
     Raises:
         UsageError: naming the sizes that do not fit.
@@ -71,7 +71,7 @@ def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_relaxed_sizes(config: RunConfig) -> None:
-    """Refuse groups of replicas, and steps between averages, that do not fit the run.
+    """Reject groups of replicas and averaging intervals that do not fit the run.
 
     Raises:
         UsageError: naming the sizes and one that fits.

@@ -1,8 +1,8 @@
-"""The table of what does not go together: pairs of features, why, and the nearest remedy.
+"""Table of pairs of features that exclude each other, with the reason and the nearest remedy.
 
-One row is one decision. `shoal train`, `estimate`, `plan` and `verify` read it through `check_compatibility`;
-``shoal explain compatibility`` prints it as a matrix. Arithmetic between sizes (what divides what) is in
-`shoal.spec.layout.sizes`; the range of one field stays with the field.
+Each row is one decision. `shoal train`, `estimate`, `plan` and `verify` read it through `check_compatibility`; ``shoal
+explain compatibility`` prints it as a matrix. Divisibility of sizes is checked in `shoal.spec.layout.sizes`, and the
+range of a field in the field itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Conflict(NamedTuple):
 
     Attributes:
         first, second: the features, in the order in which a message names them.
-        reason: why, as the end of a sentence.
-        remedy: what to do instead, as a sentence without its full stop.
+        reason: the end of a sentence.
+        remedy: a sentence without its full stop.
     """
 
     first: Feature
@@ -162,4 +162,4 @@ CONFLICTS = (
     Conflict(f.SLOW_LINK, f.FREE, "only collectives are slowed, and its ranks read and write the same memory",
              "Leave link_gbs out, or use parallel.sync = 'all-reduce', or a compressed one"),
 )  # fmt: skip
-"""Every pair of features that is refused."""
+"""All pairs of features that are rejected."""

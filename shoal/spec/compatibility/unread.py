@@ -1,4 +1,4 @@
-"""Settings that nothing would read are refused: a setting without effect is a mistake."""
+"""Reject settings that have no effect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.spec.number_formats import FORMATS
 
 
 def check_unread(config: RunConfig) -> None:
-    """Refuse a setting that the chosen optimizer, schedule, precision, method or sampler does not read.
+    """Reject a setting that the chosen optimizer, schedule, precision, sync method or sampler does not read.
 
     Raises:
-        UsageError: naming the setting, and what reads it.
+        UsageError: naming the setting, and the choices that read it.
     """
     _check_optimizer(config)
     _check_precision(config)

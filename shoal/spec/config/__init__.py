@@ -1,7 +1,7 @@
-"""The typed description of one run: what the TOML file and the command line set, and nothing else.
+"""Typed configuration of one run, from its TOML file and the command line.
 
-Every field has its description below it; ``shoal train --help`` prints them. Unknown keys are rejected with the nearest
-that exists.
+Each field is described by the docstring below it; ``shoal train --help`` prints them. Unknown keys are rejected, and
+the error suggests the nearest existing key.
 """
 
 from shoal.spec.config.data import DataConfig

@@ -1,4 +1,4 @@
-"""The data of a run."""
+"""Configuration of the data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.base.section import Section
 
 
 class DataConfig(Section):
-    """Where text comes from and how it becomes batches."""
+    """Source of the text, and how it is turned into batches."""
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "stdlib"
-    """stdlib: the text of Python's own standard library. text, jsonl, parquet: files named by paths.
-    hub: a Hugging Face dataset. synthetic: random tokens with uneven masks (for verification)."""
+    """stdlib: the text of Python's own standard library. text, jsonl, parquet: files named by paths. hub: a Hugging
+    Face dataset. synthetic: random tokens with uneven masks (for verification)."""
 
     paths: tuple[str, ...] = ()
     """Files, folders or globs (text, jsonl, parquet)."""
@@ -24,7 +24,7 @@ class DataConfig(Section):
     """The field that holds the text (jsonl, parquet, hub)."""
 
     dataset: str = ""
-    """The data set's name on the hub (hub)."""
+    """The dataset's name on the hub (hub)."""
 
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
@@ -36,14 +36,15 @@ class DataConfig(Section):
     """Keep attention and loss inside each document of a packed sequence."""
 
     validation_fraction: float = Field(default=0.02, gt=0, lt=0.5)
-    """Part of the documents held out for validation."""
+    """Fraction of the documents held out for validation."""
 
     sampler: Literal["even", "overlap", "pool"] = "even"
-    """Which samples a replica takes: even, its part of every global batch; overlap, its own part of each epoch, which
-    reaches into its neighbour's; pool, the next ones of a common queue. All but even need a relaxed parallel.sync."""
+    """Samples assigned to a replica. even: its share of every global batch. overlap: its own part of each epoch, which
+    extends into its neighbour's. pool: the next samples of a common queue. All but even need a relaxed parallel.sync.
+    """
 
     overlap: NonNegativeFloat = 0.25
-    """overlap: how far a part reaches into the next, as a share of its length."""
+    """overlap: how far a part extends into the next, as a fraction of its length."""
 
     cache: Path = Path("~/.cache/shoal")
-    """Where tokenised shards are kept, keyed by content."""
+    """Folder of the tokenised shards, keyed by content."""

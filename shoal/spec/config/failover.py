@@ -1,4 +1,4 @@
-"""What a run does about failures."""
+"""Configuration of failure detection and recovery."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from shoal.base.section import Section
 
 
 class FailoverConfig(Section):
-    """How a run survives the loss of ranks and nodes; docs/failover.md."""
+    """Recovery from the loss of ranks and nodes; see docs/failover.md."""
 
     # ---- restarts ----
 
     restarts: NonNegativeInt = 3
-    """Restarts in a row of a run that does not get further than it was before; 0 never restarts it."""
+    """Consecutive restarts without progress after which a run ends; 0 never restarts it."""
 
     silence_seconds: PositiveFloat = 10.0
-    """A rank that for so long neither gave a sign of life nor used its processor is lost. One that was stopped
-    (SIGSTOP) is lost after 2 seconds."""
+    """Seconds without heartbeat or CPU use after which a rank is declared dead. A stopped rank (SIGSTOP) is declared
+    dead after 2 seconds."""
 
     stall_seconds: PositiveFloat = 20.0
-    """A run of which no rank gets on for this long and three times its slowest step is stuck. Before its first step,
-    while it validates and while it saves, it has nine minutes."""
+    """Seconds without progress on any rank after which a run is declared stuck; at least three times its slowest step.
+    Before the first step, during validation and while saving the limit is nine minutes."""
 
     replan: bool = True
-    """Restart on fewer devices where some are lost, and on all of them when they are back, with the layout nearest to
-    parallel; without it a run that lacks devices ends."""
+    """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.
+    Without it, a run that lacks devices ends."""
 
-    # ---- the state in host memory ----
+    # ---- checkpoints in host memory ----
 
     memory_every: NonNegativeInt = 0
-    """Steps between copies of the state in host memory, from which a restart goes on: at most so many are lost. 0 keeps
-    none."""
+    """Steps between copies of the state in host memory. A restart resumes from the newest copy, so at most this many
+    steps are lost. 0 makes none."""
 
     memory_folder: Path = Path("/dev/shm")
-    """Where each host has a file system in memory (tmpfs)."""
+    """Folder on each host in an in-memory file system (tmpfs)."""
 
     node_ranks: NonNegativeInt = 0
-    """Ranks that make up a node, whose state another node has a copy of: the first so many are the first node, and so
-    on. 0 takes the ranks of each host."""
+    """Ranks per node; another node keeps a copy of a node's state. Ranks are assigned to nodes in order. 0 groups the
+    ranks of each host."""
 
-    # ---- silent trouble ----
+    # ---- silent failures ----
 
     check_replicas_every: NonNegativeInt = 0
-    """Steps between comparisons of what replicas hold, which is then compared at the start too; 0 never does."""
+    """Steps between comparisons of the replicas' states, which are also compared at the start; 0 never compares them.
+    """
 
     spike_factor: NonNegativeFloat = 0.0
-    """A loss or gradient norm that is so many (robust) standard deviations above its recent median is a spike, and
-    told; 0 looks for none."""
+    """Report a spike when the loss or gradient norm exceeds its running median by this many robust standard
+    deviations; 0 turns the check off."""
 
     spike_window: int = Field(default=64, ge=8)
-    """Steps that the median is of."""
+    """Number of steps in the running median."""
 
     spike_rollbacks: NonNegativeInt = 0
-    """How often a run may answer a spike by going back to the state before and leaving out the batches since; 0 only
-    tells of it."""
+    """Maximum number of rollbacks. A rollback returns to a state before the spike and skips the batches since then; 0
+    only reports spikes."""
 
     spike_margin: NonNegativeInt = 0
-    """Steps that the state to go back to must lie before the one with the spike."""
+    """Minimum number of steps between the state to roll back to and the spike."""
 
     stragglers_every: NonNegativeInt = 0
     """Steps between reports of the rank that computes longest; 0 makes none."""
 
     reexecute_every: NonNegativeInt = 0
-    """Steps between those that are computed twice, to find devices that compute wrong; 0 computes none twice."""
+    """Steps between steps that are computed twice to detect devices that compute wrong results; 0 repeats none."""
 
     reexecute_on: Literal["same", "replica"] = "same"
-    """Where the second time is: the same rank, or the next replica, which also finds a rank that is always wrong."""
+    """Rank of the second computation: the same rank, or the next replica, which also detects a rank that is always
+    wrong."""

@@ -1,4 +1,4 @@
-"""The model of a run: a shape of the catalog, any part of which can be overridden."""
+"""Configuration of the model: a shape from the catalog, any part of which can be overridden."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.base.errors import UsageError
 from shoal.base.section import Section, docstrings
 from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
 
-_EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # what these gates send a token to, unless it is given
+_EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per token of these gates
 
 
 def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
-    """Give a section the fields of a part of `ModelShape`, each of which may be left out."""
+    """Add the fields of a part of `ModelShape` to a section, all optional."""
     fields: dict[str, Any] = {}
     for name, about in docstrings(of).items():
         field = of.model_fields[name]
@@ -32,12 +32,12 @@ def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
 
 @_override(Experts)
 class ExpertsConfig(Section):
-    """Override any part of `Experts`; count makes a dense model one with experts."""
+    """Override any part of `Experts`; count turns a dense model into a mixture of experts."""
 
 
 @_override(Depths)
 class DepthsConfig(Section):
-    """Override any part of `Depths`; capacity makes some layers of a model take some tokens."""
+    """Override any part of `Depths`; capacity makes some layers process only part of the tokens."""
 
 
 Width = Annotated[int, Field(gt=0, le=2**24)]
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     """A shape from the catalog, any part of which can be overridden."""
 
     name: str = "tiny"
-    """A model of the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
+    """A model in the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
 
     layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
     """Override: number of transformer layers."""
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     """Override: query heads."""
 
     kv_heads: Width | None = None
-    """Override: key and value heads (default: as many as heads, where those are overridden)."""
+    """Override: key and value heads (default: equal to heads where heads is overridden)."""
 
     head_dim: Width | None = None
     """Override: width of one head (default: hidden / heads)."""
@@ -68,22 +68,22 @@ class ModelConfig(Section):
     """Override: width inside the feed-forward block."""
 
     vocab: Width | None = None
-    """Override: token ids (default: the tokenizer's)."""
+    """Override: vocabulary size (default: the tokenizer's)."""
 
     tied: bool | None = None
     """Override: share the embedding with the output head."""
 
     experts: ExpertsConfig = ExpertsConfig()
-    """Override: the experts in place of feed-forward blocks; docs/experts.md."""
+    """Override: experts that replace feed-forward blocks; see docs/experts.md."""
 
     depths: DepthsConfig = DepthsConfig()
-    """Override: layers that only some tokens pass through; docs/depths.md."""
+    """Override: layers that process only some tokens; see docs/depths.md."""
 
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
-        """The catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
+        """Return the catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
 
-        A gpt model gets a learned position for every token of the sequence, so a longer one than the catalog's adds
-        parameters; it never gets fewer positions, so that a shorter sequence does not change the model.
+        A gpt model has a learned position for every token of the sequence, so a sequence longer than the catalog's
+        adds parameters. A shorter sequence does not remove positions and leaves the model unchanged.
 
         Raises:
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.

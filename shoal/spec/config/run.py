@@ -1,4 +1,4 @@
-"""The whole config of a run, and its file."""
+"""Configuration of a run, and its TOML file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 from shoal.spec.layout import Layout
 
 RUN_FILE = "run.toml"
-"""The name under which a run folder keeps its config."""
+"""Name of the config file in a run folder."""
 
 RUNS = Path("runs")
-"""Where run folders are made that are given no name."""
+"""Parent folder of runs without a run folder of their own."""
 
 
 class RunConfig(Section):
-    """Everything that decides a run.
+    """Complete configuration of a run.
 
     >>> config = RunConfig.model_validate({"parallel": {"dp": 2}, "train": {"steps": 100}})
     >>> config.parallel.dp, config.train.steps, config.optimizer.name
@@ -51,14 +51,14 @@ class RunConfig(Section):
 
 
 MOVED = {f"train.{name}": f"testing.{name}" for name in ("straggler", "pace", "dead", "link_gbs")}
-"""Keys that have moved to another section. Files and command lines may still have the old ones."""
+"""Keys that moved to another section. Files and command lines may still use the old keys."""
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a run's TOML.
+    """Read a run's TOML file.
 
     Raises:
-        UsageError: no such file, not TOML, a key that does not exist (with the nearest that does), or a bad value.
+        UsageError: no such file, not TOML, an unknown key (the nearest existing key is suggested), or a bad value.
 
     >>> load_config("no-such-run.toml")
     Traceback (most recent call last):
@@ -68,34 +68,34 @@ def load_config(path: str | Path) -> RunConfig:
 
 
 def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
-    """A `RunConfig` from plain nested values, with errors in the words of the file."""
+    """Build a `RunConfig` from nested plain values; errors name the keys of the file."""
     return validate(RunConfig, _move_keys(values), source=source)
 
 
 def _move_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values, with the keys of `MOVED` in their new sections."""
+    """Return the values with the keys of `MOVED` in their new sections."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
         there = values.get(section)
         if isinstance(there, dict) and key in there:
             values = values | {section: {k: v for k, v in there.items() if k != key}}
             values[target] = {name: there[key]} | values.get(target, {})
-            if there[key]:  # run folders have every key, most of them with the default
+            if there[key]:  # run folders have every key, most with the default value
                 note_moved(old)
     return values
 
 
 @cache
 def note_moved(old: str) -> None:
-    """Say on stderr, once, that a key has moved."""
+    """Print a note on stderr, once per key, that a key has moved."""
     print(f"note: {old} is now {MOVED[old]}", file=sys.stderr)
 
 
 def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
-    """Write a config as TOML that `load_config` reads back to the same.
+    """Write a config as TOML that `load_config` reads back unchanged.
 
     Args:
-        new: the file must not be there (FileExistsError).
+        new: raise FileExistsError if the file exists.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory

@@ -1,4 +1,4 @@
-"""One training run: how long, on what, and what it writes."""
+"""Configuration of training, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -11,73 +11,74 @@ from shoal.spec.config.precision import Precision
 
 
 class TrainConfig(Section):
-    """One training run."""
+    """Length, batch, precision and devices of a training run."""
 
     steps: PositiveInt = 200
-    """Optimizer steps."""
+    """Number of optimizer steps."""
 
     global_batch: PositiveInt = 16
     """Sequences per step over all replicas: dp x micro_batch x micro-batches."""
 
     precision: Precision = "fp32"
-    """The number formats of weights, products, gradient sums and moments; `shoal explain precision` has a table."""
+    """Number formats of weights, products, gradient sums and moments; see `shoal explain precision`."""
 
     seed: NonNegativeInt = 0
-    """Of the initial weights and of the order of the data."""
+    """Random seed of the initial weights and of the data order."""
 
     attention: Literal["auto", "sdpa", "explicit"] = "auto"
-    """The attention kernel; auto takes what was measured fastest for the device and dtype."""
+    """The attention kernel; auto chooses the one measured fastest for the device and dtype."""
 
     compile: bool = False
-    """torch.compile each layer, the loss where it is not split over ranks, and update rules that gain by it."""
+    """Use torch.compile for each layer, for the loss where it is not split over ranks, and for update rules that gain
+    from it."""
 
     validate_every: NonNegativeInt = 100
     """Steps between validations; 0 validates only at the end."""
 
     validation_sequences: PositiveInt = 64
-    """Sequences in one validation (rounded up to whole passes)."""
+    """Sequences per validation (rounded up to complete passes)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA where there is one."""
+    """Device type; auto chooses CUDA if available."""
 
     threads: int = Field(default=0, ge=0, le=4096)
-    """CPU threads per rank; 0 shares the cores between the local ranks."""
+    """CPU threads per rank; 0 divides the cores between the local ranks."""
 
     transport: Literal["auto", "backend"] = "auto"
-    """How CPU ranks of one host communicate: auto takes memory that they share, backend always gloo."""
+    """Transport between CPU ranks of one host: auto uses shared memory, backend always uses gloo."""
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk, and when."""
+    """Checkpoints on disk."""
 
     every: NonNegativeInt = 100
-    """Steps between checkpoints; 0 saves only at the end and on a stop."""
+    """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
 
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
 
     asynchronous: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
 
     folder: str = ""
-    """Where checkpoints go, if not into the run's folder: a path, or an address that fsspec knows, as s3://bucket/run.
-    It belongs to this run alone."""
+    """Folder of the checkpoints (default: the run folder): a path, or an fsspec URL such as s3://bucket/run. Use one
+    folder for each run."""
 
 
 class MetricsConfig(Section):
-    """What is recorded while training. JSONL is always written."""
+    """Metrics recorded while training. JSONL is always written."""
 
     log_every: PositiveInt = 10
-    """Steps between logged lines; the first step, the last, and those that validated are logged too."""
+    """Steps between logged lines; the first step, the last one and steps with validation are also logged."""
 
     profile: bool = False
-    """Record when each action of some steps begins and ends, on every rank, for `shoal report`."""
+    """Record the start and end of each action for some steps, on every rank, for `shoal report`."""
 
     profile_after: NonNegativeInt = 3
-    """Steps before the first recorded one, which are slower."""
+    """Steps before the first recorded one; the first steps are slower."""
 
     profile_steps: PositiveInt = 10
-    """Steps to record."""
+    """Number of steps to record."""
 
     histograms: NonNegativeInt = 0
     """Steps between histograms of weights, gradients and activations, for `shoal report`; 0 records none."""

@@ -1,4 +1,4 @@
-"""How one training step is split over ranks: the `Layout`, its arithmetic and its rules."""
+"""How one training step is split over ranks: the `Layout`, its derived sizes and its rules."""
 
 from shoal.spec.layout.layout import (
     AXES,

@@ -1,8 +1,8 @@
-"""The `Layout`: how many ways each axis is split, and the sizes that follow.
+"""The `Layout`: the degree of each parallel axis, and the sizes that follow.
 
-A layout is plain data. The runtime executes it and the verifier compares it. Every error about it is raised before any
+A layout is plain data, executed by the runtime and compared by the verifier. Every error in it is raised before any
 process starts (`shoal.spec.layout.sizes`, `shoal.spec.compatibility`). Axes, outer to inner: ``pp, dp_replicate,
-dp_shard, cp, tp``; neighbours in rank are neighbours in ``tp``, the axis that talks most.
+dp_shard, cp, tp``; adjacent ranks are neighbours in ``tp``, the axis that communicates most.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
 
 MOST_RANKS = 2**20
-"""More ranks than any machine has: a larger product is a slip, and would take for ever to check."""
+"""Upper bound of a product of degrees. A larger one is a mistake, and would take too long to check."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# The same ranks once more, as experts are spread over those of a pipeline stage: `Layout.expert_shape`.
+# The same ranks, factored for experts within each pipeline stage; see `Layout.expert_shape`.
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
-ScheduleName = Literal[  # as `shoal.pipeline.schedules` has them
+ScheduleName = Literal[  # the names in `shoal.pipeline.schedules`
     "naive", "gpipe", "looped-bfs", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half",
     "v-min", "zb-auto", "dualpipe", "dualpipev", "terapipe", "pipedream", "pipedream-2bw",
 ]
-FILE = "file:"  # before the path of a schedule that is read from a file
+FILE = "file:"  # prefix of the path of a schedule file
 Recompute = Literal["none", "selective", "full"]
 ContextOrder = Literal["zig-zag", "striped", "contiguous"]
 Sync = Literal[
@@ -46,7 +46,7 @@ def _known_schedule(name: str) -> str:
 
 
 class Layout(Section):
-    """How many ways each axis of a training step is split.
+    """Degrees of parallelism and related options of a training step.
 
     >>> layout = Layout(dp=4, zero=1, tp=2, pp=2)
     >>> layout.world_size, layout.describe()
@@ -54,11 +54,11 @@ class Layout(Section):
     """
 
     dp: Degree = 1
-    """Data-parallel replicas: each works on its own part of the global batch."""
+    """Data-parallel replicas; each processes its own part of the global batch."""
 
     sync: Sync = "all-reduce"
-    """What keeps the replicas together: all-reduce is exact; docs/relaxed.md has a table of the others, which compute
-    something else in less time. Their numbers are in the section relaxed."""
+    """Synchronisation of the replicas: all-reduce is exact; docs/relaxed.md has a table of the other methods, which
+    compute something else in less time. Their settings are in the section relaxed."""
 
     zero: ZeroStage = 0
     """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
@@ -71,84 +71,85 @@ class Layout(Section):
     """Tensor-parallel ranks: matrices are split inside each layer (Shoeybi et al. 2019)."""
 
     tp_x: Degree = 1
-    """So many of the tensor-parallel ranks split the hidden state between all layers, and the input of every matrix
-    there: matrices are split both ways, over a grid of tp_x x tp/tp_x ranks (Pope et al. 2022, section 3.2.2). Sends
-    less than one dimension from some 8 ranks on."""
+    """Tensor-parallel ranks that split the hidden state between layers and the input of every matrix. Matrices are
+    then split in both dimensions, over a grid of tp_x x tp/tp_x ranks (Pope et al. 2022, section 3.2.2). From about 8
+    ranks on, this sends less than one dimension."""
 
     sequence_parallel: bool = False
     """Also split the activations between the tensor-parallel regions along the sequence (Korthikanti et al. 2022)."""
 
     tp_overlap: bool | Literal["auto"] = "auto"
-    """Make the products where a tensor-parallel region is entered and left part by part, while the collective of the
-    other parts is on its way (docs/parallel.md): around the ring with sequence_parallel, else in two runs of tokens.
-    auto does with sequence_parallel where transfers go on in the background, which those of CPU ranks do not, unless
-    layers are compiled or multiply in 8 bits."""
+    """Split the matrix products where a tensor-parallel region is entered and left, to overlap them with the
+    collective of the other parts (docs/parallel.md): around the ring with sequence_parallel, else in two blocks of
+    tokens. auto does so with sequence_parallel if transfers run in the background (CPU ranks' transfers do not),
+    unless layers are compiled or multiply in 8 bits."""
 
     cp: Degree = 1
-    """Context-parallel ranks: each has a part of every sequence, and keys and values go round all of them (Liu et al.
-    2023, "Ring Attention")."""
+    """Context-parallel ranks: each holds a part of every sequence, and keys and values circulate between them (Liu et
+    al. 2023, "Ring Attention")."""
 
     ulysses: Degree = 1
-    """So many of the context-parallel ranks exchange tokens for heads around attention instead (Jacobs et al. 2023,
-    "DeepSpeed Ulysses"); the ring then has cp / ulysses places. 1 is a ring alone, cp is the exchange alone."""
+    """Context-parallel ranks that exchange tokens for heads around attention instead (Jacobs et al. 2023, "DeepSpeed
+    Ulysses"); the ring then has cp / ulysses members. 1 uses only the ring, cp only the exchange."""
 
     cp_order: ContextOrder = "zig-zag"
-    """Which tokens a place of the ring has: zig-zag, a chunk from the front and one from the back, so that causal
-    attention is equal work for all; striped, every n-th token (Brandon et al. 2023); contiguous, one run."""
+    """Assignment of tokens to the members of the ring. zig-zag: a chunk from the front and one from the back, which
+    balances causal attention. striped: every n-th token (Brandon et al. 2023). contiguous: consecutive tokens."""
 
     ep: Degree = 1
     """Expert-parallel ranks: each holds some of the experts, and tokens are sent to them (Lepikhin et al. 2020). They
-    are taken from the dp x cp x tp ranks of a pipeline stage, neighbours first."""
+    are taken from the dp x cp x tp ranks of a pipeline stage, adjacent ranks first."""
 
     etp: Degree | None = None
-    """Ranks that split each expert's matrices, as tp does the others'; ep x etp divides dp x cp x tp. Default: tp."""
+    """Ranks that split each expert's matrices, as tp does for other layers; ep x etp divides dp x cp x tp. Default:
+    tp."""
 
     pp: Degree = 1
-    """Pipeline ranks: consecutive layers on different ranks."""
+    """Pipeline ranks; each holds consecutive layers."""
 
     virtual_stages: Degree | None = None
-    """Stages on each pipeline rank, for the schedules that leave it open (default there: 2)."""
+    """Stages on each pipeline rank, for schedules in which it can be set (default for these: 2)."""
 
     schedule: Annotated[ScheduleName | str, AfterValidator(_known_schedule)] = "1f1b"
-    """The order of forwards and backwards in the pipeline (docs/pipeline.md has a table), or file:PATH, a schedule in
-    the CSV format of torch.distributed.pipelining."""
+    """Order of forward and backward passes in the pipeline (see the table in docs/pipeline.md), or file:PATH, a
+    schedule in the CSV format of torch.distributed.pipelining."""
 
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage, from the model's first stage to its last (default: as even as can be, with the
-    head's work counted as the last stage's)."""
+    """Layers of each pipeline stage, from the model's first stage to its last (default: balanced, with the cost of the
+    head included in the last stage)."""
 
     sequence_slices: PositiveInt | Literal["auto"] | tuple[PositiveInt, ...] = "auto"
-    """terapipe: the slices that a sequence is cut into (Li et al. 2021): how many, or the tokens of each; auto chooses
-    by FLOPs."""
+    """terapipe: slices of a sequence (Li et al. 2021): their number, or the tokens of each; auto chooses by FLOPs."""
 
     update_every: PositiveInt | None = None
-    """pipedream-2bw: micro-batches between two updates of the weights, at least pp (default: pp)."""
+    """pipedream-2bw: micro-batches between two weight updates, at least pp (default: pp)."""
 
     micro_batch: PositiveInt = 1
-    """Sequences in one forward pass of one replica. The rest of the global batch is accumulated."""
+    """Sequences in one forward pass of one replica. Gradient accumulation covers the rest of the global batch."""
 
     recompute: Recompute = "none"
     """Activations recomputed in backward: none, selective (the attention core), full (whole layers)."""
 
     bucket_mb: PositiveFloat | Literal["auto"] = 25.0
-    """Gradients are reduced over the data-parallel ranks in buckets of at least this many MiB (ZeRO-3: per layer); auto
-    measures some sizes before the first step."""
+    """Minimum size in MiB of the buckets in which gradients are reduced over the data-parallel ranks (ZeRO-3: per
+    layer). auto measures some sizes before the first step."""
 
     overlap: bool = True
-    """Reduce a bucket while backward makes the next. Without it all are reduced after backward (ZeRO-2 and 3, which
-    have no room for that: each at once, while backward waits), to see what the overlap gains."""
+    """Reduce a bucket while backward computes the next one. Without it, all buckets are reduced after backward (ZeRO-2
+    and 3, which lack the memory for that: each one immediately, while backward waits), to measure the benefit of
+    overlap."""
 
     prefetch: NonNegativeInt = 1
-    """ZeRO-3: layers whose parameters are gathered ahead of their use; 0 gathers on demand."""
+    """ZeRO-3: number of layers whose parameters are gathered ahead of use; 0 gathers on demand."""
 
     reshard_after_forward: bool = True
-    """ZeRO-3: free a layer's parameters after its forward and gather them again for its backward. Without it they stay
-    whole in between: a third less communication, for the memory of all of the stage's parameters."""
+    """ZeRO-3: free a layer's parameters after its forward and gather them again for its backward. Without it, they
+    stay gathered in between: a third less communication, and memory for all parameters of the stage."""
 
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What lives in host memory. optimizer: the weights that are updated, their gradients and the optimizer's states,
-    and the update runs on the CPU (Ren et al. 2021, "ZeRO-Offload"). parameters: with ZeRO-3 also the parameters, of
-    which the device has only what is gathered (Rajbhandari et al. 2021, "ZeRO-Infinity")."""
+    """State kept in host memory. optimizer: master weights, their gradients and the optimizer states; the update runs
+    on the CPU (Ren et al. 2021, "ZeRO-Offload"). parameters: with ZeRO-3 also the parameters, of which the device
+    holds only the gathered ones (Rajbhandari et al. 2021, "ZeRO-Infinity")."""
 
     # ---- sizes -------------------------------------------------------------------------------------------------
 
@@ -169,14 +170,14 @@ class Layout(Section):
 
     @property
     def tp_y(self) -> int:
-        """Tensor-parallel ranks that split what is inside a layer: all, or the other axis of their grid."""
+        """Tensor-parallel ranks that split the inside of a layer: all of them, or the other dimension of the grid."""
         return self.tp // self.tp_x
 
     def overlaps_products(self, background: bool) -> bool:
-        """Whether tensor parallelism's collectives and products are made part by part (see `tp_overlap`).
+        """Return whether tensor parallelism overlaps its collectives with matrix products (see `tp_overlap`).
 
         Args:
-            background: whether transfers go on while a rank computes.
+            background: whether transfers run while a rank computes.
         """
         if self.tp == 1 or self.tp_x > 1:
             return False
@@ -184,17 +185,17 @@ class Layout(Section):
 
     @property
     def shards(self) -> int:
-        """Parts that ZeRO cuts the state into: context-parallel ranks, which all have the same, share it too."""
+        """Number of ZeRO shards. Context-parallel ranks hold the same parameters, so they also share the state."""
         return 1 if self.zero == 0 else self.dp_shard * self.cp
 
     @property
     def ring(self) -> int:
-        """Places of the ring that keys and values go round."""
+        """Number of ring-attention members."""
         return self.cp // self.ulysses
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a rank are a multiple of: the ranks that split them again, of tensor parallelism."""
+        """Divisor of the tokens per rank: tensor-parallel ranks that split the sequence."""
         return self.tp_y if self.sequence_parallel else 1
 
     @property
@@ -206,7 +207,7 @@ class Layout(Section):
     def expert_shape(self) -> tuple[int, ...]:
         """The size of each of `EXPERT_AXES`, outer to inner.
 
-        Ranks that hold the same experts shard their state as far as ZeRO's groups reach.
+        Ranks with the same experts shard their state as far as ZeRO's groups extend.
         """
         inside = self.ep * self.expert_tensor
         ranks = math.prod(self.shape[1:])
@@ -216,7 +217,7 @@ class Layout(Section):
 
     @property
     def bucket_bytes(self) -> float:
-        """The least bytes of a bucket of gradients; 25 MiB where that is yet to be measured."""
+        """Minimum bytes of a gradient bucket; 25 MiB for "auto"."""
         return (type(self).model_fields["bucket_mb"].default if self.bucket_mb == "auto" else self.bucket_mb) * 2**20
 
     @property
@@ -225,16 +226,16 @@ class Layout(Section):
         return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     def microbatches(self, global_batch: int) -> int:
-        """Micro-batches that each replica runs in one step (gradient accumulation steps, or pipeline micro-batches)."""
+        """Return the micro-batches per replica and step (gradient accumulation steps, or pipeline micro-batches)."""
         return global_batch // (self.dp * self.micro_batch)
 
     def equation(self) -> str:
-        """The whole product, for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
+        """Return the product of degrees for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
         return f"pp {self.pp} x dp {self.dp}{cp} x tp {self.tp} = {self.world_size} ranks"
 
     def describe(self) -> str:
-        """One line for banners and tables: only what differs from a plain single device.
+        """Return a one-line summary for banners and tables: the differences from a single device.
 
         >>> Layout(dp=2, zero=1, tp=2).describe()
         'dp 2 (ZeRO-1) x tp 2'
@@ -262,18 +263,18 @@ class Layout(Section):
 
 
 def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
-    """The axes that communicate as one under a name; one of `AXES` is its own.
+    """Return the mesh axes of a named communication group. Each of `AXES` is a group of its own.
 
-    - "dp": other samples.
-    - "replicas": other tokens, for the same parameters.
-    - "shard": the shards of the same parameters. Context-parallel ranks have the same parameters, so ZeRO shards over
-      them too; without it they replicate.
-    - "replicate": the same shard.
-    - "holders": all parts of the same parameters.
-    - "edp": other tokens, for the same experts; their shards are "edp_shard".
-    - "sequence": other tokens of the same sequences, where sequence parallelism splits them too.
-    - "stage": all of one pipeline stage.
-    - "world": everybody.
+    - "dp": replicas with different samples.
+    - "replicas": ranks with different tokens and the same parameters.
+    - "shard": ranks with different shards of the same parameters. Context-parallel ranks have the same parameters, so
+      ZeRO shards over them too; without ZeRO they replicate.
+    - "replicate": ranks with the same shard.
+    - "holders": ranks with parts of the same parameters.
+    - "edp": ranks with different tokens and the same experts; their shards are "edp_shard".
+    - "sequence": ranks with different tokens of the same sequences, where sequence parallelism splits them too.
+    - "stage": all ranks of one pipeline stage.
+    - "world": all ranks.
     """
     shard = ("dp_shard", "cp") if layout.zero else ()
     merged = {

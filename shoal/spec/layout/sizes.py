@@ -1,4 +1,4 @@
-"""Sizes of a layout, a model and a batch that must fit each other: what divides what, and the nearest that does."""
+"""Divisibility checks between a layout, a model and a batch, with the nearest valid sizes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shoal.spec.compatibility.check import check_compatibility
 from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.layout.layout import MOST_RANKS, Layout
 
-MOST_MICROBATCHES = 2**16  # of a replica: each is some actions of its program
+MOST_MICROBATCHES = 2**16  # per replica: each one adds actions to its program
 
 
 def check_layout(
     layout: Layout, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
 ) -> None:
-    """Refuse a layout that cannot run this model and batch.
+    """Reject a layout that cannot run this model and batch.
 
     Args:
-        shape: the model that is split.
+        shape: the model to split.
         global_batch: sequences per optimizer step over all replicas.
         sequence_length: tokens per sequence.
-        ranks: the number of processes, where it is already decided (torchrun, SLURM, ``--ranks``).
+        ranks: the number of processes if already decided (torchrun, SLURM, ``--ranks``).
 
     Raises:
-        UsageError: naming the field, its value, the equation that fails and the nearest values that work.
+        UsageError: naming the field, its value, the equation that fails and the nearest valid values.
     """
     check_compatibility(Run(BARE.model_copy(update={"parallel": layout}), shape))
     if shape.latent is not None:
@@ -103,7 +103,7 @@ def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: i
 
 
 def _tp_misfit(tp: int, shape: ModelShape) -> str:
-    """Why a tensor-parallel degree does not fit a model; empty if it does."""
+    """Return why a tensor-parallel degree does not fit a model; empty if it does."""
     sizes = {"heads": shape.heads}
     if not all(shape.sparse(layer) for layer in range(shape.layers)):
         sizes["ffn"] = shape.ffn
@@ -121,12 +121,12 @@ def _tp_misfit(tp: int, shape: ModelShape) -> str:
 
 
 def _shares_heads(ranks: int, kv_heads: int) -> bool:
-    """Whether ranks can share key/value heads: each takes some, or some ranks replicate each."""
+    """Return whether ranks can share key/value heads: each rank has several, or several ranks replicate each head."""
     return kv_heads % ranks == 0 or ranks % kv_heads == 0
 
 
 def _check_grid(layout: Layout, shape: ModelShape) -> None:
-    """Check tensor parallelism in two dimensions."""
+    """Check 2-D tensor parallelism."""
     x, y = layout.tp_x, layout.tp_y
     fits = [
         n for n in divisors(layout.tp)[:-1]
@@ -211,7 +211,8 @@ def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> No
 
 
 def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
-    """Degrees that make this many ranks and break no rule, nearest first: all that change one, else two others."""
+    """Return degrees that give this number of ranks and break no rule, nearest first: changes of one degree, else of
+    two."""
     found = []
     contexts = divisors(ranks) if layout.cp > 1 else (1,)
     for pp, tp, cp in itertools.product(divisors(ranks), divisors(ranks), contexts):
@@ -231,7 +232,7 @@ def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> lis
 
 
 def _nearest(value: int, of: int) -> str:
-    """The divisors of ``of`` that are nearest to a value, in words."""
+    """Describe the divisors of ``of`` nearest to a value."""
     return " or ".join(map(str, nearest_divisors(value, of=of)))
 
 
