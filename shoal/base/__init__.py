@@ -1,5 +1,5 @@
-"""What every wing needs: errors, files, boxes of tensors, units, the terminal, config sections, options.
+"""Basics used by every package: errors, files, tensor boxes, units, the terminal, config sections and options.
 
-It knows nothing of training and imports neither torch nor any other wing. Bad input is a `shoal.base.errors.UsageError`
-that says what was given, what is allowed and how to mend it.
+It contains nothing about training, and imports neither torch nor other packages of shoal. Bad input raises
+`shoal.base.errors.UsageError`, which names the given value, the allowed values and a remedy.
 """

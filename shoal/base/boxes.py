@@ -1,9 +1,9 @@
-"""Pieces of tensors: which part of a whole tensor a rank holds, as plain boxes.
+"""Boxes of tensors: the part of an unsharded tensor that a rank holds.
 
-A layout may cut a parameter twice: tensor parallelism takes a box of the whole tensor, and ZeRO takes a flat range of
-that box (the buckets are cut in equal parts, wherever that falls). A flat range of a box is a few smaller boxes, so
-every shard of every layout is a list of `Piece`. Checkpoints store pieces and the verifier gathers them, and neither
-knows what cut them.
+A layout may split a parameter twice: tensor parallelism takes a box of the unsharded tensor, and ZeRO takes a flat
+range of that box (buckets are cut into equal parts, at any element). A flat range of a box is a few smaller boxes, so
+every shard of every layout is a list of `Piece`. Checkpoints store pieces and the verifier gathers them, without
+knowing how the layout split them.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """A block of a tensor: index ranges ``offset[d] : offset[d] + shape[d]`` in every dim."""
+    """A block of a tensor: index range ``offset[d] : offset[d] + shape[d]`` in each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """The box that covers a tensor of this shape."""
+        """Return the box that covers a tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What indexes a whole tensor to give this box."""
+        """Slices that select this box from the unsharded tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def inside(self, outer: Box) -> Box:
-        """The same box in the coordinates of ``outer``, which contains it."""
+        """Return this box in the coordinates of ``outer``, which contains it."""
         return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def within(self, outer: Box) -> Box:
-        """This box, given in the coordinates of ``outer``, in those of the whole tensor."""
+        """Return this box, given in the coordinates of ``outer``, in global coordinates."""
         return Box(tuple(o + p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where there is none."""
+        """Return the intersection, or None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stop = tuple(
             min(a + m, b + n)
@@ -62,10 +62,10 @@ class Piece:
     """One box of a named tensor and the local memory that holds it.
 
     Attributes:
-        whole: shape of the whole (unsharded, unpadded) tensor.
-        box: which part of it this is.
-        tensor: the local values, of shape ``box.shape`` (a view where the memory allows: loading writes into it).
-        primary: whether this rank is the one that saves it; other ranks may hold equal copies.
+        whole: global shape of the tensor, unsharded and unpadded.
+        box: the part of the tensor.
+        tensor: local values of shape ``box.shape`` (a view where possible, so that loading writes into it).
+        primary: whether this rank saves the box; other ranks may hold equal copies.
     """
 
     whole: tuple[int, ...]
@@ -77,7 +77,7 @@ class Piece:
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Cut elements ``start:stop`` of a row-major tensor into boxes: ``(offset from start, box)``, in memory order.
 
-    At most ``2 x dims - 1`` boxes: a partial first row, whole rows, a partial last row, and so in each dim.
+    Yields at most ``2 x dims - 1`` boxes: a partial first row, full rows, a partial last row, and so on in each dim.
 
     >>> [(o, b.offset, b.shape) for o, b in flat_range((4, 3), 2, 11)]
     [(0, (0, 2), (1, 1)), (1, (1, 0), (2, 3)), (7, (3, 0), (1, 2))]
@@ -88,7 +88,7 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
         yield 0, Box((start,) * len(shape), (stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are first:last
+    first, last = -(-start // row), stop // row  # full rows are first:last
     if first > last:  # inside one row
         yield from _in_row(shape, first - 1, start - (first - 1) * row, stop - (first - 1) * row, 0)
         return

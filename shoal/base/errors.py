@@ -1,4 +1,4 @@
-"""The one error that means "what you asked for cannot be", and how to suggest what can."""
+"""The error for bad input, and suggestions of valid values."""
 
 import difflib
 import math
@@ -9,9 +9,9 @@ from functools import cache
 
 
 class UsageError(Exception):
-    """Bad input, found before any work starts: what was given, what is allowed, how to mend it.
+    """Bad input, found before any work starts; the message names the value, what is allowed and a remedy.
 
-    The command line prints the message alone, without a traceback, and exits with code 2.
+    The command line prints only the message, without a traceback, and exits with code 2.
 
     >>> raise UsageError("layout: tp = 3 does not divide 8 heads.\\n  Use tp = 2 or 4.")
     Traceback (most recent call last):
@@ -21,7 +21,7 @@ class UsageError(Exception):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """The tail of an error message: the nearest allowed name, or all of them.
+    """Return the end of an error message: the nearest allowed name, or all of them.
 
     >>> did_you_mean("zreo", ["zero", "tp", "pp"])
     "did you mean 'zero'?"
@@ -34,7 +34,8 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def of_system(error: OSError) -> UsageError:
-    """What the operating system refuses, as bad input: a file that is not there or not allowed, a full disk, a port.
+    """Convert an error of the operating system to a `UsageError`: a missing file, no permission, a full disk, a used
+    port.
 
     >>> str(of_system(PermissionError(13, "Permission denied", "/root/run")))
     '/root/run: permission denied.'
@@ -48,17 +49,17 @@ SECRET = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|(^|_)(API)?KEY(_|$)|(^|_)(PASS|AUTH)$|_(PAT|PWD)$",
     re.IGNORECASE,
 )
-"""What the name of an environment variable has in it whose value nobody should read in a log."""
+"""Pattern in the names of environment variables whose values must not appear in logs."""
 
 SIGNED_IN = re.compile(r"(?<=://)[^\s/:@]*:([^\s/]+)(?=@)")
-"""User and password of a URL, ``scheme://user:password@host``, whatever the name of the variable that holds it."""
+"""User and password of a URL, ``scheme://user:password@host``, in any variable."""
 
-SHORTEST_SECRET = 6  # letters: a shorter value would be found everywhere
+SHORTEST_SECRET = 6  # characters: shorter values would match everywhere
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without the values of the environment's secrets, by the names of their variables (`SECRET`), and without
-    the passwords of URLs, the text's own or the environment's.
+    """Remove secrets from a text: values of environment variables whose names match `SECRET`, and passwords of URLs in
+    the text or the environment.
 
     >>> redact("401 for hf_abcdef", {"HF_TOKEN": "hf_abcdef"})
     '401 for [HF_TOKEN]'
@@ -68,14 +69,14 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     secrets = {password: name for name, value in environment.items() for password in SIGNED_IN.findall(value)}
     secrets |= {value: name for name, value in environment.items() if SECRET.search(name)}
     text = SIGNED_IN.sub("[credentials]", text)
-    for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+    for value in sorted(secrets, key=len, reverse=True):  # one may contain another
         if len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"[{secrets[value]}]")
     return text
 
 
 def nearest_divisors(value: int, *, of: int, count: int = 2) -> list[int]:
-    """The divisors of ``of`` that are closest to ``value``, nearest first.
+    """Return the divisors of ``of`` closest to ``value``, nearest first.
 
     >>> nearest_divisors(3, of=8)
     [2, 4]
@@ -85,7 +86,7 @@ def nearest_divisors(value: int, *, of: int, count: int = 2) -> list[int]:
 
 @cache
 def divisors(n: int) -> tuple[int, ...]:
-    """All divisors, smallest first.
+    """Return all divisors in ascending order.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

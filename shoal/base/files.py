@@ -1,4 +1,4 @@
-"""Small files: read whole, with one clear error for whatever is wrong with them; checked before they are written."""
+"""Read and write small files, with one clear error for each kind of failure, and check paths before work starts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 from shoal.base.errors import UsageError
 
 T = TypeVar("T")
-LARGEST = 64 << 20  # bytes: what is read whole is never more
+LARGEST = 64 << 20  # bytes: limit of files that are read into memory
 
 
 def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = False) -> None:
-    """Refuse, before any work, a file that could not be written, or (``new``) that would be written over.
+    """Reject, before any work, a file that cannot be written or (``new``) that would be overwritten.
 
     Args:
-        path: None passes.
-        option: that names it, for the message.
-        suffixes: the endings that its name may have.
+        path: the file; None passes.
+        option: name of its option, for the message.
+        suffixes: allowed suffixes of its name.
 
     Raises:
-        UsageError: it has another ending, its folder does not exist, it is a folder, or (``new``) it exists.
+        UsageError: it has another suffix, its folder does not exist, it is a folder, or (``new``) it exists.
     """
     if path is None:
         return
@@ -41,31 +41,31 @@ def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = F
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or its nearest existing ancestor."""
+    """Return the path, or its nearest existing ancestor."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
 
 
 def try_to_write(path: Path, size: int = 1) -> None:
-    """Require that a folder, or its nearest existing ancestor, takes a file; none is left.
+    """Check that a folder, or its nearest existing ancestor, is writable, with a temporary file.
 
     Args:
         size: bytes of the file.
 
     Raises:
-        OSError: as making or writing it would: nobody may, the file system is full or read-only, or it is no folder.
+        OSError: creating or writing the file failed: no permission, a full or read-only file system, or not a folder.
     """
-    with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:  # on Linux without a name, even for the moment
+    with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:  # unnamed on Linux
         file.write(bytes(size))
 
 
 def write_whole(path: Path, text: str, *, new: bool = False) -> None:
-    """A text as a file, in place of what was there, or of what a link names: whole or, whatever happens, not at all.
+    """Write a text file atomically; replace an existing file, or the target of a link.
 
     Args:
-        new: not in place of anything.
+        new: fail if the file exists.
 
     Raises:
-        OSError: it cannot be written, or is there and should be new; what was there still is.
+        OSError: it cannot be written, or it exists and ``new`` is set; an existing file is unchanged.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -84,10 +84,10 @@ def write_whole(path: Path, text: str, *, new: bool = False) -> None:
 
 
 def expanded(path: str | Path, option: str) -> Path:
-    """A path with ``~`` and ``~user`` expanded.
+    """Expand ``~`` and ``~user`` in a path.
 
     Raises:
-        UsageError: there is no such user.
+        UsageError: no such user.
     """
     try:
         return Path(path).expanduser()
@@ -96,14 +96,14 @@ def expanded(path: str | Path, option: str) -> Path:
 
 
 def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
         UsageError: no such file, one that cannot be read, or more than ``most`` bytes.
     """
     path = Path(path)
     try:
-        if not path.is_file():  # of a pipe or a device nobody knows when it ends
+        if not path.is_file():  # a pipe or a device may never end
             raise UsageError(f"no such file: {path}")
         with path.open("rb") as file:
             content = file.read(most + 1)
@@ -115,7 +115,7 @@ def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file.
+    """Read a UTF-8 text file.
 
     Raises:
         UsageError: see `read_bytes`; or it is not UTF-8.
@@ -124,7 +124,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Read the values of a TOML file.
 
     Raises:
         UsageError: see `read_bytes`; or it is not TOML.
@@ -133,7 +133,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a JSON file.
+    """Read the value of a JSON file.
 
     Raises:
         UsageError: see `read_bytes`; or it is not JSON.
@@ -144,14 +144,14 @@ def read_json(path: str | Path) -> Any:
 def read_json_lines(
     path: Path, parse: Callable[[Any], T], what: str, *, skip_torn: bool = False
 ) -> list[T]:
-    """The values of a file of JSON lines, in order; none if there is no file.
+    """Read the values of a JSON Lines file in order; empty if the file does not exist.
 
-    A torn last line, whose writer was killed, is left out.
+    A torn last line, from a writer that was killed, is skipped.
 
     Args:
-        parse: from the JSON value of a line to what it stands for.
-        what: one of these, for messages.
-        skip_torn: leave out torn lines anywhere: a file that several processes went on to write to.
+        parse: converts the JSON value of a line.
+        what: name of one value, for messages.
+        skip_torn: skip torn lines anywhere, in a file that several processes appended to.
 
     Raises:
         UsageError: another line is not JSON, or `parse` raised a ValueError, TypeError or AttributeError.
@@ -169,7 +169,7 @@ def read_json_lines(
 
 
 def json_lines(values: Iterable[Any], *, compact: bool = False) -> str:
-    """JSON lines of some values, compact without spaces."""
+    """Format values as JSON lines, without spaces if compact."""
     separators = (",", ":") if compact else None
     return "".join(f"{json.dumps(value, separators=separators)}\n" for value in values)
 
@@ -180,5 +180,5 @@ def _parsed(path: str | Path, kind: str, parse: Callable[[str], T]) -> T:
         return parse(content.decode())
     except RecursionError:
         raise UsageError(f"{path} is no such file as shoal reads: its values are nested too deep.") from None
-    except ValueError as error:  # not of this kind, not UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or a number with thousands of digits
         raise UsageError(f"{path} is not {kind}: {error}") from None

@@ -1,6 +1,7 @@
-"""Read a command's options from a command line: the fields of a section, their types, defaults and docstrings.
+"""Parse a command line into a section; its fields define the options, types, defaults and help texts.
 
-tyro reads the words and prints the help. `shoal.base.section.validate` checks the values, in the words of the config.
+tyro parses the arguments and prints the help. `shoal.base.section.validate` checks the values, with the config's error
+messages.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from shoal.base.section import Section, docstrings, validate
 T = TypeVar("T", bound=Section)
 
 POSITIONAL: Any = tyro.conf.Positional
-"""In the annotation of a field: it stands in its place on the command line, without its name."""
+"""Annotation of a positional argument."""
 
 
 def parse(prog: str, options: type[T], args: list[str], *, description: str = "") -> T:
-    """A section from a command line.
+    """Parse a command line into a section.
 
     Args:
         prog: the words before ``args``, for the help.
-        description: the first lines of the help (default: the section's docstring).
+        description: first lines of the help (default: the section's docstring).
 
     Raises:
-        UsageError: an option does not exist (the nearest is named), or a value cannot be read or is out of its range.
+        UsageError: an unknown option (the nearest is suggested), or a value that cannot be parsed or is out of range.
         SystemExit: 0, after ``--help``.
     """
     given = read(prog, description or options.__doc__ or "", {"": options}, {}, args)[""]
@@ -45,15 +46,15 @@ def read(
     prog: str, description: str, sections: Mapping[str, type[BaseModel]], values: Mapping[str, dict[str, Any]],
     args: list[str],
 ) -> dict[str, dict[str, Any]]:
-    """Unchecked values from a command line, by section.
+    """Parse a command line into unchecked values, by section.
 
     Args:
-        description: the first lines of the help.
-        sections: by the name that stands before their options ("" for none).
-        values: take the place of some sections' defaults.
+        description: first lines of the help.
+        sections: sections by the prefix of their options ("" for none).
+        values: values that replace some defaults, by section.
 
     Raises:
-        UsageError: an option does not exist, or a value cannot be read.
+        UsageError: an unknown option, or a value that cannot be parsed.
         SystemExit: 0, after ``--help``.
     """
     fields: dict[str, Any] = {
@@ -64,7 +65,7 @@ def read(
     try:
         with redirect_stderr(errors):
             return tyro.cli(
-                TypedDict("Arguments", fields),  # type: ignore[operator]  # its fields are known at run time alone
+                TypedDict("Arguments", fields),  # type: ignore[operator]  # fields are only known at run time
                 default=default, prog=prog, description=description.strip(), args=args,
             )
     except SystemExit as end:
@@ -74,18 +75,19 @@ def read(
 
 
 def _unchecked(section: type[BaseModel]) -> Any:
-    """The same fields and descriptions as a dict: tyro would check a model's values in pydantic's words."""
+    """Convert a section to a TypedDict with the same fields and help; tyro would report a model's errors in pydantic's
+    words."""
     fields, documented, kinds = {}, docstrings(section), get_type_hints(section)
     for name, field in section.model_fields.items():
         kind = kinds[name]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             kind = _unchecked(kind)
-        about = re.sub(r"(?<!\n)\n(?!\n)", " ", documented.get(name, ""))  # a terminal has line ends of its own
+        about = re.sub(r"(?<!\n)\n(?!\n)", " ", documented.get(name, ""))  # the terminal wraps lines
         if POSITIONAL in field.metadata:
             fields[name] = Annotated[kind, POSITIONAL, tyro.conf.arg(help=about, metavar=name.upper())]
         else:
             fields[name] = Annotated[kind, tyro.conf.arg(help=about)]
-    values: Any = TypedDict(section.__name__, fields)  # type: ignore[misc]  # its name is known at run time alone
+    values: Any = TypedDict(section.__name__, fields)  # type: ignore[misc]  # the name is only known at run time
     values.__doc__ = section.__doc__
     return values
 
@@ -97,17 +99,17 @@ def _defaults(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _without_box(text: str) -> str:
-    """tyro's error without its frame and title: a line for each part of it."""
+    """Remove the frame and title of tyro's error, leaving one line per part."""
     rows = [row.strip("│| ") for row in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[1:-1]]
     parts = [" ".join(part) for rule, part in groupby(rows, lambda row: set(row) in ({"─"}, {"-"})) if not rule]
     return "\n  ".join(part.partition("  Got errors:")[0] for part in parts)  # of each type that a value may have
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:
-    """List subjects with the first paragraph of their description, as wide as the terminal.
+    """List subjects with the first paragraph of their description, wrapped to the terminal's width.
 
     Args:
-        width: letters of the column of names.
+        width: width of the name column.
     """
     lines = []
     for name, description in subjects.items():
@@ -121,11 +123,11 @@ def reject_unused(options: Section, names: Sequence[str], why: str) -> None:
     """Reject options that have no effect on the result.
 
     Args:
-        names: of the options.
-        why: they have none.
+        names: names of the options.
+        why: the reason, for the message.
 
     Raises:
-        UsageError: naming the first that is given.
+        UsageError: naming the first such option that is set.
     """
     for name in names:
         given = getattr(options, name)

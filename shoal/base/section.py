@@ -19,45 +19,45 @@ from shoal.base.errors import UsageError, did_you_mean
 T = TypeVar("T", bound=BaseModel)
 Each = TypeVar("Each")
 NonEmpty = Annotated[tuple[Each, ...], Field(min_length=1)]
-"""One value or more."""
+"""Tuple with at least one value."""
 
-LARGEST = 2**53  # what a float64 holds exactly
-SHOWN = 80  # letters of a wrong value
+LARGEST = 2**53  # integers up to this are exact in float64
+SHOWN = 80  # characters shown of a wrong value
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Section(BaseModel):
-    """Frozen, and closed: a key that does not exist is an error. The text below a field describes it."""
+    """Base class of sections: immutable, with unknown keys rejected. The docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
 
 def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: str = "") -> T:
-    """Build a section from plain values, each of the very type of its field: 1 is no boolean, and "1" no number.
+    """Build a section from plain values, with strict types: 1 is not a boolean, and "1" is not a number.
 
     Args:
-        source: where the values are from, for messages.
-        prefix: the section's name in a config, if messages are to show it before the keys.
+        source: source of the values, for messages.
+        prefix: name of the section in the config, if messages should show it before the keys.
 
     Raises:
-        UsageError: one line for each key that does not exist (with the nearest that does) and each bad value.
+        UsageError: one line for each unknown key (the nearest key is suggested) and each bad value.
     """
     outer = (prefix,) if prefix else ()
     if wrong := list(_precheck(values, outer)):
         raise UsageError("\n".join(f"{source}: {line}" for line in wrong))
-    try:  # strict, and by the way of JSON, in which a list may stand for a tuple and a text for a path
+    try:  # strict, via JSON, where a list may represent a tuple and a string a path
         return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
     except ValidationError as error:
         found: dict[str, list[str]] = {}
         for each in error.errors():
             start, what = _explain(section, each, outer)
-            found.setdefault(start, []).append(what)  # of a field with several types, one message for each
+            found.setdefault(start, []).append(what)  # a field with several types has one message for each
         lines = [f"{source}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]
         raise UsageError("\n".join(lines)) from None
 
 
 def _precheck(values: Any, keys: tuple[str, ...]) -> Iterator[str]:
-    """Yield what is wrong whatever the field is."""
+    """Yield errors that do not depend on the field."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _precheck(value, (*keys, str(key)))
@@ -75,7 +75,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str]:
-    """The beginning of a message, the same for all errors of one field, and what is wrong."""
+    """Return the start of a message, equal for all errors of a field, and the error itself."""
     keys = _keys(section, error["loc"])
     dotted = _printable(".".join((*outer, *keys)))
     if error["type"] == "extra_forbidden":
@@ -93,7 +93,7 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
 
 
 def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
-    """The names in the file that lead to an error; after them come places in a list, or types of which one failed."""
+    """Return the config keys that lead to an error, without list indices and names of union members."""
     keys: list[str] = []
     for key in place:
         fields = getattr(section, "model_fields", None)
@@ -110,17 +110,18 @@ def _truncate(value: Any) -> str:
 
 
 def _printable(key: str) -> str:
-    """A key as it was given, in letters that a terminal shows."""
+    """Escape unprintable characters in a key, and truncate it."""
     return _truncate(key)[1:-1] if len(key) > SHOWN or not key.isprintable() else key
 
 
 def plain(config: BaseModel) -> dict[str, Any]:
-    """Nested plain values without what is unset, fit for TOML and JSON."""
+    """Return nested plain values for TOML or JSON, without unset fields."""
     return config.model_dump(mode="json", exclude_none=True)
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """The text below each field of a section; pydantic could read it too, but for every class at every start."""
+    """Return the docstring below each field. pydantic can collect them too, but would do so for all classes at import.
+    """
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(dedent(inspect.getsource(kind))).body

@@ -1,4 +1,4 @@
-"""The terminal: a progress bar, and printing that never aborts a run."""
+"""Terminal output: a progress bar, and printing that never aborts a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-DELAY = 1.0  # seconds before a progress bar is shown
+DELAY = 1.0  # seconds before a progress bar appears
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on stderr, if that is a terminal. Yields what to call with the part that is done and what comes next.
-    """
-    from rich.console import Console  # which commands without a bar do not wait for
+    """Show a progress bar on stderr if it is a terminal. Yields a function of the completed fraction and the next
+    label."""
+    from rich.console import Console  # slow import; commands without a bar skip it
     from rich.progress import BarColumn, Progress, TextColumn
 
     begin = time.monotonic()
@@ -36,14 +36,14 @@ def progress_bar(what: str) -> Iterator[Callable[[float, str], None]]:
 
 
 def replace_unencodable() -> None:
-    """Print "?" from now on for letters that stdout's encoding does not have, as a model may write them."""
+    """Replace characters that stdout's encoding lacks with "?", as a model's output may contain them."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def outlive_readers() -> None:
-    """Survive from now on that the reader of stdout or stderr goes away, as in `shoal train | head`: nothing more is
-    printed there. If it is stdout's, stderr says so."""
+    """Continue without output when the reader of stdout or stderr exits, as in `shoal train | head`. If stdout's
+    reader exits, a note is printed on stderr."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, _told), _lasting(sys.stderr, lambda: None)
 
 
@@ -61,7 +61,7 @@ def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
     lasting = _Lasting(out.fileno(), "w", closefd=False)
     lasting.told = told
     return io.TextIOWrapper(
-        lasting if out.buffer is raw else io.BufferedWriter(lasting),  # as python -u has it, or not
+        lasting if out.buffer is raw else io.BufferedWriter(lasting),  # unbuffered as with python -u, or buffered
         out.encoding, out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
     )
 

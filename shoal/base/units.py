@@ -1,4 +1,4 @@
-"""Quantities as people type and read them: ``16MB``, ``450GB/s``, ``3.4us``."""
+"""Parse and format quantities with units: ``16MB``, ``450GB/s``, ``3.4us``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def parse(text: str, units: dict[str, float], *, where: str) -> float:
-    """A quantity in its base unit (bytes, bytes/s, s).
+    """Parse a quantity into its base unit (bytes, bytes/s, s).
 
     Args:
         units: `BYTES`, `BANDWIDTH` or `TIME`.
-        where: what the error message names, such as an option.
+        where: name for the error message, such as an option.
 
     Raises:
-        UsageError: no number with one of the units, or a number that is not finite or below zero.
+        UsageError: not a number with one of the units, or a number that is not finite or negative.
 
     >>> parse("16MB", BYTES, where="--size"), parse("50 GB/s", BANDWIDTH, where="--bandwidth")
     (16000000.0, 50000000000.0)
@@ -36,13 +36,13 @@ def parse(text: str, units: dict[str, float], *, where: str) -> float:
 
 
 def parse_counts(text: str, *, where: str) -> list[int]:
-    """Comma-separated whole numbers, each at least 1.
+    """Parse comma-separated integers, each at least 1.
 
     Args:
-        where: what the error message names, such as an option.
+        where: name for the error message, such as an option.
 
     Raises:
-        UsageError: something is no number, or below 1.
+        UsageError: a part is not a number, or below 1.
 
     >>> parse_counts("1,8,64", where="--nodes")
     [1, 8, 64]
@@ -53,7 +53,7 @@ def parse_counts(text: str, *, where: str) -> list[int]:
 
 
 def show_bytes(size: float) -> str:
-    """With a decimal prefix and three digits.
+    """Format bytes with a decimal prefix and three digits.
 
     >>> show_bytes(16e6), show_bytes(1234), show_bytes(0.5)
     ('16 MB', '1.23 kB', '0.5 B')
@@ -62,7 +62,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """With three digits.
+    """Format seconds with a prefix and three digits.
 
     >>> show_seconds(35), show_seconds(0.00125), show_seconds(3.4e-6)
     ('35 s', '1.25 ms', '3.4 µs')
