@@ -1,7 +1,7 @@
-"""The options of a command, and the config of the run that it works on, from a command line.
+"""Parse a command's options and the config of its run from the command line.
 
 A command that takes a run has every field of `RunConfig` as an option; the values of the run's TOML file are the
-defaults. Both are validated alike.
+defaults. Both are validated by the same rules.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ T = TypeVar("T", bound=Section)
 def parse_run(command: str, options: type[T], args: list[str], sections: Sequence[str] = ()) -> tuple[T, RunConfig]:
     """Read a command's options and the run's config: defaults, then the TOML file, then the command line.
 
-    With an option ``resume`` that is given, the config of that run takes the place of the defaults.
+    If the option ``resume`` is given, the config of that run replaces the defaults.
 
     Args:
         command: its name in the table, for the help.
-        options: what it takes besides the config.
+        options: section of its options besides the config.
         args: the command line after the name. The run's TOML file is its first word, or the first that ends in .toml.
-        sections: those of the config that can be set (default: all).
+        sections: sections of the config that can be set (default: all).
 
     Raises:
-        UsageError: the file is missing or wrong, an option does not exist (the nearest is named), or a value cannot be
-            read or is out of its range.
+        UsageError: the file is missing or wrong, an option is unknown (the nearest is suggested), or a value cannot be
+            parsed or is out of range.
         SystemExit: 0, after ``--help``.
     """
     args = [_rename_moved(word) for word in args]
@@ -50,7 +50,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
 
 
 def _rename_moved(word: str) -> str:
-    """An option by its new name, if its key has moved to another section."""
+    """Return the new name of an option whose key has moved to another section."""
     option, equals, value = word.partition("=")
     key = option.removeprefix("--").replace("-", "_")
     if key == option or key not in MOVED:
@@ -60,16 +60,16 @@ def _rename_moved(word: str) -> str:
 
 
 def split_run_file(args: list[str]) -> tuple[Path | None, list[str]]:
-    """Take the run's TOML file out of the arguments."""
+    """Split the run's TOML file from the arguments."""
     for i, word in enumerate(args):
-        option = word.startswith("-") or args[i - 1 : i] == ["--catalog"]  # whose value is a TOML file too
+        option = word.startswith("-") or args[i - 1 : i] == ["--catalog"]  # the value of --catalog is a TOML file too
         if not option and (word.endswith(".toml") or i == 0):
             return Path(word), args[:i] + args[i + 1 :]
     return None, args
 
 
 def is_given(section: str, name: str, args: list[str]) -> bool:
-    """Whether a command line or its run's TOML file sets a field of the config."""
+    """Return whether a command line or its run's TOML file sets a field of the config."""
     file, words = split_run_file(args)
     if file and name in read_toml(file).get(section, {}):
         return True
@@ -77,7 +77,7 @@ def is_given(section: str, name: str, args: list[str]) -> bool:
 
 
 def _complete_resume(args: list[str]) -> list[str]:
-    """Write out what ``--resume`` leaves out: the folder, and that run's own config where no other is given."""
+    """Complete ``--resume`` with its defaults: the folder, and that run's own config if no other is given."""
     args = [part for word in args for part in (word.split("=", 1) if word.startswith("--resume=") else [word])]
     if "--resume" not in args:
         return args

@@ -1,4 +1,4 @@
-"""`shoal bench WHAT`: choose a benchmark, run it, and turn missed targets into the exit code."""
+"""`shoal bench WHAT`: run a benchmark; the exit code shows whether a target was missed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal.labs.bench.slices import SlicesBenchmark
 from shoal.labs.bench.step.benchmark import StepBenchmark
 from shoal.labs.bench.transport import TransportBenchmark
 
-WIDTH = 140  # of the tables where the output is no terminal
+WIDTH = 140  # width of tables if the output is not a terminal
 
 BENCHMARKS: dict[str, type[Benchmark]] = {
     "step": StepBenchmark,
@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
 
 
 def main(args: list[str]) -> int:
-    """Run one of the benchmarks; returns the exit code, 1 if a target is missed.
+    """Run one of the benchmarks; return the exit code, 1 if a target is missed.
 
     Raises:
         UsageError: bad options.
@@ -74,6 +74,6 @@ def main(args: list[str]) -> int:
 
 
 def _exit(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise, so that a benchmark ends its processes and frees its shared memory."""
-    signal.signal(signum, signal.SIG_IGN)  # a second signal would interrupt that
+    """Raise SystemExit, so that a benchmark ends its processes and frees its shared memory."""
+    signal.signal(signum, signal.SIG_IGN)  # a second signal would interrupt the cleanup
     sys.exit(128 + signum)

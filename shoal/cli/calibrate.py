@@ -1,4 +1,4 @@
-"""`shoal calibrate`: a catalog file of this machine, and how well estimates with it foretell real steps."""
+"""`shoal calibrate`: write a catalog file of this machine, and check estimates with it against measured steps."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from shoal.base.terminal import progress_bar
 from shoal.labs.calibration.calibrate import CHECK_ROUNDS, NAME, ROUNDS, check_profile
 from shoal.labs.calibration.check import is_right, lines, lost, write_scatter
 
-MOST_LOST = 0.05  # of the fastest layout's time, that the picked one may take longer
+MOST_LOST = 0.05  # maximum slowdown of the chosen layout, relative to the fastest
 
 
 class CalibrateOptions(Section):
-    """Measure what a core of this machine takes for products, memory, attention, layers, updates and collectives, and
-    write a catalog file, for `shoal estimate --catalog FILE --cluster 4xhere` and `shoal plan` alike."""
+    """Measure matrix products, memory, attention, layers, updates and collectives on the cores of this machine, and
+    write a catalog file for `shoal estimate --catalog FILE --cluster 4xhere` and `shoal plan`."""
 
     out: Path = Path("here.toml")
-    """The file to write; none is overwritten."""
+    """The file to write; an existing file is not overwritten."""
 
     rounds: PositiveInt | None = None
-    """Measurements of everything; medians count. By itself 9 of the machine, and 5 with check."""
+    """Repetitions of each measurement; the median is used. Default: 9 for the machine, and 5 with check."""
 
     ranks: NonEmpty[PositiveInt] = (2, 4)
-    """Numbers of ranks whose collectives are measured."""
+    """Numbers of ranks to measure collectives for."""
 
     check: Path | None = None
-    """Measure nothing of the machine: take this profile, run small models on layouts of 1 to 4 ranks, and compare their
-    steps with the estimates."""
+    """Check this profile instead of measuring the machine: train small models on layouts of 1 to 4 ranks, and compare
+    the step times with the estimates."""
 
     layouts: PositiveInt = 20
-    """With check: how many."""
+    """With check: number of layouts."""
 
     pick: int = Field(default=0, ge=0, le=4)
-    """With check: take all layouts of so many ranks instead, and compare the one that is estimated fastest with those
-    that are. Of 4 ranks there are 744: half an hour."""
+    """With check: use all layouts of this many ranks, and compare the one with the lowest estimate with the fastest
+    ones. 4 ranks have 744 layouts, which take half an hour."""
 
     scatter: Path | None = None
-    """With check: draw estimates over measurements (.svg); no file is overwritten."""
+    """With check: plot estimates against measurements (.svg); an existing file is not overwritten."""
 
 
 def run(options: CalibrateOptions) -> int:
-    """Measure, or check a profile; returns the exit code.
+    """Measure the machine, or check a profile; return the exit code.
 
-    It is 1 where a check finds estimates that are far off or in another order (`is_right`), or a pick that takes 5 %
-    longer than the fastest layout.
+    The exit code is 1 if a check finds estimates that are far off or in another order (`is_right`), or a chosen layout
+    that is 5 % slower than the fastest.
 
     Raises:
-        UsageError: a file that is there already, or is none; or options that nothing would read.
+        UsageError: a file that already exists, or does not exist; or options without effect.
     """
     for unread, names, why in (
         (options.check, ("out", "ranks"), "of a measurement, which --check does not make"),

@@ -1,4 +1,4 @@
-"""The table of commands: where the function of each one is, and what the help says of it."""
+"""Table of commands: the module, function and help text of each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Command(NamedTuple):
     """One command of the command line.
 
     Attributes:
-        module: has its function; it is imported when the command is called.
-        help: what the command does and, after ": ", how it is called.
-        function: its name. It takes ``options``, an instance of a section, and ``config``, the run's `RunConfig`, if
-            the command works on a run; or ``args``, the words of the command line. It returns the exit code.
-        config: the sections of the run's config that the command line can set; () for all.
+        module: module of its function, imported when the command is called.
+        help: what the command does and, after ": ", its usage.
+        function: name of the function. It takes ``options``, an instance of a section, and ``config``, the run's
+            `RunConfig`, if the command works on a run; or ``args``, the command line. It returns the exit code.
+        config: sections of the run's config that the command line can set; () for all.
     """
 
     module: str
@@ -83,4 +83,4 @@ COMMANDS = {
         "Show the tensors of a checkpoint and how they are split: shoal checkpoint inspect PATH", "inspect",
     ),
 }  # fmt: skip
-"""By the words that name them, in the order of the help."""
+"""Commands by name, in the order of the help."""

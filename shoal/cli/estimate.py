@@ -1,4 +1,4 @@
-"""`shoal estimate`: what a run needs and how long it takes, before it is launched."""
+"""`shoal estimate`: memory and time of a run before it is launched."""
 
 from __future__ import annotations
 
@@ -20,50 +20,51 @@ DEFAULT_MODEL = "llama-3-8b"
 
 class EstimateOptions(Section):
     model: str | None = None
-    """A model of the catalog (default: the TOML file's, else llama-3-8b)."""
+    """A model in the catalog (default: the TOML file's, else llama-3-8b)."""
 
     cluster: str = "8xH100"
-    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, as its maker counts), or one accelerator of the catalog."""
+    """8xH100, 64x8xH100-IB400, v5p-4096 (a slice, in the manufacturer's notation), or one accelerator in the catalog.
+    """
 
     sequence_length: PositiveInt | None = None
-    """Tokens of a sequence (default: the file's, else the longest that the model was trained for)."""
+    """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""
 
     global_batch: PositiveInt | None = None
-    """Sequences of a step (default: the file's, else about 4 M tokens)."""
+    """Sequences per step (default: the file's, else about 4 M tokens)."""
 
     precision: str | None = None
-    """Number formats, as `shoal train` takes them: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
+    """Number formats, with the names of `shoal train`: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
 
     optimizer: str | None = None
     """The update rule (default: the file's, else adamw)."""
 
     tokens: PositiveFloat | None = None
-    """Of the whole training, as 15e12 (default: 20 for each parameter)."""
+    """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
 
     price: PositiveFloat | None = None
-    """Dollars for an accelerator and hour (default: the catalog's list price)."""
+    """Price in dollars per accelerator and hour (default: the catalog's list price)."""
 
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
     dry_run: bool = False
-    """Run the real model of one rank on fake tensors, and count what it does."""
+    """Run the real model of one rank on fake tensors, and count its FLOPs, bytes and memory."""
 
     rank: NonNegativeInt = 0
-    """With dry_run: which rank of the world."""
+    """With dry_run: rank to run."""
 
     steps: PositiveInt = 4
-    """With dry_run: how many of the first steps."""
+    """With dry_run: number of steps to run."""
 
     measure: bool = False
-    """With dry_run: start all ranks here too, and compare their memory."""
+    """With dry_run: also start all ranks on this machine, and compare their memory."""
 
     out: Path | None = None
     """Write a page (.html)."""
 
 
 def main(args: list[str]) -> int:
-    """Read the command line and run."""
+    """Parse the command line and run."""
     options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
     from_file = config if split_run_file(args)[0] else None
     return run(options, from_file, config.parallel, fill=not is_given("parallel", "dp", args))
@@ -73,11 +74,11 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
     """Estimate or count, print, and write the page; return the exit code.
 
     Args:
-        config: of a run's TOML file, if one was given.
-        fill: whether to take as many replicas as fill the cluster, whatever dp the layout has.
+        config: config from a run's TOML file, if given.
+        fill: fill the cluster with replicas, ignoring the dp of the layout.
 
     Raises:
-        UsageError: a name that is not in the catalog, or a layout that cannot be.
+        UsageError: a name that is not in the catalog, or an invalid layout.
     """
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
@@ -99,7 +100,7 @@ def _estimate(options: EstimateOptions, config: RunConfig | None, layout: Layout
     facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
     print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
     if options.out:
-        from shoal.report.planning.estimate_page import write_page  # which draws
+        from shoal.report.planning.estimate_page import write_page  # slow import
 
         write_page(options.out, estimate, facts, changes)
         print(f"written: {options.out}")

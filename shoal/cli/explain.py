@@ -1,4 +1,4 @@
-"""`shoal explain SUBJECT`: how something works and what it costs, computed from the description that also runs."""
+"""`shoal explain SUBJECT`: show how something works and what it costs, computed by the code that runs it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, options_of
 
 
 def main(args: list[str]) -> int:
-    """Explain one subject; returns the exit code.
+    """Explain one subject; return the exit code.
 
     Raises:
-        UsageError: there is no such subject, or bad options.
-        SystemExit: help was asked for.
+        UsageError: an unknown subject, or bad options.
+        SystemExit: help was requested.
     """
     if not args or args[0] in ("-h", "--help"):
         print(_help())

@@ -1,4 +1,4 @@
-"""`shoal goodput`: how much of a long training counts, how often to save, how many spares to keep."""
+"""`shoal goodput`: predict the effective training time under failures, the best save interval and the spares needed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class GoodputOptions(Section):
     """Hours between failures of one device (default: 50,677, as in 54 days of Llama 3)."""
 
     checkpoint: str = "30s"
-    """Time for which training stops to save: 30s, 2min."""
+    """Time for which training stops during a save: 30s, 2min."""
 
     flush: str = "0s"
-    """Time for which the save is then written in the background; a failure meanwhile also loses the interval before."""
+    """Time to write the save in the background afterwards; a failure during this time also loses the interval before
+    it."""
 
     restart: str = "5min"
-    """Time from a failure until training continues, without the work that is repeated."""
+    """Time from a failure until training continues, without the repeated work."""
 
     interval: str | None = None
     """Time between saves (default: the best)."""
@@ -39,13 +40,13 @@ class GoodputOptions(Section):
     """Devices that fail together."""
 
     spares: NonNegativeInt | None = None
-    """Spare nodes (default: as many as --availability needs)."""
+    """Number of spare nodes (default: as many as --availability needs)."""
 
     repair: str = "1d"
-    """Time until a failed node is back."""
+    """Time to repair a failed node."""
 
     availability: float = Field(0.99, gt=0, lt=1)
-    """Probability of enough working nodes, for which spares are counted."""
+    """Required probability of enough working nodes; determines the spares."""
 
     failures: PositiveInt = 20000
     """Failures in each simulation."""
@@ -61,7 +62,7 @@ def run(options: GoodputOptions) -> int:
     """Compute, simulate, print and draw; return the exit code.
 
     Raises:
-        UsageError: no numbers, or a save that takes longer than the job lives.
+        UsageError: not a number, or a save that takes longer than the job's time between failures.
     """
     check_writable(options.out, "--out", ".svg")
     if options.spares is not None:

@@ -1,4 +1,4 @@
-"""The command line: `shoal COMMAND`. It finds the command in the table, calls it, and turns errors into exit codes."""
+"""Entry point of the command line, `shoal COMMAND`: find the command, call it, and convert errors to exit codes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.base.terminal import replace_unencodable
 from shoal.cli.commands import COMMANDS
 
 READER_GONE = 141
-"""What a shell calls a command that SIGPIPE ended."""
+"""Exit code of a shell for a command that SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Returns:
-        0 done, 1 refuted or failed, 2 bad input, 130 interrupted, 141 nobody reads what it prints.
+        0 success, 1 failure or a failed check, 2 bad input, 130 interrupted, 141 stdout's reader has exited.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     replace_unencodable()
@@ -59,7 +59,7 @@ def _run(args: list[str]) -> int:
 
 
 def _split_command(args: list[str]) -> tuple[str, list[str]]:
-    """The command that the first word or two name, and the words after it."""
+    """Split the command (one or two words) from its arguments."""
     for words in (2, 1):
         if (name := " ".join(args[:words])) in COMMANDS:
             return name, args[words:]
@@ -94,7 +94,7 @@ def _refuse(error: UsageError) -> int:
 
 
 def _unread() -> bool:
-    """Whether nobody reads what is printed any more, as in `shoal estimate | head`; if so, no more is."""
+    """Return whether stdout's reader has exited, as in `shoal estimate | head`; if so, redirect stdout to /dev/null."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):

@@ -1,4 +1,4 @@
-"""`shoal plan`: which layout to take on a cluster, how many devices to take, and what other hardware would change."""
+"""`shoal plan`: find the best layout on a cluster, the best number of devices, and the effect of other hardware."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from shoal.spec.layout import Layout
 
 class PlanOptions(Section):
     model: str = "llama-3-8b"
-    """A model of the catalog; with --map several, with commas."""
+    """A model in the catalog; with --map a comma-separated list."""
 
     cluster: str = "8xH100"
-    """8xH100, 64x8xH100-IB400, v5p-4096, as `shoal estimate` takes it."""
+    """8xH100, 64x8xH100-IB400, v5p-4096, as in `shoal estimate`."""
 
     global_batch: str = "4M"
-    """Of a step: sequences (1024), or tokens with K or M (4M is 4 x 1024 x 1024)."""
+    """Global batch per step: sequences (1024), or tokens with K or M (4M is 4 x 1024 x 1024)."""
 
     seq: PositiveInt = 4096
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
 
     precision: str = "bf16"
-    """A name of the number formats, as `shoal train` takes it: bf16, fp32, ..."""
+    """Number formats, with the names of `shoal train`: bf16, fp32, ..."""
 
     optimizer: str = "adamw"
     """The update rule."""
 
     fix: str = ""
-    """Fields of the layout that are given, with commas: tp=8,recompute=full, stage_layers=7/8/8/9."""
+    """Comma-separated layout fields with fixed values: tp=8,recompute=full, stage_layers=7/8/8/9."""
 
     top: PositiveInt = 10
-    """Layouts to list."""
+    """Number of layouts to list."""
 
     fewest: bool = False
-    """The fewest devices of the cluster's kind on which it fits, instead."""
+    """Find the smallest number of the cluster's devices on which the model fits, instead."""
 
     budget: PositiveFloat | None = None
-    """Dollars: the number of nodes, up to the cluster's, that is fastest for them, instead."""
+    """Budget in dollars: find the number of nodes, up to the cluster's, that trains fastest within it, instead."""
 
     tokens: PositiveFloat | None = None
-    """Of the whole training, for --budget (default: 20 for each parameter)."""
+    """Tokens of the complete training, for --budget (default: 20 per parameter)."""
 
     price: PositiveFloat | None = None
-    """Dollars for a device and hour (default: the catalog's list price)."""
+    """Price in dollars per device and hour (default: the catalog's list price)."""
 
     what_if: bool = False
-    """What other hardware would change: twice the network, half the memory, ..., instead."""
+    """Show the effect of other hardware (twice the network, half the memory, ...), instead."""
 
     map: str = ""
-    """Numbers of nodes, with commas: the best layout of every model on each, instead."""
+    """Comma-separated numbers of nodes: show the best layout of every model on each, instead."""
 
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
     toml: Path | None = None
-    """Write the best as a run that `shoal train` takes."""
+    """Write the best layout as a TOML file for `shoal train`."""
 
     out: Path | None = None
     """Write a page (.html), or with --map a figure (.svg)."""
 
 
 def run(options: PlanOptions) -> int:
-    """Search, print, and write what was asked for; return the exit code, 1 if nothing fits."""
+    """Search, print, and write the requested files; return the exit code, 1 if nothing fits."""
     check_writable(options.out, "--out", ".svg" if options.map else ".html")
     check_writable(options.toml, "--toml", new=True)
     asked = [name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name)]
@@ -98,7 +98,7 @@ def run(options: PlanOptions) -> int:
 
 def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if options.toml:
-        tables.run_toml(options.model, planner.run, Layout())  # or is refused before anything is sought
+        tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
     with search_progress("searching") as progress:
         plan = planner.plan(options.top, progress)
     estimates = [tables.estimate_of(plan, found) for found in plan.best]
@@ -109,7 +109,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
         options.toml.write_text(tables.run_toml(options.model, planner.run, plan.best[0].layout))
         print(f"written: {options.toml}")
     if options.out:
-        from shoal.report.planning.search_page import write_page  # which draws
+        from shoal.report.planning.search_page import write_page  # slow import
 
         write_page(options.out, plan, estimates, tables.reasons(plan, estimates))
         print(f"written: {options.out}")

@@ -1,4 +1,4 @@
-"""`shoal plan auto`: how to split any module over a cluster, found by itself, beside the splits that people write."""
+"""`shoal plan auto`: partition any module over a cluster automatically, and compare with hand-written layouts."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from shoal.base.units import show_bytes
 
 class AutoOptions(Section):
     model: str = "tiny"
-    """A model of the catalog."""
+    """A model in the catalog."""
 
     layers: PositiveInt | None = None
-    """Of the model, the first so many alone: a few of a large one are planned in seconds."""
+    """Number of the model's first layers to plan; a few layers of a large model take seconds."""
 
     module: str = ""
-    """A module of your own instead: FILE.py:FUNCTION, which returns (module, example inputs). The file is run."""
+    """A module of your own instead: FILE.py:FUNCTION, which returns (module, example inputs). The file is executed."""
 
     cluster: str = "8xA100"
-    """8xH100, 2x4xA100-ETH100, 4xhere, as `shoal estimate` takes it."""
+    """8xH100, 2x4xA100-ETH100, 4xhere, as in `shoal estimate`."""
 
     mesh: str = ""
-    """The devices as a grid, as x=2,y=4 (default: all in a row, and nodes by their devices, or one node's in every grid
-    of two axes; the best of them is shown)."""
+    """Device grid, such as x=2,y=4 (default: the best of all devices in a row, and nodes by devices per node, or every
+    grid with two axes of a single node)."""
 
     micro_batch: PositiveInt = 8
-    """Sequences of a micro-batch, of all devices together; of a model of the catalog."""
+    """Sequences per micro-batch over all devices, for a model in the catalog."""
 
     seq: PositiveInt = 512
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
 
     stages: PositiveInt = 1
-    """The most pipeline stages, each of some layers on a part of the cluster; with 1 all devices do all layers."""
+    """Maximum number of pipeline stages, each with some layers on a part of the cluster; 1 computes all layers on all
+    devices."""
 
     microbatches: PositiveInt = 1
-    """Of a step: gradients are reduced and weights updated once for all of them."""
+    """Micro-batches per step: gradients are reduced and weights updated once for all of them."""
 
     precision: str = "bf16"
     """bf16, fp16 or fp32."""
 
     memory: str = ""
-    """Of a device, for weights, gradients, AdamW's states and activations, as 16GB (default: the accelerator's, without
-    what libraries and the process keep)."""
+    """Memory per device for weights, gradients, AdamW states and activations, such as 16GB (default: the accelerator's
+    memory without the part that libraries and the process use)."""
 
     check: bool = False
-    """Run the plan on real ranks here, one for each device, in float64, beside the module on one device."""
+    """Run the plan in float64 on real ranks on this machine, one per device, and compare with the module on one
+    device."""
 
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
 
 def run(options: AutoOptions) -> int:
-    """Plan, print, and check; the exit code, 1 if nothing fits or the check fails.
+    """Plan, print and check; return the exit code, 1 if nothing fits or the check fails.
 
     Raises:
-        UsageError: a name that is not known, a module that has no graph, or a mesh that the cluster does not have.
+        UsageError: an unknown name, a module without a graph, or a mesh that does not match the cluster.
     """
     from shoal.labs.autoshard import execute, listing, operators, subject
     from shoal.labs.autoshard.intra.ilp import NothingFits

@@ -1,4 +1,4 @@
-"""`shoal simulate`: play schedules side by side, draw them, and compare them with what the papers say."""
+"""`shoal simulate`: simulate schedules side by side, draw them, and compare them with published results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ESTIMATED = (
     "forward", "backward_input", "backward_weight", "pair", "comm", "latency", "reduce", "step", "kept_for_weight",
     "csv", "memory", "slices",
 )
-"""Options that are not read where times are estimated."""
+"""Options without effect if times are estimated."""
 FOR_ESTIMATES = ("model", "catalog", "micro_batch", "sequence_length", "precision")
-"""Options that are only read there."""
+"""Options that only have an effect if times are estimated."""
 
 
 def run(options: SimulateOptions) -> int:
-    """Play, print, draw; return the exit code.
+    """Simulate, print and draw; return the exit code.
 
     Raises:
         UsageError: an unknown schedule, one that the sizes do not allow, or a rank, link or file that does not exist.
@@ -72,7 +72,7 @@ def run(options: SimulateOptions) -> int:
 
 
 def _check(options: SimulateOptions) -> int:
-    """Compare with printed bubble rates."""
+    """Compare with published bubble rates."""
     others = [name for name in SimulateOptions.model_fields if name != "check"]
     reject_unused(options, others, "--check compares what its own table describes")
     from shoal.labs.validate import published_bubbles
@@ -84,7 +84,7 @@ def _check(options: SimulateOptions) -> int:
 
 
 def _factors(option: str, given: Sequence[str], form: str) -> list[tuple[tuple[int, ...], float]]:
-    """``3=1.5`` and ``0-1=2``: the ranks and their factor."""
+    """Parse ``3=1.5`` and ``0-1=2`` into ranks and their factor."""
     ranks = "-".join([r"(\d+)"] * (1 + form.count("-")))
     example = form.replace("RANK", "3").replace("A-B", "0-1").replace("FACTOR", "1.5")
     found = []
@@ -98,7 +98,7 @@ def _factors(option: str, given: Sequence[str], form: str) -> list[tuple[tuple[i
 
 
 def _reject_unread(options: SimulateOptions) -> None:
-    """Refuse options that would be ignored."""
+    """Reject options without effect."""
     if options.cluster:
         reject_unused(options, ESTIMATED, "with --cluster, times are those of the estimate")
     else:

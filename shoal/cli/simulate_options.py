@@ -1,4 +1,4 @@
-"""The options of `shoal simulate`."""
+"""Options of `shoal simulate`."""
 
 from __future__ import annotations
 
@@ -11,102 +11,104 @@ from shoal.base.section import Section
 
 class SimulateOptions(Section):
     schedule: str | None = None
-    """The schedule to play (default 1f1b); names as in a layout, or zb-1p and zb-2p: the automatic one with once and
-    twice the memory of 1f1b."""
+    """The schedule to simulate (default 1f1b): a name as in a layout, or zb-1p and zb-2p, the automatic schedule with
+    the memory of 1f1b and twice that."""
 
     pp: PositiveInt = 4
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
 
     microbatches: PositiveInt = 8
-    """Micro-batches of the step."""
+    """Micro-batches per step."""
 
     virtual_stages: PositiveInt | None = None
-    """Stages on each rank, for the schedules that leave it open (default 2)."""
+    """Stages on each rank, for schedules in which it can be set (default 2)."""
 
     slices: PositiveInt | None = None
-    """Slices of each sequence, passed on one by one (default 4 for terapipe, 1 for others)."""
+    """Slices of each sequence, sent one by one (default 4 for terapipe, 1 for others)."""
 
     dp: PositiveInt = 1
-    """Replicas of the pipeline; those that do not differ are played once."""
+    """Replicas of the pipeline; identical ones are simulated once."""
 
     tp: PositiveInt = 1
-    """Tensor-parallel ranks of each replica's pipeline rank; they move together."""
+    """Tensor-parallel ranks of each pipeline rank; they run in lockstep."""
 
     forward: NonNegativeFloat = 1.0
-    """Time of one micro-batch's forward through all that a rank holds of one copy of the model (T_F), in any unit."""
+    """Time of one micro-batch's forward pass through all layers of a rank for one copy of the model (T_F), in any
+    unit."""
 
     backward_input: NonNegativeFloat = 1.0
-    """Time of the first half of its backward, the gradient of the input (T_B)."""
+    """Time of the first half of its backward, the gradients of activations (T_B)."""
 
     backward_weight: NonNegativeFloat = 1.0
-    """Time of its second half, the gradients of the weights (T_W)."""
+    """Time of the second half of its backward, the gradients of weights (T_W)."""
 
     pair: PositiveFloat | None = None
-    """Time of a forward and a backward computed at once (F&B of dualpipe); without it one follows the other."""
+    """Time of a forward and a backward computed together (F&B of dualpipe); by default one follows the other."""
 
     comm: NonNegativeFloat = 0.0
-    """Time of a message on its link; those of one link go one after another."""
+    """Transfer time of a message on its link; messages on one link are sequential."""
 
     latency: NonNegativeFloat = 0.0
-    """Time from a message's end on its link to its arrival."""
+    """Time from the end of a message's transfer to its arrival."""
 
     blocking: bool = False
-    """A message also occupies its sender."""
+    """Block the sender during a message's transfer."""
 
     reduce: NonNegativeFloat = 0.0
     """Time of a stage's gradient reduction after its last backward."""
 
     step: NonNegativeFloat = 0.0
-    """Time of the optimizer."""
+    """Time of the optimizer step."""
 
     seconds: bool = False
-    """The times are seconds, and are shown so."""
+    """Times are in seconds, and are shown in seconds."""
 
     model: str | None = None
-    """With --cluster: the times are those of `shoal estimate`, of this model (default llama-3-8b); in seconds."""
+    """With --cluster: use the times of `shoal estimate` for this model (default llama-3-8b), in seconds."""
 
     cluster: str | None = None
-    """Price the passes on this cluster of pp x dp x tp accelerators: 8xH100; 4xhere with --catalog."""
+    """Cluster of pp x dp x tp accelerators to estimate times for: 8xH100; 4xhere with --catalog."""
 
     catalog: Path | None = None
-    """With --cluster: a file of accelerators, links and nodes, as `shoal calibrate` writes one of this machine."""
+    """With --cluster: a TOML file of accelerators, links and nodes, such as `shoal calibrate` writes for this machine.
+    """
 
     micro_batch: PositiveInt = 1
-    """With --cluster: sequences of a micro-batch."""
+    """With --cluster: sequences per micro-batch."""
 
     sequence_length: PositiveInt | None = None
-    """With --cluster: tokens of a sequence (default: the longest that the model was trained for)."""
+    """With --cluster: tokens per sequence (default: the longest that the model was trained for)."""
 
     precision: str = "bf16"
-    """With --cluster: fp32, bf16 or another precision of a run."""
+    """With --cluster: fp32, bf16 or another precision of `shoal train`."""
 
     memory: PositiveFloat | None = None
-    """Activations that zb-auto may keep on each rank, in those that 1f1b keeps on its first."""
+    """Memory limit of zb-auto on each rank, in units of the activations that 1f1b stores on its first rank."""
 
     kept_for_weight: NonNegativeFloat = 1.0
-    """Share of an activation that is still alive between the two halves of its backward (M_W / M_B)."""
+    """Fraction of an activation that stays in memory between the two halves of its backward (M_W / M_B)."""
 
     straggler: tuple[str, ...] = ()
-    """Ranks that compute slower: RANK=FACTOR ..., counted over pp x dp x tp from outer to inner."""
+    """Slow ranks: RANK=FACTOR ..., numbered over pp x dp x tp from outer to inner."""
 
     slow_link: tuple[str, ...] = ()
-    """Links that are slower, both ways: A-B=FACTOR ... of two such ranks."""
+    """Slow links, in both directions: A-B=FACTOR ... between two such ranks."""
 
     jitter: NonNegativeFloat = 0.0
-    """Standard deviation of every computation's time, as a share of it."""
+    """Standard deviation of each computation's time, as a fraction of it."""
 
     seed: NonNegativeInt = 0
-    """Of the jitter."""
+    """Random seed of the jitter."""
 
     compare: str = ""
-    """More schedules, side by side: 1f1b,zb-h1,..."""
+    """Comma-separated schedules to compare side by side: 1f1b,zb-h1,..."""
 
     csv: Path | None = None
-    """Play the schedule of this file, in the format of torch.distributed.pipelining: a row for each rank. It says how
-    many ranks and micro-batches there are."""
+    """Simulate the schedule in this file, in the CSV format of torch.distributed.pipelining: a row for each rank. It
+    determines the numbers of ranks and micro-batches."""
 
     out: Path | None = None
     """Write the timelines to this file: a page (.html), a figure (.svg, .png) or a Perfetto trace (.json, .json.gz)."""
 
     check: Path | None = None
-    """Instead: compare with the printed bubble rates in this folder's zero_bubble.csv, row by row."""
+    """Compare with the published bubble rates in this folder's zero_bubble.csv, row by row, instead."""

@@ -1,4 +1,4 @@
-"""`shoal validate DIR`: the calibrated cost model beside published measurements, scored; and fitted to them."""
+"""`shoal validate DIR`: score the calibrated cost model against published measurements, or fit it to them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from shoal.labs.validate.tables import fit_lines, score_lines
 
 class ValidateOptions(Section):
     folder: Annotated[Path, POSITIONAL]
-    """A folder of CSV files, one published point in each row (docs/validate.md has the columns)."""
+    """A folder of CSV files with one published measurement per row (see docs/validate.md for the columns)."""
 
     constants: Path | None = None
     """Estimate with the constants of this TOML file instead of shoal's own."""
 
     fit: Path | None = None
-    """Fit the constants to these points, score models that the fit has not seen, and write them to this TOML file."""
+    """Fit the constants to these measurements, score models that the fit has not seen, and write the constants to this
+    TOML file."""
 
     out: Path | None = None
-    """Write a page with estimates over measurements (.html)."""
+    """Write a page with estimates plotted against measurements (.html)."""
 
     worst: int = 0
-    """Print this many rows of the largest errors of each file."""
+    """Number of rows with the largest errors to print for each file."""
 
 
 def run(options: ValidateOptions) -> int:
-    """Score, print, and write what was asked for; returns the exit code.
+    """Score the cost model, print, and write the requested files; return the exit code.
 
     Raises:
-        UsageError: no folder, no points in it, or a file that cannot be written as asked.
+        UsageError: no folder, no measurements in it, or a file that cannot be written.
     """
     check_writable(options.out, "--out", ".html")
     check_writable(options.fit, "--fit", ".toml", new=options.fit != options.constants)

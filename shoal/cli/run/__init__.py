@@ -1,1 +1,1 @@
-"""The commands that train a model, and those that look at its run, its data and its checkpoints."""
+"""Commands that train a model, and commands that inspect its run, data and checkpoints."""

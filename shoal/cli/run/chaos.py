@@ -14,29 +14,29 @@ from shoal.spec.config import RunConfig
 
 class ChaosOptions(Section):
     trials: PositiveInt = 50
-    """Number of trials; the faults are taken in turn."""
+    """Number of trials; they cycle through the faults."""
 
     faults: str = "all"
-    """Comma-separated faults; a wrong name lists them."""
+    """Comma-separated faults; an unknown name lists them."""
 
     seed: NonNegativeInt = 0
-    """Random seed of the moments of the faults."""
+    """Random seed of the times of the faults."""
 
     folder: Path | None = None
-    """Where the trials run and failed ones are kept (default: a new folder under /tmp)."""
+    """Folder of the trials, in which failed ones are kept (default: a new folder under /tmp)."""
 
     minutes: PositiveFloat | None = None
-    """Instead of trials: one run of this many minutes, in which a rank is killed every --every seconds."""
+    """Run for this many minutes instead of trials, and kill a rank every --every seconds."""
 
     every: PositiveFloat = 60.0
-    """With --minutes: seconds between two failures."""
+    """With --minutes: seconds between failures."""
 
     out: Path | None = None
     """Write a page (.html)."""
 
 
 def run(options: ChaosOptions, config: RunConfig) -> int:
-    """Make the trials and show what came of them; returns 0 if all passed, else 1."""
+    """Run the trials and show the results; return 0 if all passed, else 1."""
     check_writable(options.out, "--out", ".html")
     result = shoal.chaos(
         config, trials=options.trials, faults=options.faults, seed=options.seed, folder=options.folder,

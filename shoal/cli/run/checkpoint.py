@@ -1,4 +1,4 @@
-"""`shoal checkpoint`: prove that one is undamaged, and show what it holds."""
+"""`shoal checkpoint`: verify that a checkpoint is undamaged, and list its tensors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
 
 PIPE_WIDTH = 160
-"""Columns where there is no terminal, so that no name is broken."""
+"""Columns if the output is not a terminal, so that names are not broken."""
 
 
 class CheckpointOptions(Section):
     path: Annotated[str, POSITIONAL]
-    """A checkpoint's folder, or its address, as in s3://bucket/run/step-00000100."""
+    """Folder of a checkpoint, or its URL, such as s3://bucket/run/step-00000100."""
 
 
 def verify(options: CheckpointOptions) -> int:
-    """Read every byte; a damaged checkpoint is an error."""
+    """Read and check every byte; damage is an error."""
     shoal.verify_checkpoint(options.path)
     print(f"{options.path}: complete and undamaged")
     return 0
 
 
 def inspect(options: CheckpointOptions) -> int:
-    """Print a row for each tensor."""
+    """Print one row per tensor."""
     found = shoal.describe_checkpoint(options.path)
     from shoal.report.run.tables import checkpoint_table
 

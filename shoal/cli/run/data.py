@@ -1,4 +1,4 @@
-"""`shoal data`: train a tokenizer, and look at the text as training will see it."""
+"""`shoal data`: train a tokenizer, and show the text as training reads it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from shoal.spec.config import RunConfig
 
 class TokenizerOptions(Section):
     vocab_size: int = Field(8192, gt=0, le=2**24)
-    """Token ids, the 256 bytes and the special tokens included."""
+    """Vocabulary size, including the 256 bytes and the special tokens."""
 
     out: Path = Path("tokenizer.json")
-    """The file to write; name it in data.tokenizer."""
+    """File to write; set data.tokenizer to its path."""
 
 
 class InspectOptions(Section):
-    """It has none besides those of the data."""
+    """Options of `shoal data inspect`: only the config section data."""
 
 
 def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
-    """Train a tokenizer, and say how it is used."""
+    """Train a tokenizer, and print how to use it."""
     tokenizer = shoal.train_tokenizer(config.data, vocab_size=options.vocab_size, out=options.out)
     print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {tokenizer.file}")
     return 0
 
 
 def inspect(options: InspectOptions, config: RunConfig) -> int:
-    """Print what the corpus holds, and its first training sample as text."""
+    """Print a summary of the corpus, and its first training sample as text."""
     found = shoal.describe_data(config.data)
     from shoal.report.run.tables import data_lines
 

@@ -17,12 +17,12 @@ class ReportOptions(Section):
     """A run folder."""
 
     out: Path | None = None
-    """The file to write: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz). Default: report.html in
-    the run folder."""
+    """File to write: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz). Default: report.html in the
+    run folder."""
 
 
 def run(options: ReportOptions) -> int:
-    """Write the report, and print it."""
+    """Write the report, and print a summary."""
     report = shoal.write_report(options.run_folder, options.out)
     from shoal.report.run.terminal import print_report
 

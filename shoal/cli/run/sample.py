@@ -17,20 +17,20 @@ class SampleOptions(Section):
     """A run folder that holds a checkpoint."""
 
     prompt: Annotated[str, POSITIONAL]
-    """The text to go on from."""
+    """Text to continue."""
 
     tokens: PositiveInt = 200
-    """Tokens to write."""
+    """Number of tokens to generate."""
 
     temperature: NonNegativeFloat = 0.8
-    """Of the distribution that tokens are drawn from; 0 takes the likeliest."""
+    """Sampling temperature; 0 takes the most likely token."""
 
     seed: NonNegativeInt = 0
-    """Of the draws."""
+    """Random seed of the sampling."""
 
 
 def run(options: SampleOptions) -> int:
-    """Print the text."""
+    """Generate text and print it."""
     print(shoal.sample(
         options.run_folder, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed
     ))

@@ -16,20 +16,20 @@ class VerifyOptions(Section):
     """Verify this many randomly drawn layouts instead of the given one."""
 
     rule: str | None = None
-    """With --random: an update rule (several with commas, or all), each on as many layouts drawn for it."""
+    """With --random: an update rule (or a comma-separated list, or all), each on this many layouts drawn for it."""
 
     steps: PositiveInt = 3
     """Training steps to compare."""
 
     precision: Literal["fp64", "own"] = "fp64"
-    """fp64 compares to 1e-9; own takes the run's precision and compares to its rounding."""
+    """fp64 compares to 1e-9; own uses the run's precision and compares to its rounding."""
 
     plant: str | None = None
-    """Plant this fault, to see it found; a wrong name lists them."""
+    """Inject this fault, to check that it is found; an unknown name lists them."""
 
 
 def run(options: VerifyOptions, config: RunConfig) -> int:
-    """Compare and print; returns 0 if everything is the same, 1 if something differs."""
+    """Compare and print; return 0 if everything agrees, 1 if something differs."""
     found = shoal.verify(
         config, random=options.random, rule=options.rule, steps=options.steps,
         own_precision=options.precision == "own", plant=options.plant, show=True,
