@@ -24,5 +24,5 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
 
 
 def test_help_says_what_stands_below_a_field() -> None:
-    assert docstrings(TokenizerOptions)["vocab_size"].startswith("Token ids, the 256 bytes")
+    assert docstrings(TokenizerOptions)["vocab_size"].startswith("Vocabulary size, including the 256 bytes")
     assert docstrings(Layout).keys() == Layout.model_fields.keys()

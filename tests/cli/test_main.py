@@ -327,7 +327,7 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
         ("train --train.steps 3 4", "Unrecognized options: 4"),
         ("train --train.compile yes", "Unrecognized options: yes"),
         ("train --train.compile=yes", "Unrecognized options: yes"),
-        ("sample runs", "Missing from shoal sample: PROMPT The text to go on from. (required)"),
+        ("sample runs", "Missing from shoal sample: PROMPT Text to continue. (required)"),
         ("sample", "Missing from shoal sample: RUN_FOLDER A run folder that holds a checkpoint. (required)"),
         ("checkpoint verify a --x", "Unrecognized options: --x"),
     ],
