@@ -1,4 +1,4 @@
-"""Adafactor: second moments of a matrix from its row and column sums (Shazeer & Stern 2018)."""
+"""Adafactor: second moments of a matrix factored into row and column sums (Shazeer & Stern 2018)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from shoal.spec.config import OptimizerConfig
 
 _EPS_SQUARE, _EPS_SCALE = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 6
 _THRESHOLD = 1.0  # d
-_DECAY = 0.8  # of beta2: 1 - t^-0.8
+_DECAY = 0.8  # exponent: beta2 is 1 - t^-0.8
 
 
 class Adafactor(Rule, Compilable):
-    """Algorithm 6, with the learning rate in place of the relative step size rho.
+    """Adafactor's algorithm 6, with the learning rate instead of the relative step size rho.
 
-    A matrix [n, m] keeps n + m numbers, ``row`` and ``column``, which every holder of a part of it keeps whole; other
-    parameters keep a second moment for each element. A parameter of several experts [E, n, m] is E matrices, each with
-    a scale and a threshold of its own. What concerns a parameter that several ranks hold is summed in two reductions:
-    the rows and columns of all matrices, and two squared norms of every matrix and other parameter.
+    A matrix [n, m] has n + m states, ``row`` and ``column``, stored unsharded by every holder of a part of it; other
+    parameters have a second moment per element. A parameter of several experts [E, n, m] is E matrices, each with its
+    own scale and threshold. For parameters held by several ranks, an update needs two reductions: the rows and columns
+    of all matrices, and two squared norms of every matrix and other parameter.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
         self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
-        self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None takes a part whole
-        self.shapes = {  # of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
+        self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None processes a part at once
+        self.shapes = {  # shapes of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (whole[:-1], (*whole[:-2], whole[-1]))
             for name, whole in shards.parameters.items() if len(whole) > 1
         }  # fmt: skip
@@ -52,7 +52,7 @@ class Adafactor(Rule, Compilable):
         }
 
     def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each parameter's rows and columns in a tensor that lies like `factors`."""
+        """Return each parameter's rows and columns as views of a tensor with the layout of `factors`."""
         pieces = iter(flat.split(self.sizes))
         return {
             name: (next(pieces).view(rows), next(pieces).view(columns))
@@ -60,7 +60,7 @@ class Adafactor(Rule, Compilable):
         }
 
     def _matrices(self, views: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The same of each matrix."""
+        """Split the views of `_views` by matrix."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (rows, columns) in views.items():
             singles = _names(name, self.shards.parameters[name])
@@ -81,7 +81,7 @@ class Adafactor(Rule, Compilable):
             update_size, weight_size = root_mean_squares[part.name]
             rate = learning_rate * shard.rate
             scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
-            # As tensors, since the kernel would be compiled anew for other numbers.
+            # As tensors, since new float values would recompile the kernel.
             numbers = torch.tensor([1 - rate * shard.decay, scale], dtype=torch.float64, device=self.shards.device)
             by_row, by_column = self._factors(part)
             rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
@@ -89,7 +89,7 @@ class Adafactor(Rule, Compilable):
                 self._move(weights, gradient, factor, by_column, *numbers)
 
     def _accumulate(self, beta2: float) -> None:
-        """Running means of the squared gradients: of rows and columns (lines 5 and 6), or of each element."""
+        """Update the running means of squared gradients: of rows and columns (lines 5 and 6), or of each element."""
         fresh = torch.zeros_like(self.factors)
         sums = self._matrices(self._views(fresh))
         for shard, part in self.parts:
@@ -110,24 +110,25 @@ class Adafactor(Rule, Compilable):
         self.factors.lerp_(fresh, 1 - beta2)
 
     def _factors(self, part: ShardPart) -> tuple[Tensor, Tensor]:
-        """Of each row and each column of a part: the root of the estimated second moment is 1 over both (lines 7, 8).
+        """Return a factor for each row and column of a part; the root of the estimated second moment is 1 / (row *
+        column) (lines 7, 8).
 
-        What is no matrix counts as one row.
+        A part that is not a matrix is one row.
         """
         if not _matrix(part):
             by_column = self.squares[part.name, part.box].view(-1).rsqrt()
             return by_column.new_ones(1, 1), by_column
         row, column = self.matrices[part.name]
         rows, columns = part.box.slices
-        # By roots of each, since the product of the two sums could underflow.
+        # Take roots first, since the product of the two sums may underflow.
         return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
 
     def _rows(self, flat: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
-        """A part of a flat tensor as a matrix, as many rows at a time as stay in a core's cache."""
+        """Yield cache-sized blocks of rows of a part of a flat tensor, as matrices."""
         return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
 
     def _gradients(self, shard: Shard, part: ShardPart) -> Iterator[Tensor]:
-        """A part's gradient likewise, in the weights' format, which it may have fewer digits than."""
+        """Yield the same blocks of a part's gradient, converted to the weights' format, which may be wider."""
         return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
 
     def _split_rows(self, matrix: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
@@ -135,7 +136,7 @@ class Adafactor(Rule, Compilable):
         return matrix.split(each or matrix.size(0))
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
-        """By matrix or other parameter, those of the update and of the weights."""
+        """Return the RMS of the update and of the weights, by matrix or other parameter."""
         squares = self.factors.new_zeros(len(self.wholes), 2, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self.wholes)}
         for shard, part in self.parts:
@@ -166,12 +167,12 @@ class Adafactor(Rule, Compilable):
 
 
 def _names(name: str, whole: tuple[int, ...]) -> list[str]:
-    """Of a parameter, or of its experts' matrices one by one."""
+    """Return the names of a parameter, or of its experts' matrices."""
     return [f"{name}[{expert}]" for expert in range(whole[0])] if len(whole) == 3 else [name]
 
 
 def _singles(part: ShardPart) -> Iterator[ShardPart]:
-    """A part, or those of each expert in it."""
+    """Yield a part, or the part of each expert in it."""
     if len(part.whole) < 3:
         yield part
         return
@@ -192,11 +193,11 @@ def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Of some rows."""
+    """Return the norm of the update of some rows."""
     of_rows = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
     return torch.linalg.vector_norm(of_rows * by_row)
 
 
 def _moved(weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor) -> None:
-    """Some rows of the weights, in place, by the gradient over the root of its second moment."""
+    """Update some rows of the weights in place, by the gradient divided by the root of its second moment."""
     weights.mul_(kept).sub_((gradient * by_column).mul_(by_row * scale))

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments, quantised block by block (Dettmers et al. 2022, "8-bit Optimizers")."""
+"""AdamW with block-wise quantised 8-bit moments (Dettmers et al. 2022, "8-bit Optimizers")."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draws, key_of, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
-WIDTH = 256  # consecutive elements of a row of the whole parameter
-_SMALLEST = 4096  # parameters with fewer elements keep moments of full precision, as the authors' own
+WIDTH = 256  # consecutive elements in a row of the unsharded parameter
+_SMALLEST = 4096  # parameters with fewer elements keep full-precision moments, as in the authors' code
 _KINDS = ("exp_avg", "exp_avg_sq")
-_RAISED = 2.0**15  # so that float16 has its digits down to far below the smallest code
+_RAISED = 2.0**15  # scale that keeps values far below the smallest code normal in float16
 
 
 @dataclass
 class _Tile:
-    """Part of a shard, a matrix whose rows are cut alike into blocks.
+    """Part of a shard: a matrix whose rows have the same block boundaries.
 
     Attributes:
         weights, gradient: [rows, columns], views of the shard.
-        codes: [rows, columns] uint8 of the first and the second moment, views.
-        scales: [rows, blocks] of each, the largest absolute value in a block.
-        box: which blocks these are, of the parameter's shape with its last dim counted in blocks.
+        codes: [rows, columns] uint8, views of the first and second moments.
+        scales: [rows, blocks] for each moment, the largest absolute value in a block.
+        box: the blocks, in the parameter's shape with the last dim counted in blocks.
         whole: that shape.
-        part: of which the tile is a part.
-        starts: whether it has the first element of its blocks, and so saves them.
-        first: its first column in the whole parameter.
-        shared: where its blocks are in the table of those that several ranks hold parts of; None if it has them whole.
+        part: the shard part that contains the tile.
+        starts: whether it has the first element of its blocks, and therefore saves them.
+        first: its first column in the unsharded parameter.
+        shared: index of its blocks in the table of blocks split between ranks; None if its blocks are complete.
     """
 
     weights: Tensor
@@ -53,27 +53,27 @@ class _Tile:
     shared: Tensor | None = None
 
     def rows(self) -> Iterator[slice]:
-        """Some rows at a time, which stay in the caches; all on a GPU."""
+        """Yield slices of rows that fit in the caches; all rows on a GPU."""
         rows, columns = self.weights.shape
         many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))
 
     def places(self, rows: slice) -> Tensor:
-        """[rows, columns] of its elements in the whole parameter."""
+        """Return the flat indices of its elements in the unsharded parameter, [rows, columns]."""
         box, device = self.part.box, self.weights.device
         starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.whole, device)
         return starts.view(-1, 1)[rows] + torch.arange(self.weights.size(1), device=device)
 
 
 class Adam8bit(Rule):
-    """AdamW whose moments are 8-bit codes (section 2.2) with one scale for each block (section 2.1).
+    """AdamW with 8-bit moments (section 2.2) and one scale per block (section 2.1).
 
-    Blocks lie along the rows of the whole parameter, from its first column on, so that every layout quantises the same
-    numbers together. Where a shard ends inside a block, its scale is the maximum over the ranks that have the rest.
-    Weights in bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.precision.rounding`).
+    Blocks lie along the rows of the unsharded parameter, starting at its first column, so that every layout quantises
+    the same elements together. The scale of a block split between ranks is the maximum over these ranks. Weights in
+    bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.precision.rounding`).
 
     Args:
-        seed: of the draws.
+        seed: random seed of the rounding.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):
@@ -97,7 +97,7 @@ class Adam8bit(Rule):
         self.nearest = [_codes(signed).to(shards.device) for signed in (True, False)]
 
     def _share(self) -> int:
-        """Agree with the other holders on the blocks that are cut between ranks; how many there are."""
+        """Agree with the other holders on the blocks that are split between ranks; return their number."""
         mine = {id(tile): _keys(tile) for _, tile in self.tiles if not _is_whole(tile)}
         found = self.shards.holders.collect([key for keys in mine.values() for key in keys])
         place = {key: i for i, key in enumerate(sorted({tuple(key) for keys in found for key in keys}))}
@@ -111,9 +111,9 @@ class Adam8bit(Rule):
         table = torch.zeros(2, self.blocks_shared, dtype=self.exact, device=self.shards.device)
         waiting: list[tuple[_Tile, list[Tensor]]] = []
         for shard, tile in self.tiles:
-            if tile.shared is not None:  # one block a row
+            if tile.shared is not None:  # one block per row
                 moments = self._moments(shard, tile, slice(None), learning_rate)
-                for largest, moment in zip(table, moments, strict=True):  # of which a tile before may have a part
+                for largest, moment in zip(table, moments, strict=True):  # tiles may share a block
                     largest[tile.shared] = torch.maximum(largest[tile.shared], moment.abs().amax(1))
                 waiting.append((tile, moments))
                 continue
@@ -131,7 +131,7 @@ class Adam8bit(Rule):
                 tile.codes[i].copy_(_quantise(moment, scales, self.nearest[i]))
 
     def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
-        """Update some rows of the weights; their new moments, of full precision."""
+        """Update some rows of the weights; return their new moments in full precision."""
         beta1, beta2 = self.config.betas
         weights, gradient = (x[rows].to(self.exact) for x in (tile.weights, tile.gradient))
         mean, square = (
@@ -170,7 +170,7 @@ class Adam8bit(Rule):
 
 
 def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtype) -> Iterator[_Tile]:
-    """Cut a part of a shard at the first and the last border between blocks inside it; scales are in ``exact``."""
+    """Split a part of a shard at the first and last block boundary inside it; scales have dtype ``exact``."""
     *leading, left = part.box.offset
     *heights, width = part.box.shape
     right, columns = left + width, part.whole[-1]
@@ -188,13 +188,13 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
 
 
 def _is_whole(tile: _Tile) -> bool:
-    """Whether a tile has all elements of its blocks, of which the last in a row may be short."""
+    """Return whether a tile has all elements of its blocks; the last block of a row may be short."""
     first, blocks = tile.box.offset[-1], tile.box.shape[-1]
     return tile.starts and tile.weights.size(1) == min(blocks * WIDTH, tile.part.whole[-1] - first * WIDTH)
 
 
 def _keys(tile: _Tile) -> list[tuple[str, int]]:
-    """Each row's one block: the parameter, and the block's number in it."""
+    """Return the keys of each row's only block: the parameter, and the block's index in it."""
     numbers = torch.arange(math.prod(tile.whole)).view(tile.whole)[tile.box.slices].flatten()
     return [(tile.part.name, number) for number in numbers.tolist()]
 
@@ -204,9 +204,10 @@ def _keys(tile: _Tile) -> list[tuple[str, int]]:
 
 @cache
 def dynamic_map(signed: bool) -> Tensor:
-    """[256] values of the codes in rising order: dynamic tree quantisation (Dettmers 2016; section 1.3 of the paper).
+    """Return the [256] values of the codes, ascending: dynamic tree quantisation (Dettmers 2016; section 1.3 of the
+    paper).
 
-    Each decade from 1e-7 to 1 has twice as many values as the one below; the unsigned map has twice as many again.
+    Each decade from 1e-7 to 1 has twice as many values as the one below; the unsigned map has twice as many in each.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -218,11 +219,11 @@ def dynamic_map(signed: bool) -> Tensor:
 
 @cache
 def _codes(signed: bool) -> Tensor:
-    """[65536] by the bits of a float16 the code that is nearest to that number over `_RAISED`: one look-up instead of a
-    search. What is as near as 2^-11 of itself to a border between two codes may so get the other one."""
+    """Return a lookup table [65536] from the bits of a float16 to the code nearest to its value divided by `_RAISED`.
+    Values within a relative 2^-11 of the midpoint between two codes may get the other code."""
     raised = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).double().nan_to_num(0.0)
     levels = dynamic_map(signed)
-    borders = (levels[1:] + levels[:-1]) / 2 - 1e-12  # what is half-way goes up, whatever the rounding of the border
+    borders = (levels[1:] + levels[:-1]) / 2 - 1e-12  # ties go up, whatever the rounding of the midpoint
     return torch.bucketize(raised / _RAISED, borders).to(torch.uint8)
 
 
@@ -231,18 +232,18 @@ def _code_of_zero(signed: bool) -> int:
 
 
 def _blocked(x: Tensor) -> Tensor:
-    """[rows, blocks, WIDTH], or [rows, 1, columns] for less than a block."""
+    """View x as [rows, blocks, WIDTH], or [rows, 1, columns] for less than a block."""
     return x.unflatten(1, (-1, WIDTH)) if x.size(1) % WIDTH == 0 else x.unsqueeze(1)
 
 
 def _quantise(x: Tensor, scales: Tensor, nearest: Tensor) -> Tensor:
-    """[rows, columns] codes of ``x`` over its blocks' ``scales`` [rows, blocks]; ``nearest`` is of `_codes`."""
+    """Return the codes [rows, columns] of ``x`` with block ``scales`` [rows, blocks]; ``nearest`` is from `_codes`."""
     scales = (scales / _RAISED).clamp(min=torch.finfo(x.dtype).tiny)
     bits = (_blocked(x) / scales.unsqueeze(-1)).to(torch.float16).view(torch.int16).int() & 0xFFFF
-    return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU a tenth of [bits]
+    return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU ten times faster than [bits]
 
 
 def _dequantise(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """[rows, columns] values of codes; ``levels`` is of `dynamic_map`."""
+    """Return the values [rows, columns] of codes; ``levels`` is from `dynamic_map`."""
     values = levels.index_select(0, codes.int().reshape(-1)).view(codes.shape)
     return _blocked(values).mul_(scales.unsqueeze(-1)).view(codes.shape)

@@ -1,4 +1,4 @@
-"""The update rules by name, and the table of what each keeps."""
+"""Construction of update rules by name, and a table of their states."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
 
 
 def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> Rule:
-    """The rule that a run asks for, with its states allocated.
+    """Build the update rule of a run, with its states allocated.
 
     Args:
-        compile: its updates, if they are not kernels of torch's own.
+        compile: compile its updates, unless they are torch's own kernels.
     """
     rule = RULES[config.name](config, shards)
     if compile and isinstance(rule, Compilable):
@@ -45,7 +45,7 @@ def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> 
 
 
 def compilable(name: str) -> bool:
-    """Whether updates of this rule can be compiled."""
+    """Return whether updates of this rule can be compiled."""
     rule = RULES[name]
     return isinstance(rule, type) and issubclass(rule, Compilable)
 
@@ -53,13 +53,13 @@ def compilable(name: str) -> bool:
 def build_for(
     policy: Policy, config: OptimizerConfig, shards: Shards, seed: int, *, compile: bool = False
 ) -> Rule:
-    """The same on weights, gradients and states in a policy's formats.
+    """Build the rule for weights, gradients and states in a policy's formats.
 
     Args:
-        seed: of stochastic rounding.
+        seed: random seed of stochastic rounding.
     """
     make = partial(build, compile=compile)
-    if policy.formats.widened and config.name in ELEMENTWISE:  # the others take a narrow gradient as it comes
+    if policy.formats.widened and config.name in ELEMENTWISE:  # other rules accept narrow gradients
         return Widened(config, shards, make, state=policy.state, seed=seed)
     if policy.formats.narrow:
         return Adam8bit(config, shards, seed)
@@ -67,10 +67,11 @@ def build_for(
 
 
 def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:
-    """Of a parameter of this shape: on matrices only, not on norms and biases."""
+    """Return the weight decay of a parameter of this shape: on matrices only, not on norms and biases."""
     return config.weight_decay if len(whole) > 1 else 0.0
 
 
 def rate_factor(config: OptimizerConfig, name: str) -> float:
-    """Of a parameter's learning rate: that of the first pattern of ``config.rates`` that its name matches."""
+    """Return the factor on a parameter's learning rate, from the first pattern of ``config.rates`` that matches its
+    name."""
     return next((factor for pattern, factor in config.rates.items() if fnmatchcase(name, pattern)), 1.0)

@@ -1,4 +1,4 @@
-"""The rules that torch has, fused where it has that, over flat shards: they are sound and shard as they are."""
+"""Update rules from torch.optim on flat shards, fused where torch has a fused kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoal.spec.config import OptimizerConfig
 
 @dataclass(frozen=True)
 class _Made:
-    """How torch makes one rule.
+    """Description of a torch.optim rule.
 
     Attributes:
-        states: what it keeps per element.
-        options: its own arguments, besides which kernel.
-        counts: whether it keeps the number of updates.
+        states: its per-element states.
+        options: its arguments, except the choice of kernel.
+        counts: whether it stores the number of updates.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -43,18 +43,18 @@ TORCH = {
     "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),
     # Kingma & Ba 2015, algorithm 1; weight decay is added to the gradient
     "adam": _Made(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
-    # Loshchilov & Hutter 2019, algorithm 2; weight decay beside the gradient
+    # Loshchilov & Hutter 2019, algorithm 2; decoupled weight decay
     "adamw": _Made(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
 }
 
 
 def has_fused(name: str, device: torch.device) -> bool:
-    """Whether torch has one kernel for all of a rule on a device: Adagrad's for CUDA came with 2.13."""
+    """Return whether torch has a fused kernel of a rule for a device; Adagrad's for CUDA appeared in 2.13."""
     return name != "adagrad" or device.type == "cpu" or torch.__version__ >= "2.13"
 
 
 class FromTorch(Rule):
-    """One of `TORCH`, with its states allocated from the start."""
+    """A rule of `TORCH`, with its states allocated on construction."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards, name: str):
         super().__init__(config, shards)
@@ -68,7 +68,7 @@ class FromTorch(Rule):
             groups.setdefault((shard.decay, shard.rate), []).append(parameter)
         options = [
             {"params": parameters, "weight_decay": decay, "rate": rate} for (decay, rate), parameters in groups.items()
-        ] or [{"params": [], "rate": 1.0}]  # a rank whose shards are padding alone updates nothing
+        ] or [{"params": [], "rate": 1.0}]  # a rank whose shards are all padding updates nothing
         fused = has_fused(name, shards.device)
         self.rule = made.make(
             options, lr=config.learning_rate, fused=fused, foreach=not fused, **made.options(config)
@@ -77,7 +77,7 @@ class FromTorch(Rule):
             if made.states:
                 states: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in made.states}
                 if made.counts:
-                    # Without a fused kernel the host reads it in every update.
+                    # Without a fused kernel, the host reads it in every update.
                     states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 self.rule.state[parameter] = states
 

@@ -1,4 +1,4 @@
-"""An element-wise rule in float32 on weights, gradients and states that are kept in less."""
+"""Float32 updates by an element-wise rule of weights, gradients and states stored in lower precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draws, key_of, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
-_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements that are widened at once
+_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements converted to float32 at a time
 
 Make = Callable[[OptimizerConfig, Shards], Rule]
 
@@ -27,9 +27,9 @@ class _Block:
     """A float32 copy of some elements, and the rule that updates it.
 
     Attributes:
-        weights, gradient: of the copy.
-        rule: on them.
-        states: of the rule, by kind, views.
+        weights, gradient: float32 copies.
+        rule: the rule on the copies.
+        states: views of the rule's states, by kind.
     """
 
     weights: Tensor
@@ -39,16 +39,16 @@ class _Block:
 
 
 class Widened(Rule):
-    """Takes some elements at a time to float32, has another rule update them, and rounds what was kept in bfloat16.
+    """Update blocks of elements in float32 with another rule, and round values stored in bfloat16.
 
-    So a parameter takes no more than its formats say, but for one block on each device. Rounding is stochastic
-    (`shoal.engine.precision.rounding`), of weights and of states.
+    A parameter therefore takes no more memory than its formats need, except for one block per device. Weights and
+    states are rounded stochastically (`shoal.engine.precision.rounding`).
 
     Args:
-        config, shards: as of `Rule`.
-        make: the element-wise rule.
+        config, shards: see `Rule`.
+        make: builds the element-wise rule.
         state: dtype of its states.
-        seed: of the draws.
+        seed: random seed of the rounding.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, make: Make, *, state: torch.dtype, seed: int):
@@ -92,7 +92,7 @@ class Widened(Rule):
                 narrow[some].copy_(wide[:n])
 
     def _bits(self, shard: Shard, some: slice, kind: str) -> Tensor:
-        """Draws for some elements of a shard; 0 for padding."""
+        """Draw random bits for some elements of a shard; 0 for padding."""
         bits = torch.zeros(some.stop - some.start, dtype=torch.int32, device=shard.weights.device)
         for part in shard.parts:
             first, last = max(some.start, part.start), min(some.stop, part.start + part.box.numel)
@@ -108,10 +108,11 @@ class Widened(Rule):
 
 
 def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
-    """AdamW for what another rule leaves to it: in float32, whatever weights and gradients are in.
+    """Build AdamW for the parameters that another rule does not update; it computes in float32 for any format of
+    weights and gradients.
 
     Args:
-        seed: of the draws, where weights are in bfloat16.
+        seed: random seed of the rounding, for weights in bfloat16.
     """
     make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
     if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):

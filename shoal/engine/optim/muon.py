@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal, for the matrices inside the layers (Jordan et al. 2024; Liu et al. 2025)."""
+"""Muon: orthogonalised momentum for the matrices inside the layers (Jordan et al. 2024; Liu et al. 2025)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from shoal.engine.optim.rule import Rule, named
 from shoal.engine.optim.shards import Shards, like
 from shoal.spec.config import OptimizerConfig
 
-# Of the quintic that one Newton-Schulz step applies to every singular value (Jordan et al. 2024).
+# Coefficients of the quintic polynomial that one Newton-Schulz step applies to singular values (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_MATCH = 0.2  # root mean square of AdamW's updates, which these are scaled to (Liu et al. 2025, equation 4)
+_MATCH = 0.2  # RMS of AdamW's updates, to which updates are scaled (Liu et al. 2025, equation 4)
 
 
 class Muon(Rule):
-    """Orthogonal momentum for matrices inside the layers; AdamW for embeddings, the head, norms and biases.
+    """Orthogonalised momentum for matrices inside the layers; AdamW for embeddings, the head, norms and biases.
 
-    A matrix must be whole to be made orthogonal; of a parameter of several experts each is one. Each is worked on by
-    one of the ranks that hold parts of it (`shoal.engine.optim.muon_distribution`), which moves as many bytes as
-    ZeRO-1 does in a step.
+    Orthogonalisation needs the unsharded matrix; each expert of a parameter is one matrix. One of the ranks that hold
+    parts of a matrix processes it (`shoal.engine.optim.muon_distribution`), with the communication volume of ZeRO-1.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
@@ -54,7 +53,7 @@ class Muon(Rule):
                 for move in moves:
                     gradient, momentum = move.of(shards[move.shard].gradient), move.of(self.momentum[move.shard])
                     there = move.through(buffer)
-                    torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov's
+                    torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov momentum
                     if move.part.copies > 1:
                         there /= move.part.copies
                 holders.reduce_scatter(mine[piece], buffer)
@@ -78,11 +77,12 @@ class Muon(Rule):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix with orthonormal rows or columns: its singular values become 0.7 to 1.2.
+    """Approximate the nearest matrix with orthonormal rows or columns; singular values end up between 0.7 and 1.2.
 
-    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024). Unless
-    it is nearly square the polynomials, which are [n, n] and symmetric, are multiplied with each other first, and with
-    x last (Zhang et al. 2026, "Gram Newton-Schulz"); not in bfloat16, where small singular values would be lost so.
+    Newton-Schulz iterations: each multiplies the matrix x, [n, m], by a polynomial of x x' (Jordan et al. 2024).
+    Unless x is nearly square, the polynomials, which are [n, n] and symmetric, are multiplied with each other first
+    and with x last (Zhang et al. 2026, "Gram Newton-Schulz"). bfloat16 does not use this, since small singular values
+    would be lost.
     """
     x = matrix.to(products(matrix.dtype, matrix.device))
     wide = x.size(0) <= x.size(1)
@@ -96,7 +96,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = _symmetric(x, x.T)
         product = factor = _factor(gram)
         for _ in range(_STEPS - 1):
-            gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of one matrix commute
+            gram = _symmetric(_symmetric(gram, factor), factor, out=gram)  # polynomials of the same matrix commute
             factor = _factor(gram)
             product = _symmetric(product, factor)
         x = product @ x
@@ -104,7 +104,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _factor(gram: Tensor) -> Tensor:
-    """[n, n], symmetric: what a step multiplies x by, with its constant."""
+    """Return the symmetric [n, n] factor that a step multiplies x by, including its constant."""
     first, *others = _COEFFICIENTS
     factor = _polynomial(gram, *others)
     factor.diagonal().add_(first)
@@ -112,13 +112,13 @@ def _factor(gram: Tensor) -> Tensor:
 
 
 def _polynomial(gram: Tensor, second: float, third: float) -> Tensor:
-    """[n, n], symmetric: a polynomial of another, without a constant."""
+    """Return a symmetric [n, n] polynomial of another such matrix, without a constant."""
     return _symmetric(gram, gram).mul_(third).add_(gram, alpha=second)
 
 
 def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, [n, n], which is known to be symmetric: what is above the diagonal is copied, and up to half of the
-    products are saved. On the CPU, where smaller ones are no slower."""
+    """Multiply left @ right, [n, n], whose result is symmetric: elements above the diagonal are copied, which saves up
+    to half of the products on the CPU, where smaller products are not slower."""
     n = len(left)
     if left.is_cuda:
         return torch.mm(left, right, out=out)
@@ -131,5 +131,5 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def is_hidden_matrix(name: str, whole: tuple[int, ...]) -> bool:
-    """Whether Muon works on a parameter: matrices that map activations to activations, inside a layer."""
+    """Return whether Muon updates a parameter: matrices inside a layer that map activations to activations."""
     return len(whole) > 1 and name.startswith("layers.")

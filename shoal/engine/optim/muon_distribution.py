@@ -1,9 +1,9 @@
-"""Matrices that must be whole, some at a time: which rank works on which, and how their parts come to it and go back.
+"""Assignment of unsharded matrices to ranks for Muon, and communication of their shards.
 
-Of a matrix every holder may have a part, anywhere. Each is worked on by one of them: sums over the ranks are
-reduce-scattered to these owners and their results all-gathered, through one buffer [ranks, n] in which every rank has
-a run of n elements of its own. What an owner has in one turn, its matrices end to end, passes in as many such runs as
-it takes, so that neither the number of ranks nor the size of the model decides how large the buffer is.
+Any holder may have a part of a matrix. One of them, its owner, orthogonalises it: the parts are reduce-scattered to
+the owners, and the results all-gathered, through one buffer [ranks, n] in which every rank has n consecutive elements.
+The matrices of an owner in one round are concatenated and sent in as many pieces of n elements as needed, so the
+buffer size depends neither on the number of ranks nor on the size of the model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shoal.engine.optim.shards import ShardPart, Shards
 
 
 class Matrix(NamedTuple):
-    """What is made orthogonal as one: a parameter, or one expert of it.
+    """A matrix to orthogonalise: a parameter, or one expert of it.
 
     Attributes:
-        name: of the parameter.
-        first: where it begins in the flat parameter.
+        name: name of the parameter.
+        first: its first element in the flat parameter.
         shape: rows and columns.
     """
 
@@ -37,17 +37,17 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class BoxMove(NamedTuple):
-    """A box that goes from a shard to its place in a buffer, and back.
+    """Copy of a box between a shard and a buffer.
 
     Attributes:
-        shard: of the rank, by number.
-        part, inner: where the box lies in it.
-        place, shape, outer: where in the buffer: a run of elements, the shape these are seen in, and what of that.
+        shard: index of the shard on this rank.
+        part, inner: the part of the shard, and the box inside it.
+        place, shape, outer: elements of the buffer, the shape of their view, and the box inside that view.
     """
 
     shard: int
@@ -58,20 +58,20 @@ class BoxMove(NamedTuple):
     outer: tuple[slice, ...]
 
     def of(self, flat: Tensor) -> Tensor:
-        """The box in a tensor that lies like the shard."""
+        """Return the box as a view of a tensor with the layout of the shard."""
         return flat[self.part.slice].view(self.part.box.shape)[self.inner]
 
     def through(self, buffer: Tensor) -> Tensor:
-        """The box in the buffer."""
+        """Return the box as a view of the buffer."""
         return buffer[self.place].view(self.shape)[self.outer]
 
 
 class MatrixRound(NamedTuple):
-    """Matrices that the ranks work on at one time, some for each.
+    """Matrices that the ranks process at the same time.
 
     Attributes:
-        mine: this rank's, end to end.
-        pieces: consecutive runs of what every rank's are end to end, and the moves of this rank's shards in each.
+        mine: this rank's matrices, concatenated.
+        pieces: consecutive ranges of every rank's concatenated matrices, and the moves of this rank's shards in each.
     """
 
     mine: list[Matrix]
@@ -79,7 +79,7 @@ class MatrixRound(NamedTuple):
 
 
 def turns(shards: Shards) -> Iterator[MatrixRound]:
-    """Of one rank, for all matrices of some shards."""
+    """Yield the rounds of this rank for all matrices of some shards."""
     holders = shards.holders
     held: dict[str, list[tuple[int, ShardPart]]] = {}
     for i, shard in enumerate(shards.shards):
@@ -94,17 +94,18 @@ def turns(shards: Shards) -> Iterator[MatrixRound]:
 
 
 def products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What matrices of a dtype are multiplied in: float32 on CUDA in bfloat16, which is enough (Jordan et al. 2024)."""
+    """Return the dtype in which matrices are multiplied: bfloat16 for float32 on CUDA, which suffices (Jordan et al.
+    2024)."""
     return torch.bfloat16 if dtype == torch.float32 and device.type == "cuda" else dtype
 
 
 def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) -> list[tuple[list[Matrix], ...]]:
-    """The matrices that each rank works on, turn by turn: [turn][rank].
+    """Assign matrices to ranks: [round][rank].
 
-    Largest first, each to the rank with the least to do.
+    Each matrix, largest first, goes to the rank with the least work.
 
     Args:
-        wide: multiplied in float32 or float64 (`orthogonal_flops`).
+        wide: whether products are in float32 or float64 (`orthogonal_flops`).
     """
     matrices = [
         Matrix(name, first, (whole[-2], whole[-1]))
@@ -126,9 +127,9 @@ def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) 
 def _moves(
     shards: Shards, held: dict[str, list[tuple[int, ShardPart]]], turn: tuple[list[Matrix], ...], piece: slice
 ) -> Iterator[BoxMove]:
-    """Of this rank's parts, what lies in a run of every rank's matrices."""
+    """Yield the moves of this rank's parts inside a range of every rank's matrices."""
     for rank, matrices in enumerate(turn):
-        start = 0  # of a matrix among its rank's
+        start = 0  # first element of a matrix among its rank's matrices
         for matrix in matrices:
             first, last = max(piece.start, start), min(piece.stop, start + matrix.numel)
             at, inside = rank * (piece.stop - piece.start) + first - piece.start, matrix.first - start

@@ -1,38 +1,38 @@
-"""How much muon multiplies, and how much of it at a time, without torch. `shoal.engine.optim.muon` has the rule."""
+"""FLOPs and batch sizes of Muon's matrix products, without torch. See `shoal.engine.optim.muon` for the rule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 AT_ONCE = 1 << 25
-"""Elements of the buffer between the ranks; and of what one rank works on in a turn, if one matrix is not more."""
+"""Elements of the communication buffer, and of a rank's matrices in one round unless a single matrix is larger."""
 
 
 ROWS = 128
-"""Of a symmetric product, that are made at once: fewer save more, and below are slower by about as much."""
+"""Rows of a symmetric product computed at once: fewer rows save more FLOPs, but run slower by about the same amount."""
 
 
 APART = 16
-"""Elements between the rows of what is symmetric: those that lie a power of two apart share few lines of the caches."""
+"""Padding in elements between rows of symmetric matrices: rows a power of two apart conflict in the caches."""
 
 
 def nearly_square(shape: Sequence[int]) -> bool:
-    """Whether multiplying the polynomials of a matrix with each other first takes no fewer FLOPs than step by step, and
-    more memory."""
+    """Return whether multiplying the polynomials of a matrix with each other first takes at least as many FLOPs as the
+    step-by-step order, and more memory."""
     n, m = min(shape), max(shape)
     return m * (_multiplied(n) + n * n) <= 3 * n * _multiplied(n)
 
 
 def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
-    """Of the products that make one matrix orthogonal (`shoal.engine.optim.muon.orthogonal`).
+    """Return the FLOPs to orthogonalise one matrix (`shoal.engine.optim.muon.orthogonal`).
 
     Each of five steps has a product of [n, m] with itself, n <= m, of 2 n^2 m FLOPs, one of 2 n^3 and one of 2 n^2 m.
-    In wide formats what is symmetric counts little more than half; and there are one of the first kind, one of the
-    last, and 17 of [n, n], unless it is nearly square.
+    In wide formats, symmetric products cost little more than half. There, unless the matrix is nearly square, one
+    product of the first kind, one of the last, and 17 of [n, n] suffice.
 
     Args:
         shape: rows and columns.
-        wide: in float32 or float64, as on the CPU; else in bfloat16.
+        wide: products in float32 or float64, as on the CPU; else in bfloat16.
     """
     n, m = min(shape), max(shape)
     if not wide:
@@ -44,6 +44,7 @@ def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
 
 
 def _multiplied(n: int) -> int:
-    """Elements of a symmetric [n, n] that are multiplied: `ROWS` at a time, to the diagonal. The others are copies."""
+    """Return the elements of a symmetric [n, n] product that are computed: blocks of `ROWS`, up to the diagonal. The
+    others are copied."""
     ends = [min(start + ROWS, n) for start in range(0, n, ROWS)]
     return sum((end - start) * end for start, end in zip(range(0, n, ROWS), ends, strict=True))

@@ -1,4 +1,4 @@
-"""RAdam: Adam that waits until its second moment means something (Liu et al. 2020)."""
+"""RAdam: Adam that rectifies the variance of its adaptive learning rate (Liu et al. 2020)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from shoal.spec.config import OptimizerConfig
 
 
 class RAdam(FromTorch):
-    """Algorithm 2, with weight decay beside the gradient.
+    """RAdam's algorithm 2, with decoupled weight decay.
 
-    While the variance of the adaptive rate is intractable (the first few steps) it is momentum alone; then the rate is
-    rectified by what is known of that variance, and the update is AdamW's with another rate, epsilon and decay.
+    While the variance of the adaptive rate is intractable (the first few steps), the update is momentum only.
+    Afterwards the rate is rectified by the estimated variance, and the update is AdamW's with another rate, epsilon
+    and decay.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
@@ -25,7 +26,7 @@ class RAdam(FromTorch):
         beta2, t = self.config.betas[1], self.count
         longest = 2 / (1 - beta2) - 1  # rho infinity
         length = longest - 2 * t * beta2**t / (1 - beta2**t)
-        if length <= 5:  # as the authors' own and torch's; the paper has 4
+        if length <= 5:  # as in the authors' code and torch; the paper has 4
             self._momentum(learning_rate)
             return
         rectified = math.sqrt(
@@ -33,7 +34,7 @@ class RAdam(FromTorch):
         )
         for group, decay in zip(self.rule.param_groups, self.decays, strict=True):
             group["eps"] = self.config.eps / math.sqrt(1 - beta2**t)  # added to the biased root
-            group["weight_decay"] = decay / rectified  # is not rectified
+            group["weight_decay"] = decay / rectified  # decay is not rectified
         super().update(learning_rate * rectified)
 
     def _momentum(self, learning_rate: float) -> None:

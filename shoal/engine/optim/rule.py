@@ -1,4 +1,4 @@
-"""An update rule, and how element-wise ones go over flat shards."""
+"""Base classes of update rules, and of element-wise rules on flat shards."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from shoal.base.boxes import Piece
 from shoal.engine.optim.shards import Shard, Shards, like
 from shoal.spec.config import OptimizerConfig
 
-BLOCK = 1 << 17  # elements: with a few states they stay in the caches from one operation to the next
+BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches between operations
 
 
 class Rule(ABC):
-    """Updates shards of parameters in place from their gradients.
+    """Base class of update rules: updates shards of parameters in place from their gradients.
 
     Args:
         config: hyper-parameters.
-        shards: what this rank updates.
+        shards: the shards that this rank updates.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         self.config, self.shards = config, shards
-        self.count = 0  # updates made
+        self.count = 0  # number of updates so far
 
     def step(self, learning_rate: float) -> None:
-        """Make one update."""
+        """Apply one update."""
         self.count += 1
         self.update(learning_rate)
 
     @abstractmethod
     def update(self, learning_rate: float) -> None:
-        """Make update number ``self.count`` (1 is the first)."""
+        """Apply update number ``self.count`` (1 is the first)."""
 
     @abstractmethod
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        """By kind of state and name of parameter, the pieces that this rank holds (views)."""
+        """Return the pieces of states on this rank as views, by kind of state and name of parameter."""
 
     def resume_at(self, count: int) -> None:
-        """The states were overwritten with those after ``count`` updates."""
+        """Continue after the states were overwritten with those after ``count`` updates."""
         self.count = count
 
     def bytes(self) -> int:
-        """Bytes of the states."""
+        """Size of the states in bytes."""
         tensors = [piece.tensor for kind in self.states().values() for pieces in kind.values() for piece in pieces]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Compilable(ABC):
-    """A rule made of torch's operations, each of which goes over memory: compiled, they do so together."""
+    """A rule of several torch operations, each of which traverses memory; compilation fuses them."""
 
     @abstractmethod
     def compile(self) -> None:
-        """Compile the updates that are made from now on."""
+        """Compile subsequent updates."""
 
 
 class Elementwise(Rule, Compilable):
-    """A rule in which every element is updated by itself, so that any shard will do.
+    """Base class of rules that update each element independently, so that any sharding is possible.
 
-    Subclasses name their `STATES` and give `numbers` and `block`. The numbers are floats to a block of elements, and
-    0-dimensional tensors to the compiled rule.
+    Subclasses define their `STATES` and implement `numbers` and `block`. The numbers are floats for a block of
+    elements, and 0-dimensional tensors for the compiled rule.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -80,7 +80,7 @@ class Elementwise(Rule, Compilable):
         for i, shard in enumerate(self.shards.shards):
             weights, states = shard.weights, [self.tensors[name][i] for name in self.STATES]
             numbers = self.numbers(learning_rate * shard.rate, shard.decay)
-            if self._compiled is not None:  # as tensors, since it would be compiled anew for other numbers
+            if self._compiled is not None:  # as tensors, since new float values would trigger recompilation
                 as_tensors = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
                 self._compiled(weights, shard.gradient.to(weights.dtype), states, as_tensors.unbind())
                 continue
@@ -89,20 +89,21 @@ class Elementwise(Rule, Compilable):
 
     @abstractmethod
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
-        """What `block` takes besides tensors: all that depends on the learning rate or on the number of the update."""
+        """Return the scalar arguments of `block`: everything that depends on the learning rate or the number of the
+        update."""
 
     @abstractmethod
     def block(
         self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Sequence[float | Tensor]
     ) -> None:
-        """Update some elements, and their states, in place."""
+        """Update some elements and their states in place."""
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {name: named(self.shards.shards, tensors) for name, tensors in self.tensors.items()}
 
 
 def named(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
-    """By parameter, the pieces of tensors that lie like the shards."""
+    """Return the pieces of tensors with the layout of the shards, by parameter name."""
     pieces: dict[str, list[Piece]] = {}
     for shard, tensor in zip(shards, tensors, strict=True):
         for part in shard.parts:
@@ -111,7 +112,7 @@ def named(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """On the CPU a shard goes through the caches block by block; a GPU takes it whole."""
+    """Yield blocks of tensors: cache-sized on the CPU, complete shards on a GPU."""
     if tensors[0].device.type != "cpu":
         yield tensors
     else:

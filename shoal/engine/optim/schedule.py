@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from shoal.spec.config import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step.
+    """Return the learning rate of a step.
 
     Args:
-        step: 0 for the first.
-        steps: length of the whole run.
+        step: index of the step, from 0.
+        steps: total steps of the run.
 
     Linear warm-up, then by ``config.schedule``: "cosine" (Loshchilov & Hutter 2017, equation 5) or "linear" down to
-    ``minimum``; "wsd" stays at the peak and falls linearly over the last ``decay_fraction`` (Hu et al. 2024, section
-    4); "inverse-sqrt" falls as 1 / sqrt(step) whatever the length of the run, to ``minimum`` at the least (Vaswani et
+    ``minimum``; "wsd" stays at the peak and decays linearly over the last ``decay_fraction`` (Hu et al. 2024, section
+    4); "inverse-sqrt" decays as 1 / sqrt(step), independent of the run's length, but not below ``minimum`` (Vaswani et
     al. 2017, equation 3); "constant".
     """
     if step < config.warmup_steps:

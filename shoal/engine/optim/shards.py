@@ -1,4 +1,4 @@
-"""What an optimizer updates on one rank: flat shards of parameters, and the ranks that hold the rest of them."""
+"""Flat parameter shards that an optimizer updates on one rank, and the ranks that hold the other shards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ShardPart:
     """A box of one parameter inside a shard.
 
     Attributes:
-        name, whole: the parameter's name and whole shape.
-        box: which part of it this is.
+        name, whole: the parameter's name and global shape.
+        box: the part of the parameter.
         start: its first element in the shard.
-        copies: how many holders have this very box.
-        primary: whether this rank, of all that hold the box, is the one that saves it.
+        copies: number of holders with this same box.
+        primary: whether this rank, of all holders of the box, saves it.
     """
 
     name: str
@@ -33,21 +33,21 @@ class ShardPart:
 
     @property
     def slice(self) -> slice:
-        """Where it lies in the shard."""
+        """Range of the part in the shard."""
         return slice(self.start, self.start + self.box.numel)
 
     def piece(self, flat: Tensor) -> Piece:
-        """The part of a tensor that lies like the shard, as a view."""
+        """Return this part of a tensor with the shard's layout, as a view."""
         return Piece(self.whole, self.box, flat[self.slice].view(self.box.shape), self.primary)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive elements that are updated alike, by one rule.
+    """Consecutive elements updated by one rule with the same settings.
 
     Attributes:
         weights, gradient: [n], used in place.
-        parts: the boxes inside, in order; elements that belong to none are padding.
+        parts: the boxes inside, in order; elements outside of them are padding.
         decay: weight decay per unit of learning rate.
         rate: factor on the learning rate.
     """
@@ -59,7 +59,7 @@ class Shard:
     rate: float = 1.0
 
     def cut(self, key: Callable[[ShardPart], Any]) -> Iterator[tuple[Any, Shard]]:
-        """Consecutive parts for which ``key`` is the same, as shards of their own (views of this one)."""
+        """Yield consecutive parts with the same ``key`` as separate shards (views of this one)."""
         parts = [(key(part), part) for part in self.parts]
         firsts = [i for i, (k, _) in enumerate(parts) if i == 0 or parts[i - 1][0] != k]
         starts = [0, *(parts[i][1].start for i in firsts[1:])]
@@ -73,10 +73,10 @@ class Shard:
 
 
 class Holders(Protocol):
-    """The ranks that hold the shards of the same parameters (over dp_shard and tp), as seen from one of them.
+    """The ranks that hold shards of the same parameters (over dp_shard and tp), as seen from one of them.
 
     Attributes:
-        ranks, index: how many, and which of them this is.
+        ranks, index: number of ranks, and index of this one.
     """
 
     ranks: int
@@ -86,10 +86,10 @@ class Holders(Protocol):
         """Sum contiguous ``x`` in place."""
 
     def maximum(self, x: Tensor) -> None:
-        """Its element-wise maximum, in place."""
+        """Take the element-wise maximum of ``x`` in place."""
 
     def collect(self, x: Any) -> list[Any]:
-        """Every holder's ``x``, a small JSON value, in order: what was a tuple is a list."""
+        """Gather every holder's ``x``, a small JSON value, in order; tuples become lists."""
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """Sum flat ``whole`` [ranks x n] and keep this rank's ``part`` [n]."""
@@ -99,39 +99,36 @@ class Holders(Protocol):
 
 
 class Alone:
-    """The holders of parameters that one rank holds whole."""
+    """The single holder of unsharded parameters."""
 
     ranks, index = 1, 0
 
     def sum(self, x: Tensor) -> None:
-        """Nothing to add."""
+        """Do nothing; one rank has the sum."""
 
     def maximum(self, x: Tensor) -> None:
-        """Nothing to compare."""
+        """Do nothing; one rank has the maximum."""
 
     def collect(self, x: Any) -> list[Any]:
-        """That alone."""
         return [x]
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """All of it."""
         part.copy_(whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """All of it."""
         whole.copy_(part)
 
 
 @dataclass
 class Shards:
-    """All that one rank updates.
+    """All shards that one rank updates.
 
     Attributes:
-        parameters: name and whole shape of every parameter that the holders have together, in one order on all of them.
-        shards: this rank's.
-        dtype, device: of the weights, where a rank has none too.
-        holders: the ranks that share them.
-        saves: the parameters of which this rank saves what all holders keep whole.
+        parameters: name and global shape of every parameter of the holders, in the same order on all of them.
+        shards: shards on this rank.
+        dtype, device: of the weights, also on a rank without any.
+        holders: the ranks that share the parameters.
+        saves: parameters whose unsharded states this rank saves.
     """
 
     parameters: dict[str, tuple[int, ...]]
@@ -146,7 +143,8 @@ class Shards:
         named: Iterable[tuple[str, Tensor, Tensor]], decay: Callable[[str, Tensor], float],
         rate: Callable[[str], float] = lambda name: 1.0,
     ) -> Shards:
-        """Whole parameters of one device: (name, weights, gradient), each a contiguous tensor used in place.
+        """Build shards from the unsharded parameters of one device: (name, weights, gradient), contiguous tensors used
+        in place.
 
         Args:
             decay: weight decay of a parameter.
@@ -166,9 +164,9 @@ class Shards:
         return Shards(shapes, shards, first.dtype, first.device, saves=frozenset(shapes))
 
     def cut(self, key: Callable[[str, tuple[int, ...]], Any]) -> dict[Any, Shards]:
-        """The shards and parameters apart by a property of a parameter's name and whole shape.
+        """Group the shards and parameters by a function of a parameter's name and global shape.
 
-        Every holder gets an entry for every key that any of them has, and so takes part in its collectives.
+        Every holder gets an entry for every key of any holder, and so takes part in its collectives.
         """
         keys = {name: key(name, whole) for name, whole in self.parameters.items()}
         apart = {
@@ -182,5 +180,5 @@ class Shards:
 
 
 def like(shards: Iterable[Shard], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """A zero for every element of the shards: the start of most states."""
+    """Allocate zeros for every element of the shards, the initial value of most states."""
     return [torch.zeros_like(shard.weights, dtype=dtype) for shard in shards]

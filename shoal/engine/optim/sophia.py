@@ -1,4 +1,4 @@
-"""Sophia: momentum over a diagonal of the Hessian, clipped by element (Liu et al. 2023, arXiv 2305.14342)."""
+"""Sophia: momentum divided by the Hessian diagonal, clipped per element (Liu et al. 2023, arXiv 2305.14342)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.engine.optim.rule import Elementwise
 
 
 class Sophia(Elementwise):
-    """Algorithm 3. Whoever has the model makes the estimates of the diagonal: `shoal.training.step.curvature`.
+    """Sophia's algorithm 3. `shoal.training.step.curvature` estimates the diagonal, since it needs the model.
 
-    A weight moves by the learning rate at most, and by that much where its curvature is small or negative; elsewhere
-    the step is Newton's, along the mean gradient.
+    A weight moves by at most the learning rate, and by exactly that where its curvature is small or negative;
+    elsewhere it takes a Newton step along the mean gradient.
 
     Attributes:
-        estimated: whether the estimate for the next update was taken.
+        estimated: whether the estimate for the next update has been received.
     """
 
     STATES = ("exp_avg", "hessian")
@@ -29,16 +29,16 @@ class Sophia(Elementwise):
         return self.count % self.config.hessian_every == 0 and not self.estimated
 
     def learn(self, estimates: Sequence[Tensor]) -> None:
-        """Take a new estimate of the Hessian's diagonal: for each shard a tensor that lies like it (line 9)."""
+        """Update the Hessian diagonal with a new estimate: one tensor per shard, with its layout (line 9)."""
         for hessian, estimate in zip(self.tensors["hessian"], estimates, strict=True):
             hessian.lerp_(estimate, 1 - self.config.betas[1])
         self.estimated = True
 
     def step(self, learning_rate: float) -> None:
-        """Make one update.
+        """Apply one update.
 
         Raises:
-            RuntimeError: it needs an estimate that it was not given.
+            RuntimeError: a required estimate is missing.
         """
         if self.due:
             raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
@@ -54,7 +54,7 @@ class Sophia(Elementwise):
         mean, hessian = states
         kept, step = numbers
         mean.lerp_(gradient, 1 - self.config.betas[0])  # line 6
-        # Lines 12 and 13, over gamma above and below: clip(m / max(h, eps / gamma), gamma) / gamma
+        # Lines 12 and 13, scaled by 1 / gamma: clip(m / max(h, eps / gamma), gamma) / gamma
         gamma = self.config.hessian_scale
         newton = hessian.clamp(min=self.config.eps / gamma)
         torch.div(mean, newton, out=newton).clamp_(-gamma, gamma)
