@@ -14,13 +14,17 @@ from shoal.training.resilience.heartbeat import read, record_path
 
 
 def last(run: Path) -> Path | None:
-    """The checkpoint at the end of a run."""
+    """The last checkpoint of a run, if it has any."""
     found = newest(run / "checkpoints")
     return Path(str(found.path)) if found else None
 
 
 def differences(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
-    """What differs between two last states: any bit, or by more than so much of a tensor's largest element."""
+    """Differences of two checkpoints, in words.
+
+    Args:
+        rounding: compare only parameters, each to this part of its largest element; None compares every bit.
+    """
     if one is None or other is None or one.name != other.name:
         return [f"the last checkpoint is {other and other.name}, not {one and one.name}"]
     try:
@@ -44,7 +48,7 @@ def differences(one: Path | None, other: Path | None, rounding: float | None) ->
 
 
 def done(run: Path) -> int:
-    """Steps that a run that is alive has done; -1 before it began."""
+    """Steps that a live run has completed; -1 before it began."""
     try:
         scratch = Path(json.loads((run / PROCESSES_FILE).read_text())["scratch"])
     except (OSError, ValueError):
@@ -54,6 +58,6 @@ def done(run: Path) -> int:
 
 
 def reached(run: Path) -> int:
-    """The step that a run came to, by its failures; one before the first step has none."""
+    """The highest step at which a run recorded a failure; 0 if it failed before its first step."""
     steps = [event.get("step", 0) for event in read_events(run) if event["event"] == "failure"]
     return max(steps, default=0)

@@ -14,10 +14,10 @@ OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"
 
 
 def own_mounts() -> bool:
-    """Give this process file systems of its own, by starting the `shoal` command again.
+    """Give this process a mount namespace of its own, by starting the `shoal` command again.
 
     Returns:
-        Whether it has them; False where that cannot be, or where another program calls.
+        Whether it has one; False if that is not permitted, or if the caller is not the `shoal` command.
     """
     if OWN_MOUNTS in os.environ:
         return os.environ[OWN_MOUNTS] == "yes"

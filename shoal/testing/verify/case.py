@@ -23,12 +23,12 @@ _PLAIN_RATE = 0.1  # large enough that a wrong gradient shows in the weights of 
 
 @dataclass(frozen=True)
 class Case:
-    """What will be compared.
+    """A run made ready for comparison.
 
     Attributes:
-        config: the run, as it will be run here.
+        config: the run, as it is compared.
         shape: its model.
-        notes: in words, what differs from the run that was given.
+        notes: in words, how it differs from the given run.
     """
 
     config: RunConfig
@@ -68,7 +68,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
 
 
 def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
-    """Run both sides, compare, and look for the first place that differs if one does.
+    """Run both sides, compare them, and locate the first difference if there is one.
 
     Args:
         plant: a fault to plant on the ranks, or "".

@@ -92,7 +92,7 @@ _COUNTED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference, or everything about where it is.
+    """One difference beyond tolerance.
 
     Attributes:
         step: -1 for what differs before any step.
@@ -101,7 +101,7 @@ class Finding:
         place: the module or parameter; "" for what concerns all.
         error: relative.
         ranks: where, in words, worst first.
-        text: one line for people.
+        text: one line in words.
     """
 
     step: int
@@ -119,7 +119,7 @@ class Verdict:
 
     Attributes:
         table: the largest relative error by (row, column); see `row_of`.
-        findings: the differences beyond tolerance, first in the way of a step first.
+        findings: the differences beyond tolerance, in the order in which a step reaches them.
     """
 
     table: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def _coverage(parameters: list[str], reports: list[RankReport]) -> list[Finding]
 
 
 class _Step:
-    """The judgement of one step of one rule; notes what it finds in the verdict."""
+    """The comparison of one step of one rule, which adds its findings to the verdict."""
 
     def __init__(
         self, rule: str, step: int, precision: str, fact: StepFacts, layers: int, reports: list[RankReport],

@@ -68,7 +68,7 @@ def _differences(model: Transformer, config: RunConfig, batches: Sequence[Batch]
 
 
 def _gradients(model: Transformer, batches: Sequence[Batch], loss: Callable[[int, Batch], Tensor]) -> list[Tensor]:
-    """Of the sum over the samples, over the number of tokens that count."""
+    """Gradients of the loss summed over the samples and divided by the number of unmasked tokens."""
     model.zero_grad(set_to_none=False)  # the update holds on to them
     for i, batch in enumerate(batches):
         (loss(i, batch) / _count(batches)).backward()

@@ -52,7 +52,7 @@ def own_partial_sums(right: Callable, grid: Grid, partial_sums, users) -> list[T
 
 
 def forget_sum(forgotten: Callable[[str], bool]) -> Callable[..., dict]:
-    """Gradients that are partial sums along an axis are taken for complete."""
+    """Take gradients that are partial sums along an axis for complete."""
     return lambda right, *args, **options: {
         key: replace(split, sum_over=tuple(axis for axis in split.sum_over if not forgotten(axis)))
         for key, split in right(*args, **options).items()
@@ -97,7 +97,7 @@ def next_targets(right: Callable, run: runtime.Runtime, action, batch, scale) ->
 
 
 def without_gather(right: Callable, run: runtime.Runtime, program: Program, *args, **options) -> None:
-    """Behind the checker, which would refuse such a program."""
+    """Patched behind the checker, which would reject such a program."""
     left = tuple(tuple(a for a in actions if a.op is not Op.GATHER) for actions in program.actions)
     right(run, replace(program, actions=left), *args, **options)
 

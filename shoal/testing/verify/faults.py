@@ -1,7 +1,7 @@
 """Faults that parallel training is known for, to be planted in a working run and found again.
 
-Each replaces one function of shoal in the rank's process by one with a mistake in it. They show what the verifier sees
-and where it says it is: `shoal verify run.toml --plant NAME`. Most are faults that published codebases have had.
+Each replaces one function of shoal in the rank's process by a wrong one, to show that the verifier finds it and says
+where: `shoal verify run.toml --plant NAME`. Most are faults that published codebases have had.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault:
         what: the mistake, in one line.
         owner, name: the function that it replaces.
         wrong: the replacement, which gets the right function before the arguments.
-        needs: values of the layout without which it does nothing: those on which it shows.
+        needs: the layout on which it shows; on others it does nothing.
         model: the section of the model's settings without which it does nothing: "experts", "depths", or "".
     """
 
@@ -51,7 +51,7 @@ class Fault:
     model: str = ""
 
     def plant(self) -> AbstractContextManager:
-        """Have the mistake in this process for the time of the context."""
+        """Plant the mistake in this process for the duration of the context."""
         right = self.owner.__dict__[self.name]
         static = isinstance(right, staticmethod)
         function = right.__func__ if static else right

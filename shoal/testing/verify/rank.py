@@ -66,14 +66,14 @@ class RankReport:
 
 
 class Recorded:
-    """Samples that remember which of them were asked for."""
+    """A dataset that records which samples were read."""
 
     def __init__(self, data: Dataset):
         self.data, self.asked = data, list[list[int]]()
         self.vocab_size, self.samples, self.fingerprint = data.vocab_size, data.samples, data.fingerprint
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """As of the samples."""
+        """As `Dataset.batch`."""
         self.asked.append(list(indices))
         return self.data.batch(indices)
 

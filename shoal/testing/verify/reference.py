@@ -252,7 +252,7 @@ def _step(
 
 
 def _tally(counted: Router | MixtureOfDepths) -> Tensor:
-    """What a router counted in a step that was begun."""
+    """What a router has counted since the step began."""
     assert counted.tally is not None
     return counted.tally
 

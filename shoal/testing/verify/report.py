@@ -13,7 +13,7 @@ from shoal.testing.verify.reference import StepFacts
 
 
 def print_case(console: Console, case: Case, steps: int) -> None:
-    """What will be compared."""
+    """Print what will be compared."""
     config, layout = case.config, case.config.parallel
     microbatches = layout.microbatches(config.train.global_batch)
     console.print(f"[bold]layout[/]    {escape(layout.describe())}: {layout.equation()}, recompute {layout.recompute}")
@@ -34,7 +34,7 @@ def print_case(console: Console, case: Case, steps: int) -> None:
 def print_verdict(
     console: Console, case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]], seconds: float
 ) -> None:
-    """The table, and the verdict in one line."""
+    """Print the table of errors, and the verdict in one line."""
     tolerance = TOLERANCES[case.config.train.precision]
     if verdict.table:
         console.print(_uneven(case, facts))
@@ -54,7 +54,7 @@ def print_verdict(
 
 
 def _reference(case: Case) -> str:
-    """What the run is compared with."""
+    """What the run is compared with, in words."""
     versions = case.config.parallel.schedule in ASYNCHRONOUS
     return "one device with the same stale weights" if versions else "one device"
 

@@ -1,4 +1,4 @@
-"""What every module of a model gave out in forward and was told in backward, to find the first place that differs.
+"""Record the output and the output gradient of every module, to find the first place that differs.
 
 The same tracer watches the reference and each rank's part of a model. A parallel rank holds a part of what one device
 has: other samples (dp), other layers (pp), a part of the sequence (sequence parallelism), a part of the vocabulary
@@ -91,7 +91,7 @@ class ForwardTrace:
         return self.tokens is None and self.part == slice(None)
 
     def of(self, reference: Tensor) -> Tensor:
-        """Its part of what is there for the global batch, [b, s, ...], or [b] for the loss."""
+        """This forward's part of a tensor of the global batch, [b, s, ...], or [b] for the loss."""
         mine = reference[self.samples]
         if mine.dim() == 1:
             return mine

@@ -44,7 +44,7 @@ class Verification:
         layouts: the number that were compared.
         differing: how many of them compute something else.
         worst_gradient: the largest relative error of any gradient.
-        findings: the differences; of one layout, the first in the way of a step is first.
+        findings: the differences; those of one layout in the order in which a step reaches them.
     """
 
     layouts: int
