@@ -1,5 +1,5 @@
-"""What computes: models, optimizers, number formats, data, collectives, parallelism, the runtime and checkpoints.
+"""Training engine: models, optimizers, number formats, data, collectives, parallelism, runtime and checkpoints.
 
-Models are plain single-device PyTorch; each parallelism is one module that transforms them by a table. It uses
-`shoal.base`, `shoal.spec` and `shoal.pipeline`. Lines that depend on the device are in `shoal.engine.device`.
+Models are single-device PyTorch modules; each parallelism is a module that transforms them by a table. The engine uses
+`shoal.base`, `shoal.spec` and `shoal.pipeline`. Device-specific code is in `shoal.engine.device`.
 """

@@ -1,9 +1,9 @@
-"""CPU tuning: glibc's allocator and the library that multiplies matrices.
+"""CPU tuning: glibc malloc and the GEMM library.
 
-By default glibc maps every block above 128 KiB (a threshold that grows to 32 MiB at most) and gives the top of the heap
-back whenever more than that is free. Each step then maps its tensors anew, and the kernel zeroes them page by page.
-With the settings here freed memory stays in the process, so that the pages of one step serve the next;
-``docs/launch.md`` has the measured gain.
+By default glibc maps every block above 128 KiB separately (a threshold that grows to 32 MiB at most) and trims the top
+of the heap whenever more than that is free. Each step then maps its tensors again, and the kernel zeroes the pages.
+These settings keep freed memory in the process, so the next step reuses its pages. ``docs/launch.md`` has the measured
+gain.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from shoal.engine.models.products import tune_products
 
 # Names and numbers: glibc manual, "Malloc Tunable Parameters"; numbers from <malloc.h>.
 _SETTINGS = {
-    "MALLOC_MMAP_MAX_": (-4, 0),  # never map a block of its own: large blocks come from the heap too
-    "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),  # bytes free at the top before any are given back: as good as never
-    "MALLOC_TOP_PAD_": (-2, 64 * 2**20),  # bytes asked for beyond what is needed: fewer calls of brk
+    "MALLOC_MMAP_MAX_": (-4, 0),  # never map blocks separately: large blocks come from the heap too
+    "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),  # free bytes at the top of the heap before trimming: practically never
+    "MALLOC_TOP_PAD_": (-2, 64 * 2**20),  # bytes requested beyond the need: fewer brk calls
 }
 
 
 def allocator_environment() -> dict[str, str]:
-    """Environment variables that set the allocator of a process from its start (only glibc reads them)."""
+    """Return environment variables that configure the allocator of a new process (only glibc reads them)."""
     return {name: str(value) for name, (_, value) in _SETTINGS.items()}
 
 
 def tune_allocator() -> bool:
-    """Do the same in this process, for blocks allocated from now on; returns whether it could (glibc only)."""
+    """Configure the allocator of this process for future allocations; return whether that worked (glibc only)."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
@@ -37,7 +37,7 @@ def tune_allocator() -> bool:
 
 
 def tune_process(*, products: bool = True) -> None:
-    """Set the allocator, and with `products` the library that multiplies, for this process from now on."""
+    """Configure the allocator, and with `products` the matrix product library, of this process."""
     tune_allocator()
     if products:
         tune_products()

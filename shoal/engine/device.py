@@ -1,4 +1,4 @@
-"""The world of ranks and the device under each: the lines that differ between CPU and CUDA, and between systems."""
+"""Process group setup and device functions: all code that depends on CPU, CUDA or operating system."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import leave_groups
 
-COLLECTIVE_SECONDS = 600.0  # for which a rank waits for others before it gives up
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries what lives in host memory
+COLLECTIVE_SECONDS = 600.0  # maximum wait for other ranks
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries host tensors
 
 
 def init_world(
@@ -35,14 +35,14 @@ def init_world(
     """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
 
     Args:
-        rank: this process, in ``0 .. world_size - 1``.
-        world_size: processes that join.
-        store: where the ranks find each other; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
-        device: the device of this rank, as `pick_device` gives it; a CUDA device becomes the current one.
-        timeout: of every collective, a timedelta or seconds.
+        rank: rank of this process, in ``0 .. world_size - 1``.
+        world_size: number of processes that join.
+        store: rendezvous store; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
+        device: device of this rank from `pick_device`; a CUDA device becomes the current one.
+        timeout: timeout of every collective, a timedelta or seconds.
 
     Raises:
-        UsageError: the port where the ranks are to meet is taken.
+        UsageError: the rendezvous port is in use.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -65,22 +65,22 @@ def init_world(
 
 
 def destroy_world() -> None:
-    """Leave the default process group and every group made from it; nothing to do where there is none."""
+    """Leave the default process group and all groups created from it; do nothing without one."""
     leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def pick_device(choice: str, local_rank: int = 0, *, bound: bool = False) -> torch.device:
-    """The device of one rank: ``auto`` takes CUDA where there is one, else the CPU.
+    """Return the device of one rank; ``auto`` takes CUDA if available, else the CPU.
 
     Args:
         choice: ``auto``, ``cpu`` or ``cuda``.
-        local_rank: among the ranks of this machine; it takes the CUDA device of the same index.
-        bound: the rank may see its own CUDA device alone (SLURM's ``--gpus-per-task=1``), which has then index 0.
+        local_rank: rank on this machine; it takes the CUDA device of the same index.
+        bound: whether the rank may see only its own CUDA device, at index 0 (SLURM's ``--gpus-per-task=1``).
 
     Raises:
-        UsageError: ``cuda`` where there is none, or more local ranks than CUDA devices.
+        UsageError: ``cuda`` is unavailable, or more local ranks than CUDA devices exist.
     """
     if choice not in ("auto", "cpu", "cuda"):
         raise UsageError(f"train.device = {choice!r}; allowed: auto, cpu, cuda")
@@ -106,7 +106,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Marks moments between the works of a device, without waiting for any.
+    """Records times between operations of a device, without waiting for it.
 
     Call `start` first, and again before the marks of another step.
     """
@@ -114,17 +114,17 @@ class Stopwatch:
     def __init__(self, device: torch.device):
         self.device = device
         self._begin = 0.0
-        self._first: torch.cuda.Event | None = None  # on CUDA, from `start` on
+        self._first: torch.cuda.Event | None = None  # on CUDA, set by `start`
 
     def start(self) -> None:
-        """Wait for what was queued, and set the device's clock by that of the host."""
+        """Wait for queued work, and synchronise the device's clock with the host's."""
         if self.device.type == "cuda":
             self._first = first = self.mark()
             first.synchronize()
             self._begin = time.perf_counter()
 
     def mark(self) -> Any:
-        """This moment; on CUDA, that at which all work queued so far is done."""
+        """Record the current time; on CUDA, the time at which all work queued so far completes."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -132,9 +132,9 @@ class Stopwatch:
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """The moments by the host's `time.perf_counter`; waits for them.
+        """Return the marks as host `time.perf_counter` values; waits for them.
 
-        Not for the whole device: a receive that was posted ahead may wait for a rank that waits for this one.
+        It does not wait for the full device: a receive posted in advance may depend on a rank that waits for this one.
         """
         if self.device.type != "cuda":
             return list(marks)
@@ -146,11 +146,12 @@ class Stopwatch:
 
 @contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """Inside, kernels give the same bits twice. On CUDA some add in any order otherwise, attention's backward among
-    them; `allow_reproducible_products` comes first.
+    """Use deterministic kernels inside the context. Call `allow_reproducible_products` beforehand.
+
+    Without it some CUDA kernels add in any order, such as the backward of attention.
 
     Raises:
-        RuntimeError: torch's, at an operator that has no such kernel.
+        RuntimeError: by torch, at an operator without a deterministic kernel.
     """
     if device.type != "cuda":
         yield
@@ -164,25 +165,25 @@ def reproducible(device: torch.device) -> Iterator[None]:
 
 
 def allow_reproducible_products() -> None:
-    """What cuBLAS asks for, before the process's first product."""
+    """Set the environment that deterministic cuBLAS requires, before the process's first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Flat zeros in host memory; page-locked where a CUDA device will copy from and to them."""
+    """Return flat zeros in host memory, page-locked if a CUDA device will copy from and to them."""
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls a CUDA device; the CPU's architecture."""
+    """Return the product name of a CUDA device, or the CPU's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on units of the device, for e4m3fn and e5m2.
+    """Return whether the device has hardware support for `torch._scaled_mm` with e4m3fn and e5m2.
 
-    On CUDA it does from compute capability 8.9 on (Ada, Hopper). ROCm calls itself CUDA, and its first devices with
-    such units have other formats of 8 bits.
+    CUDA requires compute capability 8.9 (Ada, Hopper). ROCm reports itself as CUDA, and its first devices with 8-bit
+    units use other 8-bit formats.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -190,7 +191,7 @@ def has_float8_products(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: by tensors on a CUDA device, by the whole process on the CPU."""
+    """Return the peak memory in bytes: of tensors on a CUDA device, of the full process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -202,7 +203,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of memory that processes of this machine can have: what is built in, or less where a cgroup says so."""
+    """Return the bytes of memory available to processes of this machine: installed memory, or a lower cgroup limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     groups = Path("/proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else ():
@@ -214,7 +215,7 @@ def host_memory() -> int:
         else:
             continue
         place = root / path.lstrip("/")
-        for folder in (place, *place.parents):  # a limit of a group holds for those inside
+        for folder in (place, *place.parents):  # limits of parent groups apply too
             limit = folder / name
             if folder.is_relative_to(root) and limit.exists() and (value := limit.read_text().strip()).isdigit():
                 limits.append(int(value))
@@ -222,27 +223,27 @@ def host_memory() -> int:
 
 
 def loopback() -> str:
-    """The network interface over which processes of one machine meet."""
+    """Return the name of the loopback network interface."""
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def share_of_cores(local_ranks: int) -> int:
-    """CPU threads of each of the ranks of this machine."""
+    """Return the number of CPU threads for each of ``local_ranks`` ranks on this machine."""
     return max(1, usable_cores() // local_ranks)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux; elsewhere nothing).
+    """Make the kernel kill this process when its parent exits for any reason (Linux only; else no effect).
 
-    The kernel watches the parent's *thread* that started this process, so start ranks from a thread that lives on.
+    The kernel watches the parent *thread* that started this process, so start ranks from a long-lived thread.
 
     Args:
-        parent: the process id of the parent, to notice one that was gone before this call.
+        parent: process id of the parent, to detect that it exited before this call.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""The matrix-product rate that a device can reach, against which utilisation is counted."""
+"""Peak matrix-product rate of a device, the reference for utilisation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -> float | None:
-    """Peak FLOP/s of dense matrix products on this rank's device.
+    """Return the peak FLOP/s of dense matrix products on this rank's device.
 
-    On CUDA the data sheet's (None for a device that the catalog does not know). On the CPU, where no sheet says what
-    these threads can reach, the best of some products measured now.
+    On CUDA it is the data sheet value (None for a device not in the catalog). On the CPU it is the best of several
+    measured products, because no data sheet covers a given number of threads.
 
     Args:
         local_ranks: ranks that share this machine's cores.
@@ -32,16 +32,16 @@ def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -
 
 @cache
 def _here(dtype: torch.dtype, threads: int) -> float:
-    """With so many threads, once in a process."""
+    """Measure with this number of threads, once per process."""
     return measured_matmul_flops(dtype)
 
 
 def measured_matmul_flops(dtype: torch.dtype, *, size: int = _SIZE, products: int = 6) -> float:
-    """FLOP/s of the fastest of some ``size``-cubed products on the CPU, with the threads that torch has now.
+    """Return the FLOP/s of the fastest of several ``size``-cubed products on the CPU, with torch's current threads.
 
-    By the CPU time that they take, not by the clock on the wall: what else the machine does must not lower the peak.
+    It uses CPU time instead of wall time, so other load on the machine does not lower the peak.
     """
-    # As a linear layer multiplies: the other way round, fp16 on the CPU has no fast kernel (3 against 17 GFLOP/s).
+    # Same operand order as in a linear layer: otherwise fp16 has no fast CPU kernel (3 against 17 GFLOP/s).
     a, b = torch.rand(size, size).to(dtype), torch.rand(size, size).to(dtype).t()
     out = a @ b
     best = float("inf")

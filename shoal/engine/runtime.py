@@ -1,4 +1,4 @@
-"""Execute a rank's part of a `Program`: one stage with accumulation, or any pipeline, on the same path."""
+"""Execute a rank's part of a `Program`, for a single stage with accumulation or any pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = tuple[int, int, int]
 """A stage, a micro-batch and a slice of its sequences (-1 for all of them)."""
 
 Channel = tuple[Op, bool]
-"""Messages of one direction along the pipeline: FORWARD or BACKWARD, and whether from a lower rank to a higher."""
+"""Message direction along the pipeline: FORWARD or BACKWARD, and whether from a lower rank to a higher."""
 
 
 @dataclass
@@ -39,30 +39,30 @@ class _InFlight:
 
 
 class Recorder(Protocol):
-    """Called by a runtime around each action."""
+    """Callbacks that a runtime calls around each action."""
 
     def begin(self, action: Action) -> None:
-        """Called when the action begins."""
+        """Handle the start of an action."""
 
     def arrived(self, action: Action) -> None:
-        """Called when the message that the action waited for, if any, has arrived."""
+        """Handle the arrival of the message that an action waited for, if any."""
 
     def end(self, action: Action) -> None:
-        """Called when the action is done (a transfer: started)."""
+        """Handle the end of an action (of a transfer: its start)."""
 
 
 class Runtime:
-    """The executor of one rank.
+    """Executor of one rank's actions.
 
     Args:
-        program: of all pipeline ranks; this rank's part is that of the mesh's pp index.
+        program: program of all pipeline ranks; this rank runs the part of the mesh's pp index.
         stages: the stages of this rank.
-        mesh: the ranks that messages go to.
+        mesh: the ranks to communicate with.
         hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
             h/tp_x).
-        dtype: of these activations.
-        slices: how many of this rank's tokens of a sequence are in each slice, if the program has slices.
-        tokens: which tokens of a sequence this rank has, [s]; None for all.
+        dtype: dtype of these activations.
+        slices: number of this rank's tokens in each slice of a sequence, if the program has slices.
+        tokens: this rank's tokens of a sequence, [s]; None for all.
 
     Attributes:
         versions: the weight versions of each stage, in asynchronous pipelines.
@@ -93,16 +93,16 @@ class Runtime:
             for stage in stages if program.updates > 1
         }
         self.recorders: list[Recorder] = []
-        # A group for each channel, so that messages of one never wait for those of another.
+        # One group per channel, so that messages of one channel never wait for those of another.
         self.groups: dict[Channel, Group] = {}
         self._connect()
         self._reset()
 
     def _connect(self) -> None:
-        """Create the groups, and exchange one number on every route, in an order common to all ranks.
+        """Create the groups, and exchange one number on every route, in the same order on all ranks.
 
-        NCCL connects two ranks at their first transfer, and blocks each until the other is there too: in a step, whose
-        ranks wait in different places, that could deadlock.
+        NCCL connects two ranks at their first transfer and blocks each until the other arrives. Inside a step, where
+        ranks wait at different points, that could deadlock.
         """
         ranks, here = self.mesh.ranks("pp"), self.mesh.index("pp")
         used = {
@@ -119,7 +119,7 @@ class Runtime:
                 start_receive(number, ranks[source], self.groups[channel]).wait()
 
     def _route(self, action: Action) -> tuple[Channel, int, int]:
-        """The channel of a message, and the pipeline ranks that it goes from and to."""
+        """Return the channel of a message, and its source and destination pipeline ranks."""
         forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         other = action.stage + (1 if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
         near, far = self.program.stage_rank[action.stage], self.program.stage_rank[other]
@@ -132,7 +132,7 @@ class Runtime:
         self._receiving: dict[tuple[Op, Place], Transfer] = {}
         self._sending: list[tuple[Transfer, Tensor]] = []
         self._in_flight: dict[Place, _InFlight] = {}
-        self._caches: dict[tuple[int, int], Slice] = {}  # the newest of each micro-batch on each stage
+        self._caches: dict[tuple[int, int], Slice] = {}  # newest slice per micro-batch and stage
         self._loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def step(self, batches: Sequence[Batch], scale: np.ndarray, update: Update[R]) -> tuple[Tensor, R | None]:
@@ -140,13 +140,13 @@ class Runtime:
 
         Args:
             batches: this replica's micro-batches, on the device.
-            scale: for each micro-batch the factor on its summed loss before backward: 1 / number of tokens that count
-                in its update, globally.
+            scale: per micro-batch, the factor on its summed loss before backward: 1 / number of counted tokens in its
+                update, globally.
             update: called at each STEP with the action and the summed loss [nats] of this rank's forwards so far (0
-                without a last stage); it updates the weights.
+                without the last stage); it updates the weights.
 
         Returns:
-            The summed loss of all micro-batches, and what the last update returned.
+            The summed loss of all micro-batches, and the result of the last update.
         """
         self._reset()
         batches = [self._local_tokens(batch) for batch in batches]
@@ -193,7 +193,7 @@ class Runtime:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the summed loss [nats] of a program of forwards alone (0 without a last stage)."""
+        """Return the summed loss [nats] of a forward-only program (0 without the last stage)."""
         return self.step(batches, np.ones(len(batches)), lambda action, loss: None)[0]
 
     # ---- computations ------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Runtime:
         if number >= 0:
             part = self._caches[stage, microbatch] = Slice(self._caches.get((stage, microbatch)))
             batch = self._slice(batch, number)
-        samples = batch.samples if torch.is_grad_enabled() else None  # validation draws nothing
+        samples = batch.samples if torch.is_grad_enabled() else None  # no random draws in validation
         output = self.stages[stage].module(
             batch.tokens, batch.targets, batch.documents, hidden, part, samples,
             sequences=batch.sequences, labels=batch.labels,
@@ -224,18 +224,18 @@ class Runtime:
             self._caches.pop((stage, microbatch), None)
 
     def _local_tokens(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch, with the documents of all tokens, which attention needs."""
+        """Return this rank's tokens of a micro-batch, with the documents of all tokens, which attention needs."""
         if self.tokens is None:
             return batch
         return replace(batch, tokens=batch.tokens[:, self.tokens], targets=batch.targets[:, self.tokens])
 
     def _slice(self, batch: Batch, part: int) -> Batch:
-        """A slice of a micro-batch, with the documents of all tokens, which attention needs."""
+        """Return a slice of a micro-batch, with the documents of all tokens, which attention needs."""
         places = self.slice_of(part)
         return replace(batch, tokens=batch.tokens[:, places], targets=batch.targets[:, places])
 
     def slice_of(self, part: int) -> slice:
-        """The tokens of a slice of a sequence; -1 is all of them."""
+        """Return the token range of a slice of a sequence; -1 is the full sequence."""
         if part < 0:
             return slice(None)
         *_, start, stop = (0, 0, *accumulate(self.slices[: part + 1]))
@@ -251,7 +251,7 @@ class Runtime:
             outputs += flight.part.left()
             gradients += flight.part.gradients()
         torch.autograd.backward(outputs, gradients)
-        if number == 0:  # the last of its slices: the keys and values of this micro-batch are no longer needed
+        if number == 0:  # the last slice in backward order: the cached keys and values are no longer needed
             self._caches.pop((stage, microbatch), None)
         if flight.hidden is not None:
             assert flight.hidden.grad is not None  # every layer uses its input
@@ -291,7 +291,7 @@ class Runtime:
 
 
 def _last_weights(actions: Sequence[Action]) -> set[Action]:
-    """The passes that complete the gradients of a stage: the last before each reduction."""
+    """Return the passes that complete the gradients of a stage: the last before each reduction."""
     latest: dict[int, Action] = {}
     last = set()
     for action in actions:

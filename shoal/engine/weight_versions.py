@@ -1,11 +1,11 @@
-"""Weight stashing: the versions of a stage's weights that micro-batches in flight still compute with.
+"""Weight stashing: versions of a stage's weights that in-flight micro-batches still use.
 
-PipeDream (Narayanan et al. 2019, section 3.3) keeps a version for each of them, PipeDream-2BW (Narayanan et al. 2021b)
-two. The newest version lies where the optimizer updates it, in place. A version that is used again is copied before an
-update; a pass that uses it makes the stage's parameters point at the copy. Autograd keeps parameters, not their data,
-and so finds the version of the forward in backward.
+PipeDream (Narayanan et al. 2019, section 3.3) keeps a version per in-flight micro-batch, PipeDream-2BW (Narayanan et
+al. 2021b) keeps two. The optimizer updates the newest version in place. A version that is used again is copied before
+the update, and passes that use it redirect the stage's parameters to the copy. Autograd saves parameters, not their
+data, so backward finds the version of the forward.
 
-With ZeRO-3 a version is this rank's shard, and is gathered for each use as always.
+With ZeRO-3 a version is this rank's shard and is gathered for each use.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from shoal.pipeline.program import COMPUTE, Action, Op
 
 
 class WeightVersions:
-    """The versions of one stage's weights on one rank.
+    """Weight versions of one stage on one rank.
 
     Args:
-        buckets: of the stage.
-        actions: of the stage, each with its place in the rank's program; they decide how long a version is needed.
+        buckets: the stage's buckets.
+        actions: the stage's actions, each with its index in the rank's program; they determine the lifetime of a
+            version.
 
     Attributes:
-        copies: the versions besides the newest, each a tensor for each bucket.
+        copies: versions besides the newest, one tensor per bucket.
         newest: the number of the version that the optimizer updates.
     """
 
@@ -39,12 +40,12 @@ class WeightVersions:
         self.newest = 0
 
     def begin(self) -> None:
-        """Begin a program, whose version 0 is that of the weights as they are now."""
+        """Start a program whose version 0 is the current weights."""
         self._use(self.newest)
         self.newest = 0
 
     def before(self, i: int, action: Action) -> None:
-        """Bring in the version that action number ``i`` computes with or updates."""
+        """Load the version that action number ``i`` computes with or updates."""
         if action.op in COMPUTE:
             self._use(action.version)
         elif action.op is Op.STEP:
@@ -60,7 +61,7 @@ class WeightVersions:
             self._free.append(self.copies.pop(action.version))
 
     def bytes(self) -> int:
-        """Bytes of the versions besides the newest, and of memory kept for them."""
+        """Return the bytes of versions besides the newest, and of memory reserved for them."""
         return sum(t.untyped_storage().nbytes() for copy in (*self.copies.values(), *self._free) for t in copy)
 
     def _use(self, version: int) -> None:

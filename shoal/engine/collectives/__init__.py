@@ -1,1 +1,1 @@
-"""Process groups, the mesh, and collectives with the autograd pairs that parallelism is made of."""
+"""Process groups, device mesh, collectives and their autograd pairs."""

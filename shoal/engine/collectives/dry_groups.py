@@ -1,4 +1,4 @@
-"""Groups whose ranks are not there: what one rank of a world of any size calls, without the others."""
+"""Process groups for dry runs: one rank of a world of any size runs without the others."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from shoal.spec.layout import Layout
 
 
 class Done:
-    """A collective that is over as soon as it is started.
+    """A collective that completes immediately.
 
     Args:
-        buffer: what it uses beside its arguments; alive as long as this is.
+        buffer: temporary buffer of the collective, kept alive by this object.
     """
 
     def __init__(self, buffer: Tensor | None = None):
         self.buffer = buffer
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class Nowhere:
-    """A transport that moves nothing: what would be received is whatever lies in the memory for it.
+    """Transport that moves nothing; receive buffers keep their contents.
 
-    Only what has numbers, and is gathered, is taken to be alike on all ranks: how many rows each has for every expert.
+    Gathered index tensors are assumed equal on all ranks: the number of rows per expert.
 
     Attributes:
         ranks: global ranks of the group.
-        by_gloo: sums receive into a buffer of their own, as they do over gloo (`shoal.engine.collectives.ops`); NCCL
-            needs none of the caller's.
+        by_gloo: whether sums receive into a separate buffer, as over gloo (`shoal.engine.collectives.ops`); NCCL needs
+            no buffer of the caller.
     """
 
     def __init__(self, ranks: Sequence[int], *, by_gloo: bool = False):
         self.ranks, self.by_gloo = list(ranks), by_gloo
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Done:
-        """See `shoal.engine.collectives.shm.transport.SharedGroup`, as for the others."""
+        """See `shoal.engine.collectives.shm.transport.SharedGroup`; the same applies to the other methods."""
         exchanged = self.by_gloo and len(self.ranks) == 2 and op == dist.ReduceOp.SUM
         return Done(torch.empty_like(x) if exchanged else None)
 
@@ -68,7 +68,7 @@ class Nowhere:
 
 
 class DryGroup(Group):
-    """A group of which this process is the only member that is there."""
+    """Group in which only this process exists."""
 
     is_dry_run = True
 
@@ -78,23 +78,23 @@ class DryGroup(Group):
 
     @property
     def ranks(self) -> list[int]:
-        """Their global ranks, in order."""
+        """Global ranks of the group, in order."""
         return self._ranks
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self._ranks)
 
     def rank(self) -> int:
-        """This process's place among them."""
+        """Return this process's index in the group."""
         return self._rank
 
 
 class DryMesh(Mesh):
-    """The mesh of one rank alone, in any world; nothing is communicated, everything is counted.
+    """Mesh of one rank in a world of any size; counts communication but performs none.
 
     Args:
-        by_gloo: as of `Nowhere`.
+        by_gloo: see `Nowhere`.
 
     >>> mesh = DryMesh(Layout(dp=12500, tp=8), rank=77)
     >>> mesh.group("dp").size(), mesh.group("tp").rank()
@@ -106,7 +106,7 @@ class DryMesh(Mesh):
         self.by_gloo = by_gloo
 
     def group(self, axis: str, purpose: str = "") -> Group | None:
-        """The group along ``axis``, or None if it has one rank."""
+        """Return the group along ``axis``, or None if it has one rank."""
         ranks = tuple(self.ranks(axis))
         if len(ranks) == 1:
             return None
@@ -116,5 +116,5 @@ class DryMesh(Mesh):
         return self._named[key]
 
     def real_index_tensors(self) -> AbstractContextManager[object]:
-        """In it are made real tensors, not fake ones."""
+        """Return a context that creates real tensors instead of fake ones."""
         return unset_fake_temporarily()

@@ -1,4 +1,4 @@
-"""A group of ranks that communicate, and the transport between them: shared memory on one host, else the backend."""
+"""Groups of communicating ranks, with shared memory on one host or torch's backend as transport."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from shoal.engine.collectives.shm.transport import SharedGroup
 from shoal.engine.collectives.throttle import ThrottledLink
 
 T = TypeVar("T")
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all of this process
-_progress: list[Progress | None] = []  # of the world, once somebody has asked for it
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all groups of this process
+_progress: list[Progress | None] = []  # progress of the world, set on first request
 
 
 class Group:
-    """Ranks that communicate.
+    """Group of ranks that communicate.
 
     Attributes:
         backend: torch's process group (gloo or NCCL).
-        shared: memory that CPU ranks of one host share, or None; what goes through it never meets the backend.
-        sent: bytes that this rank has sent, by kind of collective (see `count`).
-        calls: how often each was started, by kind and the bytes of the tensor that it takes.
-        link: the network that is imitated between the ranks, or None.
-        is_dry_run: whether the other ranks are not there (a dry run); what they would give is then left out.
+        shared: shared-memory transport of CPU ranks on one host, or None; its traffic bypasses the backend.
+        sent: bytes sent by this rank, by kind of collective (see `count`).
+        calls: number of collectives started, by kind and bytes of the input tensor.
+        link: simulated network between the ranks, or None.
+        is_dry_run: whether the other ranks do not exist (dry run); their data is then missing.
     """
 
     is_dry_run = False
@@ -45,16 +45,15 @@ class Group:
         self.shared, self.link = shared, link
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
-        if backend is not None:  # a group of a dry run has none, and nothing to leave
+        if backend is not None:  # groups of a dry run have no backend and need no cleanup
             self.backend = backend
             _groups.add(self)
 
     def count(self, kind: str, x: Tensor, times: float) -> None:
-        """Note that a collective sends each of ``x``'s bytes so many times.
+        """Record a collective that sends each byte of ``x`` ``times`` times.
 
-        By an algorithm that sends no more than it must: of what a gather or a scatter makes or takes whole,
-        (N-1)/N, and twice that for an all-reduce (Chan et al. 2007, "Collective communication: theory, practice, and
-        experience").
+        The factor assumes a bandwidth-optimal algorithm: (N-1)/N of the full tensor for a gather or scatter, and twice
+        that for an all-reduce (Chan et al. 2007, "Collective communication: theory, practice, and experience").
         """
         size = x.numel() * x.element_size()
         self.sent[kind] += size * times  # type: ignore[assignment]  # typeshed's Counter has only whole numbers
@@ -63,28 +62,28 @@ class Group:
             self.link.send(size * times)
 
     def throttled(self, work: Pending) -> Pending:
-        """The collective that was counted last, as it was started; with a `ThrottledLink`, no faster than it allows."""
+        """Return the last counted collective, delayed by the group's `ThrottledLink` if it has one."""
         return work if self.link is None else self.link.carry(work)
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.backend.size()
 
     def rank(self) -> int:
-        """This process's place among them."""
+        """Return this process's index in the group."""
         return self.backend.rank()
 
     @property
     def ranks(self) -> list[int]:
-        """Their global ranks, in order."""
+        """Global ranks of the group, in order."""
         return dist.get_process_group_ranks(self.backend)
 
 
 def leave_groups() -> None:
-    """Let go of every group's backend and shared memory; no group of this process is used again.
+    """Release the backend and shared memory of every group; none of them may be used afterwards.
 
-    A group may outlive its world, in the graph of a backward pass that was never made. Each of gloo's has a thread that
-    wakes a hundred times a second for as long as somebody holds it.
+    A group can outlive its world in an autograd graph whose backward never ran, and each gloo group has a thread that
+    wakes a hundred times per second while references to it exist.
     """
     for group in list(_groups):
         del group.backend, group.shared
@@ -93,17 +92,17 @@ def leave_groups() -> None:
 
 
 def publish_host(device: torch.device) -> None:
-    """Tell the other ranks of the world where this one runs, without waiting for them."""
+    """Publish this rank's host to the other ranks of the world, without waiting for them."""
     if device.type == "cpu" and dist.get_backend() == "gloo":
         _store().set(f"shoal/host/{dist.get_rank()}", host_identity() or "")
 
 
 def local_progress(device: torch.device) -> Progress | None:
-    """For the groups of a world whose ranks all compute on the CPUs of one host; None in any other world.
+    """Return the shared-memory progress of a world whose ranks all compute on the CPUs of one host, else None.
 
-    It is the world that counts and not the single group: nothing moves in shared memory while a rank waits for the
-    network, so that a run which uses both could wait in a circle. For the same reason there is one for all groups:
-    whoever waits anywhere drives whatever this process has under way. Waits until every rank has called `publish_host`.
+    Decided per world, not per group: shared memory makes no progress while a rank waits for the network, so mixing both
+    can deadlock. For the same reason all groups share one instance: a wait on any operation advances all of them.
+    Blocks until every rank has called `publish_host`.
     """
     if not _progress:
         _progress.append(_local_progress(device))
@@ -121,7 +120,7 @@ def _local_progress(device: torch.device) -> Progress | None:
 
 
 def world() -> dist.ProcessGroup:
-    """The default process group, of all ranks; there is one from `shoal.engine.device.init_world` on."""
+    """Return the default process group of all ranks, created by `shoal.engine.device.init_world`."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
@@ -131,7 +130,7 @@ def _store() -> dist.Store:
 
 
 def create_shared(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup | None:
-    """Give the ranks of a group memory to share; None on all of them if one cannot map it. To be called by all."""
+    """Create shared memory for a group; return None on all ranks if one cannot map it. Collective."""
     ranks, index = dist.get_process_group_ranks(backend), backend.rank()
     layout = SharedGroup.layout(len(ranks))
     return map_region(backend, *layout, lambda file, region: SharedGroup(region, ranks, index, progress))
@@ -140,12 +139,13 @@ def create_shared(backend: dist.ProcessGroup, progress: Progress) -> SharedGroup
 def allocate(
     numel: int, dtype: torch.dtype, device: torch.device, group: Group | None, *, one: bool = False
 ) -> Tensor:
-    """Flat zeros. Where the group's ranks share memory they read each other's in place, so that collectives on the
-    whole of it copy nothing into a ring. To be called by all of the group, for equally many numbers.
+    """Allocate flat zeros, in memory shared by the group if possible. Collective; ``numel`` must be equal on all ranks.
+
+    In shared memory ranks read each other's buffers in place, so collectives on the full buffer need no copy.
 
     Args:
-        one: they are the same memory to all ranks, where ranks share any. It is for numbers that are equal on all, of
-            which each rank writes a part, while none reads, before all gather them.
+        one: use the same memory for all ranks if they share any. For values equal on all ranks, of which each rank
+            writes a part, with no reads until all ranks have gathered it.
     """
     mine = None
     if group is not None and isinstance(shared := group.shared, SharedGroup) and numel:
@@ -156,29 +156,29 @@ def allocate(
 
 
 def map_region(backend: dist.ProcessGroup, counters: int, size: int, use: Callable[[int, Region], T]) -> T | None:
-    """Have each rank of a group make something of one new region, before any of them returns.
+    """Create a shared region and map it on each rank of a group before any of them returns.
 
     Args:
-        use: from the region's file, which is closed after it, and the region.
+        use: builds the result from the region's file, which is closed afterwards, and the region.
 
     Returns:
-        What this rank made; None on all if one of them cannot map the region.
+        The result of ``use``; None on all ranks if one of them cannot map the region.
     """
     ranks, index = dist.get_process_group_ranks(backend), backend.rank()
     file, where = -1, torch.zeros(2, dtype=torch.int64)
     if index == 0:
-        with suppress(OSError):  # the others learn it from the -1
+        with suppress(OSError):  # the -1 informs the other ranks
             file = Region.create(counters, size)
         where[:] = torch.tensor([os.getpid(), file])
     dist.broadcast(where, ranks[0], group=backend)
     made = None
-    with suppress(OSError):  # a sandbox, or no memory: all take the backend
+    with suppress(OSError):  # sandboxed or out of memory: all ranks use the backend
         if where[1] >= 0:
             if index > 0:
                 file = os.open(f"/proc/{where[0]}/fd/{where[1]}", os.O_RDWR)
             made = use(file, Region(file, counters, size))
     all_have = torch.tensor([made is not None], dtype=torch.int32)
-    dist.all_reduce(all_have, dist.ReduceOp.MIN, group=backend)  # after it, nobody needs the creator's file
+    dist.all_reduce(all_have, dist.ReduceOp.MIN, group=backend)  # afterwards the creator's file is no longer needed
     if file >= 0:
         os.close(file)
     return made if all_have else None

@@ -1,4 +1,4 @@
-"""Small JSON values between ranks. torch's own collectives of objects unpickle what peers send, which runs code."""
+"""Collectives of small JSON values. torch's object collectives unpickle peer data, which can execute code."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
-"""A process group with gloo for what is in host memory, or None where there is a single process."""
+"""A process group with gloo for host memory, or None for a single process."""
 
 
 def world() -> Group:
-    """All ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def rank_of(group: Group) -> int:
-    """This process's rank in the group."""
+    """Return this process's rank in the group."""
     return dist.get_rank(group) if group is not None else 0
 
 
 def size_of(group: Group) -> int:
-    """Ranks in the group."""
+    """Return the number of ranks in the group."""
     return dist.get_world_size(group) if group is not None else 1
 
 
 def gather(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, in rank order, on rank 0; an empty list on the others."""
+    """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
     if group is None:
         return [value]
     data, sizes = _packed(value, group)
@@ -38,7 +38,7 @@ def gather(value: Any, group: Group) -> list[Any]:
 
 
 def all_gather(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
+    """Return every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
     data, sizes = _packed(value, group)
@@ -48,7 +48,7 @@ def all_gather(value: Any, group: Group) -> list[Any]:
 
 
 def broadcast(value: Any, group: Group) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     if group is None:
         return value
     data = _encoded(value)
@@ -65,7 +65,7 @@ def _encoded(value: Any) -> torch.Tensor:
 
 
 def _packed(value: Any, group: Group) -> tuple[torch.Tensor, list[int]]:
-    """A value in as many bytes as the longest of all ranks, and how many are each one's."""
+    """Return the encoded value, padded to the longest of all ranks, and the length of each rank's."""
     data = _encoded(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)

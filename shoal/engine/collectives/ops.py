@@ -1,4 +1,4 @@
-"""Collectives on plain tensors, and the autograd pairs that tensor and sequence parallelism are made of.
+"""Collectives on tensors, and their autograd pairs for tensor and sequence parallelism.
 
 Each pair is a function and its conjugate (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2):
 
@@ -7,10 +7,10 @@ Each pair is a function and its conjugate (Shoeybi et al. 2019, section 3; Korth
     `reduce_from`     all-reduce         identity
     `gather_from`     all-gather         reduce-scatter
     `scatter_to`      reduce-scatter     all-gather
-    `all_to_all_dims` all-to-all         all-to-all, the other way
+    `all_to_all_dims` all-to-all         reverse all-to-all
 
-A group of None has one rank, and every function here is then the identity. Between CPU ranks of one host all goes
-through memory (`shoal.engine.collectives.shm.transport`), elsewhere through the group's backend.
+A group of None has one rank, and every function is then the identity. CPU ranks of one host communicate through
+shared memory (`shoal.engine.collectives.shm.transport`), other ranks through the group's backend.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.pending import Pending, Then, Transfer
 from shoal.engine.collectives.shm.transport import REDUCTIONS
 
-# torch 2.13 renamed these two; both names exist in one release or the other.
+# Renamed in torch 2.13; each name exists in one release or the other.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_EXCHANGED = 2 * 2**20  # bytes, up to which two ranks on gloo exchange what they sum
+_EXCHANGED = 2 * 2**20  # bytes; up to this size two gloo ranks exchange tensors and sum locally
 
 
 def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce contiguous ``x`` in place over the group; every rank gets the same bits."""
+    """Reduce contiguous ``x`` in place over the group; all ranks get bitwise equal results."""
     if group is None:
         return x
     if op == dist.ReduceOp.SUM:
         start_all_reduce(x, group).wait()
         return x
-    if group.shared is not None and op not in REDUCTIONS:  # over the backend, what is under way in memory would stand
+    if group.shared is not None and op not in REDUCTIONS:  # the backend would block shared-memory operations in flight
         raise ValueError(f"an all-reduce by {op} between ranks that share memory; they have sum, max and min")
     group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
     if group.shared is not None:
@@ -56,9 +56,9 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dis
 def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """Start summing contiguous ``x`` in place over the group.
 
-    Over gloo two ranks exchange all they have and add: one round, where gloo's ring takes two and was measured up to
-    three times slower (2 MiB: 1.2 against 3.6 ms). Not what is large, which takes as long either way: gloo's threads
-    add it while this one goes on. The sum of two numbers has the same bits in either order.
+    With gloo, two ranks exchange their tensors and add: one round instead of the two of gloo's ring, up to three times
+    faster (2 MiB: 1.2 against 3.6 ms). Large tensors take equally long either way and use gloo, whose threads add in
+    the background. The sum of two numbers is bitwise the same in either order.
     """
     group.count("all-reduce", x, 2 * (group.size() - 1) / group.size())
     return group.throttled(_start_sum(x, group))
@@ -76,21 +76,21 @@ def _start_sum(x: Tensor, group: Group) -> Pending:
 
 
 def to_host(x: Tensor) -> Any:
-    """Read the numbers of what a collective made, as `Tensor.tolist`.
+    """Return the values of a collective's result, as `Tensor.tolist` does.
 
-    Where the device only queues collectives, it is here that the host waits for the other ranks, and its stack shows it
+    On devices that queue collectives the host waits here for the other ranks, so stack traces show this function
     (`shoal.launch.watch.watchdog`).
     """
     return x.tolist()
 
 
 def in_host_memory(x: Tensor) -> Tensor:
-    """The same as `to_host`, as a tensor."""
+    """Return the same values as `to_host`, as a CPU tensor."""
     return x.cpu()
 
 
 def broadcast_ints(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
-    """The numbers that the group's first rank has, on all of them; equally many on each."""
+    """Broadcast integers from the group's first rank; all ranks must pass equally many."""
     if group is None:
         return list(numbers)
     first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
@@ -118,7 +118,7 @@ def reduce_scatter(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> tuple[Tensor, Pending]:
-    """Start a `reduce_scatter`: (what it will fill, the collective)."""
+    """Start a `reduce_scatter`; return (output, pending collective)."""
     n = group.size()
     parts = x if _outermost(x, dim) else torch.stack(x.chunk(n, dim))
     out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -126,7 +126,7 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> tuple[Tensor,
 
 
 def _outermost(x: Tensor, dim: int) -> bool:
-    """Whether parts along a dimension lie one behind the other in memory, as of a single sequence."""
+    """Return whether the parts along a dimension are contiguous in memory, as for a single sequence."""
     return all(n == 1 for n in x.shape[:dim])
 
 
@@ -143,8 +143,8 @@ def all_gather_flat(out: Tensor, part: Tensor, group: Group) -> Pending:
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group) -> Pending:
     """Start summing flat ``whole`` over the ranks into each rank's flat ``part``, which may be its slice of ``whole``.
 
-    Over gloo by an exchange and a local sum: its own reduce-scatter moves an all-reduce's bytes, and its memory
-    grew with every call while several were on their way.
+    With gloo this is an exchange and a local sum: gloo's own reduce-scatter moves the bytes of an all-reduce, and its
+    memory grows with each concurrent call.
     """
     group.count("reduce-scatter", part, group.size() - 1)
     return group.throttled(_start_parts(part, whole, group))
@@ -161,7 +161,7 @@ def _start_parts(part: Tensor, whole: Tensor, group: Group) -> Pending:
 
 
 def start_send(x: Tensor, to: int, group: Group) -> Transfer:
-    """Start sending contiguous ``x`` to the global rank ``to``; it must stay as it is until the end."""
+    """Start sending contiguous ``x`` to the global rank ``to``; do not modify it before completion."""
     group.count("send", x, 1)
     if group.shared is not None:
         return group.shared.send(x, group.shared.ranks.index(to))
@@ -169,24 +169,24 @@ def start_send(x: Tensor, to: int, group: Group) -> Transfer:
 
 
 def start_receive(x: Tensor, source: int, group: Group) -> Transfer:
-    """Start receiving contiguous ``x`` from the global rank ``source``, in the order in which it sends."""
+    """Start receiving contiguous ``x`` from the global rank ``source``, in the order of its sends."""
     if group.shared is not None:
         return group.shared.receive(x, group.shared.ranks.index(source))
     return _started(dist.irecv(x, source, group=group.backend))
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    """A message of torch's, which is None to a process that is not of the group."""
+    """Check the handle of a torch message, which is None in processes outside the group."""
     assert work is not None
     return work
 
 
 @dataclass
 class _Several:
-    """Messages on their way."""
+    """Several messages in flight."""
 
     works: Sequence[Pending]
-    kept: tuple[Tensor, ...]  # what must stay as it is until the end
+    kept: tuple[Tensor, ...]  # tensors that must not change before completion
 
     def wait(self) -> None:
         for work in self.works:
@@ -194,9 +194,9 @@ class _Several:
 
 
 def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
-    """Start sending contiguous ``x`` to the global rank ``to`` while contiguous ``out`` comes from ``source``.
+    """Start sending contiguous ``x`` to the global rank ``to`` while receiving contiguous ``out`` from ``source``.
 
-    Both at once, since NCCL would wait for a send that its peer sends against.
+    Both start together, because NCCL can deadlock if two peers send first.
     """
     group.count("send", x, 1)
     if group.shared is not None:
@@ -212,14 +212,14 @@ def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> P
 
 
 def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group | None) -> list[Tensor]:
-    """Send part i to rank i, and receive what all ranks have for this one.
+    """Send part i to rank i, and receive this rank's part from every rank.
 
     Args:
-        parts: one for each rank, of one dtype and any shapes.
-        shapes: of what each rank has for this one.
+        parts: one tensor per rank, of one dtype and any shapes.
+        shapes: shapes of the tensors to receive, per rank.
 
     Returns:
-        From every rank, in rank order, a contiguous tensor.
+        The received contiguous tensors, in rank order.
     """
     if group is None:
         return list(parts)
@@ -248,14 +248,14 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
 
 Pass = Callable[[Tensor], Tensor]
 Meanwhile = Callable[[], object]
-"""What backward does while the collective of an entry is on its way."""
+"""Callback that backward runs during the collective of an entry."""
 
 
 def _nothing() -> None: ...
 
 
 class _Conjugate(torch.autograd.Function):
-    """A function of one tensor, and in backward the one that is its conjugate."""
+    """Apply a function to one tensor in forward, and its conjugate in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, function: Pass, conjugate: Pass) -> Tensor:
@@ -268,7 +268,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def with_conjugate(x: Tensor, function: Pass, conjugate: Pass) -> Tensor:
-    """Apply a function whose backward is another function, of the gradient."""
+    """Apply a function whose backward applies another function to the gradient."""
     return _Conjugate.apply(x, function, conjugate)
 
 
@@ -284,12 +284,12 @@ class _ReduceFrom(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> Tensor:
-    """Enter a region whose ranks each use all of ``x``: their gradients of it add up."""
+    """Enter a region whose ranks each use all of ``x``; backward sums their gradients."""
     if group is None:
         return x
 
     def total(gradient: Tensor) -> Tensor:
-        # A fresh buffer is not needed: the gradient comes from matrix products that only this node reads.
+        # The gradient can be reduced in place: it comes from matrix products, and only this node reads it.
         gradient = gradient.contiguous()
         work = start_all_reduce(gradient, group)
         meanwhile()
@@ -300,12 +300,12 @@ def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> 
 
 
 def reduce_from(x: Tensor, group: Group | None) -> Tensor:
-    """Leave a region whose ranks each hold a partial sum. Writes into ``x``, the fresh output of a matrix product."""
+    """Leave a region of partial sums by summing them, in place in ``x``, the fresh output of a matrix product."""
     return x if group is None else _ReduceFrom.apply(x, group)
 
 
 def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile = _nothing) -> Tensor:
-    """Enter a region with all parts of ``x``, which the ranks hold split along ``dim``."""
+    """Enter a region that needs all of ``x``, which the ranks hold split along ``dim``."""
     if group is None:
         return x
 
@@ -328,11 +328,11 @@ def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
 def all_to_all_dims(
     x: Tensor, group: Group | None, split: int, join: int, parts: Sequence[int], pieces: Sequence[int]
 ) -> Tensor:
-    """From having all of dim ``split`` and a piece of dim ``join`` to having a part of ``split`` and all of ``join``.
+    """Exchange all of dim ``split`` and a piece of dim ``join`` for a part of ``split`` and all of ``join``.
 
     Args:
-        parts: how much of ``split`` each rank gets.
-        pieces: how much of ``join`` each rank has.
+        parts: length of each rank's part of ``split``.
+        pieces: length of each rank's piece of ``join``.
     """
     if group is None:
         return x

@@ -1,4 +1,4 @@
-"""What every transport offers, whatever moves the bytes: collectives and messages that are started and waited for."""
+"""Interfaces of asynchronous collectives, messages and transports."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """A collective on its way."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Until its result can be used."""
+        """Wait until the result is available."""
 
 
 @dataclass
 class Then:
-    """A collective on its way, and what is done after it."""
+    """A collective in flight followed by a callback."""
 
     work: Pending
     finish: Callable[[], object]
 
     def wait(self) -> None:
-        """Until both are done."""
+        """Wait for the collective and run the callback."""
         self.work.wait()
         self.finish()
 
 
 class Transfer(Pending, Protocol):
-    """A message on its way."""
+    """A message in flight."""
 
     def is_completed(self) -> bool:
-        """Whether it is known to have gone."""
+        """Return whether the message is known to be complete."""
 
 
 class Transport(Protocol):
-    """Moves what the ranks of one group exchange, without the backend.
+    """Communication among the ranks of one group that bypasses the backend.
 
     Attributes:
-        ranks: their global ranks, in order.
+        ranks: global ranks of the group, in order.
     """
 
     ranks: list[int]
@@ -56,7 +56,7 @@ class Transport(Protocol):
         """Start summing flat ``whole`` over the ranks into each rank's flat ``part``."""
 
     def send(self, x: Tensor, to: int) -> Transfer:
-        """Start sending contiguous ``x`` to a member, by its place in the group."""
+        """Start sending contiguous ``x`` to a member, by its index in the group."""
 
     def receive(self, x: Tensor, source: int) -> Transfer:
-        """Start receiving contiguous ``x`` from a member, by its place in the group."""
+        """Start receiving contiguous ``x`` from a member, by its index in the group."""

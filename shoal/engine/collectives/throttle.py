@@ -1,7 +1,7 @@
-"""A network between ranks that have none, imitated by waiting.
+"""Simulated network: throttles collectives by sleeping.
 
-Ranks of one host move what they exchange with the cores that they compute on, so nothing can be hidden behind anything.
-On a network it is on its way while the cores do something else, and takes as long as its bytes do.
+Ranks of one host communicate with their compute cores, so communication cannot overlap computation. On the simulated
+network, data is in flight while the cores compute, for a time proportional to its size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shoal.engine.collectives.pending import Pending, Then
 
 
 class ThrottledLink:
-    """The one way out of a rank: what it sends goes one after another, at most so fast.
+    """Outgoing link of a rank with limited bandwidth, shared by everything it sends.
 
     Args:
         rate: bytes per second.
@@ -20,18 +20,18 @@ class ThrottledLink:
 
     def __init__(self, rate: float):
         self.rate = rate
-        self._free = 0.0  # when all that was sent so far is through; of the monotonic clock
+        self._free = 0.0  # completion time of everything sent so far, on the monotonic clock
 
     @staticmethod
     def of(gbs: float) -> ThrottledLink | None:
-        """One of so many GB/s; None for 0, which imitates none."""
+        """Return a link of ``gbs`` GB/s; None for 0, which disables the simulation."""
         return ThrottledLink(1e9 * gbs) if gbs else None
 
     def send(self, size: float) -> None:
-        """Queue so many bytes."""
+        """Queue ``size`` bytes."""
         self._free = max(self._free, time.monotonic()) + size / self.rate
 
     def carry(self, work: Pending) -> Pending:
-        """The same collective, which is not through before what was queued last is."""
+        """Return the collective, delayed until the bytes queued last have been sent."""
         through = self._free
         return Then(work, lambda: time.sleep(max(0.0, through - time.monotonic())))

@@ -1,14 +1,14 @@
-"""Collectives on parts and rows of which ranks have different numbers, and their autograd pairs.
+"""Collectives on parts and rows whose sizes differ between ranks, and their autograd pairs.
 
     forward                                  backward
     `shard_of`            own part           all-gather
     `all_gather_uneven`   all-gather         own part
-    `exchange_rows`       all-to-all         all-to-all, the other way
+    `exchange_rows`       all-to-all         reverse all-to-all
     `gather_rows`         all-gather         reduce-scatter
     `scatter_rows`        reduce-scatter     all-gather
-    `permute_rows`        another order      the order before
+    `permute_rows`        permutation        inverse permutation
 
-With a group of None, of one rank, each is the identity.
+With a group of None, which has one rank, each is the identity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.engine.collectives.ops import all_gather, all_to_all, with_conjugate
 
 
 def part_lengths(n: int, ranks: int) -> list[int]:
-    """``n`` in parts, of which the last ones may be short or empty.
+    """Split ``n`` into part lengths, the last of which may be shorter or 0.
 
     >>> part_lengths(5, 4)
     [2, 2, 1, 0]
@@ -48,7 +48,7 @@ def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> 
 
 
 def shard_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Take this rank's part of what all ranks have alike, and whose full gradient they all need."""
+    """Take this rank's part of a replicated tensor; backward gathers the full gradient on all ranks."""
     if group is None:
         return x
     return with_conjugate(
@@ -57,10 +57,10 @@ def shard_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -
 
 
 def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Put the ranks' parts together, for each to compute the same from: of the gradient each takes its own part.
+    """Gather the ranks' parts for a replicated computation; backward takes this rank's part of the gradient.
 
     Args:
-        lengths: of every rank's part along ``dim``.
+        lengths: length of every rank's part along ``dim``.
     """
     if group is None:
         return x
@@ -70,7 +70,7 @@ def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequenc
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
-    """All-to-all of rows: ``send[i]`` of them go to the i-th rank, in order, ``receive[i]`` come from it."""
+    """Exchange rows all-to-all: the next ``send[i]`` rows go to rank i, and ``receive[i]`` rows come from it."""
     if group is None:
         return x
     return with_conjugate(
@@ -83,7 +83,7 @@ def _exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gro
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
-    """The rows of all ranks, the i-th of which has ``counts[i]``, in rank order; their gradients add up."""
+    """Gather the rows of all ranks in rank order, ``counts[i]`` from rank i; backward sums their gradients."""
     if group is None:
         return x
     return with_conjugate(
@@ -92,7 +92,7 @@ def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor
 
 
 def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
-    """Sum the ranks' rows and keep this one's ``counts[index]`` of them."""
+    """Sum the ranks' rows and keep this rank's ``counts[index]`` rows."""
     if group is None:
         return x
     return with_conjugate(
@@ -110,7 +110,7 @@ def _scatter(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Their gradients go back by the inverse, which is a copy and no sum."""
+    """Row permutation whose backward applies the inverse, a copy instead of a scatter-add."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Rows in another order: row i is x's row ``order[i]``.
+    """Permute rows: row i of the result is row ``order[i]`` of x.
 
     Args:
-        back: the inverse.
+        back: the inverse permutation.
     """
     return _PermuteRows.apply(x, order, back)

@@ -1,1 +1,1 @@
-"""Collectives between the ranks of one host through memory that they share."""
+"""Shared-memory collectives between the ranks of one host."""

@@ -1,8 +1,8 @@
-"""What one process has under way in shared memory: operations, in steps that are done wherever it waits.
+"""Progress engine of shared-memory operations, which advance in steps whenever the process waits.
 
-Nothing happens in the background: cores are what the ranks compute with. What was started and could not be completed at
-once is done where this process waits next, for that operation or for any other of any of its groups. So ranks may wait
-in different orders, as long as each waits in the end.
+No background thread is used, because the ranks need all cores to compute. A started operation that cannot complete at
+once continues at the next wait of this process, for any operation of any group. Ranks may therefore wait in different
+orders, as long as each of them waits eventually.
 """
 
 from __future__ import annotations
@@ -14,66 +14,66 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-SPINS = 50  # looks at the counters before the core is offered to others
-YIELDS = 500  # offers of the core before sleeping
+SPINS = 50  # polls of the counters before yielding the core
+YIELDS = 500  # yields of the core before sleeping
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
-NAP_SHARE = 0.02  # of the time waited so far: each look takes a core from others
-CHECK_SECONDS = 0.05  # between looks whether the rank that is waited for still lives
+NAP_SHARE = 0.02  # fraction of the time waited so far: each poll takes a core from other processes
+CHECK_SECONDS = 0.05  # interval between checks that the awaited rank is alive
 
-MOVED = -1  # what a step yields that did something; else it yields the rank that it waits for
+MOVED = -1  # yielded by a step that made progress; other steps yield the rank that they wait for
 Steps = Iterator[int]
 
 
 def nap(waited: float) -> None:
-    """Sleep between two looks at what has been waited for so many seconds."""
+    """Sleep between two polls, given the seconds waited so far."""
     time.sleep(min(max(NAP, NAP_SHARE * waited), LONGEST_NAP))
 
 
 class Peers(Protocol):
-    """The ranks of a group, as far as waiting for one of them asks."""
+    """Liveness of the ranks of a group."""
 
     ranks: list[int]
 
     def end_of(self, index: int) -> str:
-        """How the rank at this place of the group ended; "" while it lives."""
+        """Return how the rank at this index of the group ended, or "" while it is alive."""
 
 
 class PeerLost(RuntimeError):
-    """A rank that this one waited for has ended or left the group."""
+    """Raised if a rank that this one waited for has exited or left the group."""
 
 
 class Operation:
-    """A collective or a transfer on its way."""
+    """A collective or transfer in flight."""
 
     def __init__(self, what: str, progress: Progress):
         self.what, self.parts, self._progress = what, 0, progress
 
     def is_completed(self) -> bool:
-        """Whether this rank has done its part; what can be done at once of what is under way is done by asking."""
+        """Return whether this rank's part is complete, after advancing pending operations as far as possible."""
         while self.parts and self._progress.advance():
             pass
         return self.parts == 0
 
     def wait(self) -> None:
-        """Until its result can be used.
+        """Wait until the result is available.
 
         Raises:
-            PeerLost: a rank that must take part has ended.
-            TimeoutError: nothing moved for as long as the group's timeout.
+            PeerLost: a participating rank has exited.
+            TimeoutError: no progress within the group's timeout.
         """
         if self.parts:
             self._progress.wait(self)
 
 
 class Lane:
-    """Steps that are done in order, one operation's after the other's."""
+    """Queue of steps that run in order, one operation after the other."""
 
     def __init__(self, group: Peers):
         self.group: Peers = weakref.proxy(group)
         self.queue: deque[tuple[Operation, Steps]] = deque()
 
     def advance(self) -> int:
-        """Do one step: MOVED, or the rank that it waits for."""
+        """Run one step; return MOVED, or the rank that it waits for."""
         operation, steps = self.queue[0]
         result = next(steps, None)
         if result is not None:
@@ -84,43 +84,43 @@ class Lane:
 
 
 class Progress:
-    """What one process has under way, in all its groups.
+    """Operations of one process in flight, over all its groups.
 
     Args:
-        timeout: seconds for which nothing may move while this rank waits.
+        timeout: maximum seconds without progress while this rank waits.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.lanes: list[Lane] = []  # those with something in their queue
+        self.lanes: list[Lane] = []  # lanes with queued steps
 
     def add(self, lane: Lane, operation: Operation, steps: Steps) -> None:
-        """Queue a part of an operation."""
+        """Queue the steps of an operation."""
         operation.parts += 1
         lane.queue.append((operation, steps))
         if len(lane.queue) == 1:
             self.lanes.append(lane)
 
     def advance(self) -> bool:
-        """Do one step, wherever one can be done; whether there was one."""
+        """Run one step of any lane that can advance; return whether one did."""
         return any(self._step(lane) == MOVED for lane in self.lanes)
 
     def _step(self, lane: Lane) -> int:
-        """Do one step of a lane."""
+        """Run one step of a lane."""
         result = lane.advance()
         if not lane.queue:
             self.lanes.remove(lane)
         return result
 
     def drive(self, lane: Lane) -> None:
-        """Do the steps of one lane as far as they go now."""
+        """Run the steps of one lane until it has to wait."""
         while lane.queue and lane.advance() == MOVED:
             pass
         if not lane.queue and lane in self.lanes:
             self.lanes.remove(lane)
 
     def wait(self, operation: Operation) -> None:
-        """Until it is complete; meanwhile everything else goes on too."""
+        """Wait for an operation while advancing all others."""
         looks = 0
         while operation.parts:
             if self.advance():
@@ -141,12 +141,12 @@ class Progress:
                 self._look_after(operation, now - start)
 
     def _look_after(self, operation: Operation, waited: float) -> None:
-        """Give up on a rank that has ended, or on waiting."""
+        """Raise if the awaited rank has exited or the timeout has passed."""
         for lane in self.lanes:
             if (awaited := self._step(lane)) == MOVED:
                 return
             what = lane.queue[0][0].what
-            # What it did before it ended still counts: so look once more after having seen the end.
+            # Its last writes still count, so poll once more after detecting the exit.
             if end := lane.group.end_of(awaited):
                 if self._step(lane) == awaited:
                     raise PeerLost(f"{what}: {end}")

@@ -1,13 +1,11 @@
-"""Memory that the processes of one host share, and counters in it by which they tell each other how far they are.
+"""Memory shared by the processes of one host, with counters for synchronisation.
 
-A region is an anonymous file (``memfd_create``) that every member maps. It has no name, needs no room in /dev/shm, and
-the kernel frees it when the last member ends, in whatever way. Other members open it through the creator's
-``/proc/PID/fd``.
+A region is an anonymous file (``memfd_create``) that every member maps. It has no name, uses no space in /dev/shm, and
+is freed by the kernel when the last member exits. Other members open it through the creator's ``/proc/PID/fd``.
 
-A counter has one writer and is alone on its cache line. Writers store data first and count after; readers see the count
-first and read the data after. x86-64 keeps the order of stores and that of loads (Intel SDM, volume 3, section 8.2.2),
-so that no fence is needed, which Python has none of. On other processors nothing here would be right: `host_identity`
-is None there.
+A counter has one writer and its own cache line. Writers store data before they increment the counter; readers load the
+counter before the data. x86-64 preserves the order of stores and of loads (Intel SDM, volume 3, section 8.2.2), so no
+fences are needed; Python has none. Other processors give no such guarantee, and `host_identity` is None there.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ LINE = 64  # bytes of a cache line
 
 
 def host_identity() -> str | None:
-    """Equal for processes that can share memory: one boot of one machine, one space of process ids, one user.
+    """Return an identity shared by processes that can share memory: same boot, process id namespace and user.
 
-    None where there is no transport through memory: not Linux, or not x86-64.
+    Returns None where the transport is not supported: not Linux, or not x86-64.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return None
@@ -39,12 +37,12 @@ def host_identity() -> str | None:
 
 
 class Region:
-    """One shared file, mapped.
+    """A mapped shared file.
 
     Args:
-        file: a descriptor, which stays the caller's to close.
-        counters: how many counters it begins with.
-        size: bytes of data after them.
+        file: file descriptor; the caller closes it.
+        counters: number of counters at the start of the file.
+        size: bytes of data after the counters.
 
     Attributes:
         counters: 64-bit numbers, counter i at index ``i * STEP``; all 0 in a new file.
@@ -61,15 +59,15 @@ class Region:
         self.data = self.part(torch.uint8, 0, size)
 
     def part(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
-        """``count`` elements from byte ``start`` of the data on, as a tensor whose storage is just these."""
+        """Return ``count`` elements from byte ``start`` of the data, as a tensor with exactly this storage."""
         return torch.frombuffer(self._mapped, dtype=dtype, offset=self._head + start, count=count)
 
     @staticmethod
     def create(counters: int, size: int) -> int:
-        """A new file of zeros, as a descriptor. It takes memory where it is written, page by page.
+        """Create a zero-filled file and return its descriptor. Pages are allocated when written.
 
         Raises:
-            OSError: the system gives none.
+            OSError: the system cannot provide the file.
         """
         file = os.memfd_create("shoal", os.MFD_CLOEXEC)
         try:
@@ -81,7 +79,7 @@ class Region:
 
 
 def alive(process: int) -> bool:
-    """Whether a process of this host still runs (one that ended and was not waited for does not)."""
+    """Return whether a process of this host is running; False for zombies."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

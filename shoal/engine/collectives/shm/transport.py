@@ -1,17 +1,17 @@
-"""Collectives and transfers between the ranks of one host, through memory that they share.
+"""Shared-memory transport: collectives and transfers between the ranks of one host.
 
-Each rank has a ring of bytes that it alone writes and all others read. A collective goes through the rings piece by
-piece: a rank *posts* a piece of its numbers into its ring and counts it as written; it *takes* from all rings, as soon
-as they are written, and counts the piece as consumed, whereupon the place is free again. All ranks make the same
-collectives on a group in the same order (as with any backend), so that a piece lies at the same place of each ring and
-no message needs a header. Two neighbours of a pipeline have a ring for themselves in each direction. What lies in
-*common memory* (`SharedGroup.map_common`) is not posted, but read where it is.
+Each rank has a ring buffer that only it writes and all others read. Collectives go through the rings in pieces: a rank
+*posts* a piece into its ring and increments its written counter. It *takes* pieces from all rings once they are written
+and increments its consumed counter, which frees the space. All ranks run the same collectives of a group in the same
+order (as with any backend), so a piece has the same position in each ring and needs no header. Pipeline neighbours
+have a separate ring per direction. Buffers in *common memory* (`SharedGroup.map_common`) are not posted but read
+in place.
 
-A collective that was started is posted as far as the ring has room, and the rest is done where this process waits next
+A started collective posts as much as fits into the ring; the rest is done at the next wait of this process
 (`shoal.engine.collectives.shm.progress`).
 
-Sums are the same bits on every rank: of two numbers in any order; of more they are either computed once, by one rank,
-or by the same operation on the same numbers everywhere.
+Sums are bitwise equal on all ranks. Sums of two numbers do not depend on the order; larger sums are computed either by
+one rank only, or by the same operation on the same numbers everywhere.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shoal.engine.collectives.shm.progress import MOVED, Lane, Operation, Progre
 from shoal.engine.collectives.shm.region import LINE, Region, alive
 
 CAPACITY = 4 * 2**20  # bytes of a rank's ring
-PIECE = 2**20  # bytes that are posted at once: with the ring's part of it they stay in a core's cache
-SMALL = 32 * 2**10  # bytes up to which more than two ranks add everything themselves and so wait once, not twice
-BLOCK = 2**18  # elements of common memory that are summed at once
-PAIR_CAPACITY = 8 * 2**20  # bytes that a rank can be ahead in what it sends to another
+PIECE = 2**20  # bytes posted at once: with its part of the ring it fits in a core's cache
+SMALL = 32 * 2**10  # bytes up to which more than two ranks sum everything themselves, waiting once instead of twice
+BLOCK = 2**18  # elements of common memory summed at once
+PAIR_CAPACITY = 8 * 2**20  # bytes that a sender can be ahead of the receiver
 
-# Counters of each rank; after them, those of each ordered pair.
+# Counters of each rank, followed by those of each ordered pair.
 WRITTEN, CONSUMED, REDUCED, LEFT, PROCESS = range(5)
 PER_RANK = 5
 SENT, TAKEN = range(2)
@@ -45,37 +45,37 @@ REDUCTIONS: dict[dist.ReduceOp.RedOpType, tuple[Callable, Callable]] = {
     dist.ReduceOp.MAX: (torch.maximum, lambda x, out: torch.amax(x, 0, out=out)),
     dist.ReduceOp.MIN: (torch.minimum, lambda x, out: torch.amin(x, 0, out=out)),
 }
-"""What can be reduced: of two tensors, and along dim 0 of one."""
+"""Supported reductions: of two tensors, and along dim 0 of one."""
 
 
 class SharedGroup:
-    """The ranks of a group that share a region.
+    """Shared-memory transport of the ranks of a group.
 
     Args:
-        region: new, of the size that `SharedGroup.layout` says.
+        region: a new region of the size given by `SharedGroup.layout`.
         ranks: global ranks of the members, for messages.
-        index: this rank's place among them.
-        progress: of this process.
+        index: this rank's index among them.
+        progress: progress engine of this process.
     """
 
     def __init__(self, region: Region, ranks: list[int], index: int, progress: Progress):
         self.ranks, self.index, self.size, self.progress = ranks, index, len(ranks), progress
-        self.other = 1 - index  # where there are two
+        self.other = 1 - index  # the peer if the group has two ranks
         self._counters, self._data = region.counters, region.data
         self._places = [[self._of(rank, counter) for rank in range(self.size)] for counter in range(PER_RANK)]
         self._typed: dict[torch.dtype, Tensor] = {}
         self._takes, self._posts = Lane(self), Lane(self)
         self._pairs: dict[tuple[int, int], Lane] = {}
-        # By this rank's address, the rows of common memory: of every rank, or a single one that belongs to all.
+        # Rows of common memory by the address of this rank's row: one per rank, or a single row shared by all.
         self._common: dict[int, Tensor] = {}
-        self._forth = True  # the next sum in it goes from its beginning to its end
-        self._posted = self._taken = 0  # bytes of the rings, from the beginning of time
+        self._forth = True  # direction of the next sum over common memory, forward or backward
+        self._posted = self._taken = 0  # positions in the rings, in bytes since creation
         self._counters[self._of(index, PROCESS)] = os.getpid()
         weakref.finalize(self, _leave, self._counters, self._of(index, LEFT))
 
     @staticmethod
     def layout(size: int) -> tuple[int, int]:
-        """Counters and bytes of the region of a group of ``size`` ranks."""
+        """Return the number of counters and the bytes of the region of a group of ``size`` ranks."""
         return PER_RANK * size + PER_PAIR * size**2, CAPACITY * size + PAIR_CAPACITY * size**2
 
     def _of(self, rank: int, counter: int) -> int:
@@ -85,7 +85,7 @@ class SharedGroup:
         return (PER_RANK * self.size + (source * self.size + target) * PER_PAIR + counter) * Region.STEP
 
     def end_of(self, rank: int) -> str:
-        """How a member ended, or "" if it is there."""
+        """Return how a member ended, or "" if it is alive."""
         process = self._counters[self._of(rank, PROCESS)]
         if not alive(process):
             return f"rank {self.ranks[rank]} (process {process}) has ended"
@@ -94,14 +94,14 @@ class SharedGroup:
     # ---- common memory -----------------------------------------------------------------------------------------
 
     def common_bytes(self, numel: int, dtype: torch.dtype, rows: int) -> int:
-        """Of a region with so many rows of ``numel`` elements, each of which begins on a page of its own."""
+        """Return the bytes of a region with ``rows`` page-aligned rows of ``numel`` elements."""
         return rows * -(-numel * dtype.itemsize // PAGESIZE) * PAGESIZE
 
     def map_common(self, region: Region, numel: int, dtype: torch.dtype, rows: int) -> Tensor:
-        """This rank's row of a new region of `common_bytes`, or the one that all have.
+        """Return this rank's row of a new region of `common_bytes`, or the row shared by all.
 
-        Collectives on a whole row read the others' in place. Where all have the same row, what one writes the others
-        see: it can be gathered, which is then no more than to wait until all have written, but not summed.
+        Collectives on a full row read the other rows in place. A shared row shows every rank's writes: gathering it
+        only waits until all ranks have written, and summing it is impossible.
         """
         stride = self.common_bytes(numel, dtype, rows) // rows
         mine = region.part(dtype, (self.index if rows > 1 else 0) * stride, numel)
@@ -110,7 +110,7 @@ class SharedGroup:
         return mine
 
     def _rows(self, x: Tensor) -> Tensor | None:
-        """The rows [rows, numel] of which ``x`` is this rank's, if it is a whole one of common memory."""
+        """Return the rows [rows, numel] of common memory if ``x`` is a full row of it."""
         rows = self._common.get(x.data_ptr())
         return rows if rows is not None and rows.dtype == x.dtype and rows.shape[1] == x.numel() else None
 
@@ -120,7 +120,7 @@ class SharedGroup:
             raise ValueError(f"a sum of {list(x.shape)} over ranks {self.ranks}, to all of which it is the same memory")
         return rows
 
-    # ---- what is used ------------------------------------------------------------------------------------------
+    # ---- public operations -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Operation:
         """Start reducing contiguous ``x`` in place."""
@@ -150,7 +150,7 @@ class SharedGroup:
         if (rows := self._rows_to_sum(whole)) is not None:
             column = rows.unflatten(1, (self.size, -1))[:, self.index]
             return self._start("reduce-scatter", whole, self._come(), self._sum_common(column, part))
-        if self.size == 2:  # each needs half of what the other has
+        if self.size == 2:  # each needs half of the other's data
             pieces = self._pieces(part.numel(), part.element_size())
             take = self._take_other(part, whole[self.index], pieces, torch.add)
             return self._start("reduce-scatter", whole, self._post(whole[self.other], pieces), take)
@@ -160,16 +160,16 @@ class SharedGroup:
         )
 
     def send(self, x: Tensor, to: int) -> Operation:
-        """Start sending contiguous ``x`` to a member; do not write into it before the end."""
+        """Start sending contiguous ``x`` to a member; do not modify it before completion."""
         return self._transfer("send", x, self.index, to, self._write)
 
     def receive(self, x: Tensor, source: int) -> Operation:
-        """Start receiving contiguous ``x`` from a member, in the order in which it sends."""
+        """Start receiving contiguous ``x`` from a member, in the order of its sends."""
         return self._transfer("receive", x, source, self.index, self._read)
 
     def _start(self, name: str, x: Tensor, post: Steps, take: Steps) -> Operation:
         operation = Operation(f"{name} of {list(x.shape)} over ranks {self.ranks}", self.progress)
-        # Takes are looked at first: they find the piece in the cache, and make room for others.
+        # Takes run first: the piece is still in the cache, and taking frees space for others.
         self.progress.add(self._takes, operation, take)
         self.progress.add(self._posts, operation, post)
         self.progress.drive(self._posts)
@@ -186,8 +186,10 @@ class SharedGroup:
     # ---- rings -------------------------------------------------------------------------------------------------
 
     def _pieces(self, numel: int, bytes_each: int) -> list[tuple[int, int]]:
-        """Cut ``numel`` elements that take ``bytes_each`` of the ring: (first, how many), multiples of the ranks
-        but for a small rest."""
+        """Split ``numel`` elements of ``bytes_each`` bytes in the ring into (start, count) pieces.
+
+        Counts are multiples of the number of ranks, except for a small remainder.
+        """
         most = max(1, PIECE // bytes_each // self.size) * self.size
         cuts = [(start, min(most, numel - start)) for start in range(0, numel, most)]
         if self.size > 2 and cuts and cuts[-1][1] % self.size and cuts[-1][1] > self.size:
@@ -198,24 +200,24 @@ class SharedGroup:
 
     @staticmethod
     def _place(position: int, length: int) -> int:
-        """Where the next ``length`` bytes begin: a piece never goes around the end of the ring."""
+        """Return the position of the next ``length`` bytes; pieces never wrap around the end of the ring."""
         left = CAPACITY - position % CAPACITY
         return position if length <= left else position + left
 
     def _ring(self, dtype: torch.dtype) -> Tensor:
-        """All rings, flat."""
+        """Return all rings as one flat tensor."""
         if dtype not in self._typed:
             self._typed[dtype] = self._data.view(dtype)
         return self._typed[dtype]
 
     def _mine(self, dtype: torch.dtype, position: int, shape: tuple[int, ...], rank: int) -> Tensor:
-        """A rank's ring at a position."""
+        """Return a view of a rank's ring at a position."""
         ring = self._ring(dtype)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
         return ring.as_strided(shape, strides, (rank * CAPACITY + position % CAPACITY) // ring.element_size())
 
     def _all(self, dtype: torch.dtype, position: int, numel: int, step: int = 0, offset: int = 0) -> Tensor:
-        """All ranks' rings at a position: [size, numel]; rank r's begins ``offset + r * step`` elements later."""
+        """View all ranks' rings at a position: [size, numel]; rank r's starts ``offset + r * step`` elements later."""
         ring = self._ring(dtype)
         size = ring.element_size()
         return ring.as_strided(
@@ -223,13 +225,13 @@ class SharedGroup:
         )
 
     def _until(self, counter: int, value: int) -> Steps:
-        """Wait until every member has counted up to ``value``; this rank too, whose steps are in two lanes."""
+        """Wait until every member's counter reaches ``value``, including this rank's, whose steps use two lanes."""
         for rank, at in enumerate(self._places[counter]):
             while self._counters[at] < value:
                 yield rank
 
     def _room(self, length: int) -> Steps:
-        """Wait until ``length`` bytes at the next place of the ring are free."""
+        """Wait until ``length`` bytes at the next ring position are free."""
         self._posted = self._place(self._posted, length)
         yield from self._until(CONSUMED, self._posted + length - CAPACITY)
 
@@ -239,7 +241,7 @@ class SharedGroup:
         return MOVED
 
     def _arrived(self, length: int) -> Steps:
-        """Wait until all have posted the next piece."""
+        """Wait until all ranks have posted the next piece."""
         self._taken = self._place(self._taken, length)
         yield from self._until(WRITTEN, self._taken + length)
 
@@ -251,7 +253,7 @@ class SharedGroup:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _post(self, x: Tensor, pieces: list[tuple[int, int]]) -> Steps:
-        """Write [n] to the ring, or [size, n], of which each rank takes a row."""
+        """Write [n] to the ring, or [size, n] with one row for each rank."""
         for start, count in pieces:
             piece = x.narrow(-1, start, count)
             yield from self._room(piece.nbytes)
@@ -259,7 +261,7 @@ class SharedGroup:
             yield self._count_written(piece.nbytes)
 
     def _take_other(self, out: Tensor, own: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
-        """Reduce what this rank has and what the other one has posted."""
+        """Reduce this rank's data with the pieces posted by the other rank."""
         for start, count in pieces:
             length = count * own.element_size()
             yield from self._arrived(length)
@@ -268,7 +270,7 @@ class SharedGroup:
             yield self._count_consumed(length)
 
     def _take_all(self, x: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
-        """Of a large piece each rank reduces an equal part, into its own ring, from where the others copy it."""
+        """Reduce pieces of all ranks; for a large piece each rank reduces an equal part into its ring, then all copy."""
         for start, count in pieces:
             length = count * x.element_size()
             yield from self._arrived(length)
@@ -304,15 +306,15 @@ class SharedGroup:
             torch.sum(column, 0, dtype=part.dtype, out=part[start : start + count])
             yield self._count_consumed(length)
 
-    # Collectives on common memory: all meet (each posts an empty line), read each other's rows, and part. Such a one is
-    # complete when nobody uses this rank's row any more, so that it may be written to, as after any other.
+    # Collectives on common memory: all ranks meet (each posts an empty line), read each other's rows, and part. The
+    # collective completes when no other rank reads this rank's row, so it may be overwritten as after any other.
 
     def _come(self) -> Steps:
         yield from self._room(LINE)
         yield self._count_written(LINE)
 
     def _meet(self) -> Steps:
-        """All have written their parts of the one row that they share."""
+        """Wait until all ranks have written their parts of the shared row."""
         yield from self._arrived(LINE)
         yield self._count_consumed(LINE)
 
@@ -326,7 +328,7 @@ class SharedGroup:
         yield from self._part()
 
     def _copy_common(self, rows: Tensor) -> Steps:
-        """rows: [size, size, n], of which rank r has filled [r, r]."""
+        """Copy rows: [size, size, n], where rank r has filled [r, r]."""
         yield from self._arrived(LINE)
         for rank in range(self.size):
             if rank != self.index:
@@ -334,10 +336,10 @@ class SharedGroup:
         yield from self._part()
 
     def _sum_everywhere(self, rows: Tensor) -> Steps:
-        """Each rank sums an equal part and writes it to all rows: once it has read them, a cache has them.
+        """Sum an equal part per rank and write it to all rows, which are in the cache after reading.
 
-        Every other sum begins at the end, which the one before has touched last: of rows that are as large as the
-        cache, it still has that.
+        The direction alternates between sums: for rows as large as the cache, the end of the previous sum is still
+            cached.
         """
         yield from self._arrived(LINE)
         each = -(-rows.shape[1] // self.size // LINE) * LINE
@@ -357,7 +359,7 @@ class SharedGroup:
             torch.add(rows[0], rows[1], out=out)
             return
         for block, part in zip(rows.split(BLOCK, 1), out.split(BLOCK), strict=True):
-            part.copy_(torch.sum(block, 0, dtype=out.dtype))  # with out= it would begin by clearing it
+            part.copy_(torch.sum(block, 0, dtype=out.dtype))  # out= would first clear the buffer
 
     def _write(self, x: Tensor, source: int, target: int) -> Steps:
         sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
@@ -390,7 +392,7 @@ class SharedGroup:
             yield MOVED
 
     def _pair(self, source: int, target: int, position: int, count: int) -> Tensor:
-        """The ring of an ordered pair at a position."""
+        """Return a view of the ring of an ordered pair at a position."""
         begin = CAPACITY * self.size + PAIR_CAPACITY * (source * self.size + target) + position % PAIR_CAPACITY
         return self._data[begin : begin + count]
 

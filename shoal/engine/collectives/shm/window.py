@@ -1,8 +1,8 @@
-"""Memory that every rank of a group reads and writes when it likes, without the others' help.
+"""One-sided shared memory: every rank of a group reads and writes without participation of the others.
 
-What ranks do not wait for cannot be a collective: parameter servers, inboxes and clocks lie in a window. It is a
-`Region`, so for the ranks of one host alone; its locks are the kernel's (POSIX record locks on the region's file),
-which frees those of a process that ends, in whatever way.
+Asynchronous methods cannot use collectives; their parameter servers, inboxes and clocks are in a window. It is a
+`Region` and therefore limited to one host. Its locks are POSIX record locks on the region's file, which the kernel
+releases when a process exits for any reason.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.shm.progress import PeerLost, nap
 from shoal.engine.collectives.shm.region import LINE, Region, alive, host_identity
 
-LOOK_SECONDS = 0.05  # between looks whether a rank lives
+LOOK_SECONDS = 0.05  # interval between checks that a rank is alive
 MEND = "Start all ranks on one such host, or use a parallel.sync that communicates: local-sgd, diloco, powersgd."
 
 
 class Window:
-    """Counters, locks and tensors that the ranks of a group share.
+    """Counters, locks and tensors shared by the ranks of a group.
 
-    `tensor`, `counters` and `locks` hand them out, called alike on all ranks. A counter is a 64-bit number, 0 at first.
+    `tensor`, `counters` and `locks` allocate them; all ranks must make the same calls. A counter is a 64-bit number,
+    initially 0.
 
     Args:
-        group: None for one rank. All of its ranks make the window together.
-        counters: how many.
-        size: bytes of all tensors; what is never written takes no memory.
+        group: the ranks that create the window together; None for one rank.
+        counters: number of counters.
+        size: bytes of all tensors; unwritten pages take no memory.
 
     Raises:
-        UsageError: not all ranks can map the memory, or do not see each other's stores in their order.
+        UsageError: a rank cannot map the memory, or ranks do not see each other's stores in order.
     """
 
     def __init__(self, group: Group | None, counters: int, size: int):
         self.size, self.index = (1, 0) if group is None else (group.size(), group.rank())
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group.backend)
-        counters += self.size  # the processes
+        counters += self.size  # process ids
         size = -(-size // LINE) * LINE
         self._file, region = self._open(group, counters, size)
         weakref.finalize(self, os.close, self._file)
@@ -54,12 +55,12 @@ class Window:
         self._process = counters - self.size
         self.set(self._process + self.index, os.getpid())
         if group is not None:
-            dist.barrier(group.backend)  # all are there
+            dist.barrier(group.backend)  # all ranks have mapped the region
         self._dead: set[int] = set()
         self._looked = [0.0] * self.size
 
     def _open(self, group: Group | None, counters: int, size: int) -> tuple[int, Region]:
-        """The file, whose locks these are, and its memory."""
+        """Open the region; return its file, which carries the locks, and its memory."""
         hosts = set(all_gather(host_identity(), None if group is None else group.backend))
         if None in hosts or len(hosts) > 1:
             raise UsageError(
@@ -81,7 +82,7 @@ class Window:
         return made
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next tensor [numel], zeros at first, the same memory on all ranks."""
+        """Return the next tensor [numel], initially zero, in memory shared by all ranks."""
         start, length = self._used, numel * dtype.itemsize
         self._used += -(-length // LINE) * LINE
         return self._data[start : start + length].view(dtype)
@@ -89,37 +90,37 @@ class Window:
     # ---- counters and locks ------------------------------------------------------------------------------------
 
     def counters(self, count: int) -> int:
-        """The first of the next ``count`` counters."""
+        """Return the first of the next ``count`` counters."""
         self._next_counter += count
         assert self._next_counter <= self._process, "a window has as many counters as it was made with"
         return self._next_counter - count
 
     def locks(self, count: int) -> int:
-        """The first of the next ``count`` locks."""
+        """Return the first of the next ``count`` locks."""
         self._next_lock += count
         return self._next_lock - count
 
     def get(self, counter: int) -> int:
-        """The value of a counter."""
+        """Return the value of a counter."""
         return self._counters[counter * Region.STEP]
 
     def set(self, counter: int, value: int) -> None:
-        """Write a counter. Data that was written before is seen by whoever sees the new value."""
+        """Write a counter. Readers of the new value also see all data written before it."""
         self._counters[counter * Region.STEP] = value
 
     @contextmanager
     def lock(self, number: int) -> Iterator[None]:
-        """Hold a lock; no other rank holds it meanwhile."""
+        """Hold a lock exclusively."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number)
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
 
-    # ---- who is there ------------------------------------------------------------------------------------------
+    # ---- liveness ----------------------------------------------------------------------------------------------
 
     def alive(self, index: int, *, now: bool = False) -> bool:
-        """Whether a rank's process runs; seen with a delay of `LOOK_SECONDS` at most, or none (``now``)."""
+        """Return whether a rank's process is running, at most `LOOK_SECONDS` out of date, or up to date if ``now``."""
         if index in self._dead:
             return False
         if now or time.monotonic() - self._looked[index] > LOOK_SECONDS:
@@ -129,18 +130,18 @@ class Window:
         return index not in self._dead
 
     def living(self) -> list[int]:
-        """The ranks that run, in order."""
+        """Return the running ranks, in order."""
         return [index for index in range(self.size) if self.alive(index)]
 
     def until(self, there: Callable[[], bool], who: Sequence[int] = (), what: str = "") -> None:
         """Wait for a condition.
 
         Args:
-            who: ranks without which it would never come true; by default, the wait has no such end.
-            what: for the message.
+            who: ranks that the condition depends on; by default, none are checked.
+            what: description for the error message.
 
         Raises:
-            PeerLost: one of them has ended.
+            PeerLost: a rank of ``who`` has exited.
         """
         begin = time.monotonic()
         while not there():
