@@ -93,7 +93,7 @@ class Runtime:
             for stage in stages if program.updates > 1
         }
         self.recorders: list[Recorder] = []
-        # One group per channel, so that messages of one channel never wait for those of another.
+        # One group per channel, so that channels never wait for each other.
         self.groups: dict[Channel, Group] = {}
         self._connect()
         self._reset()

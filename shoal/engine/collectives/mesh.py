@@ -73,10 +73,11 @@ class Mesh:
         """Return the global ranks that differ from this one only in ``axis``, in order.
 
         Besides `AXES`, `EXPERT_AXES` and merged axes (`shoal.spec.layout.axes_of`), these parts of axes exist:
-        "pp:a,b", pipeline positions a and b, such as the holders of a tied embedding; only this rank if it is at
-        neither; "tp_x", the neighbours in tp that split the hidden state; "tp_y", the other axis of their grid;
-        "tp/n", the n neighbours in tp that hold the same key/value head if tp exceeds their number, and "tp_y/n";
-        "ulysses", the neighbours in cp that exchange tokens for heads; "ring", the ranks of ring attention.
+
+        "pp:a,b": pipeline positions a and b, such as the holders of a tied embedding; only this rank if at neither.
+        "tp_x": the neighbours in tp that split the hidden state. "tp_y": the other axis of their grid.
+        "tp/n": the n neighbours in tp that hold the same key/value head if tp exceeds their number. Also "tp_y/n".
+        "ulysses": the neighbours in cp that exchange tokens for heads. "ring": the ranks of ring attention.
         """
         if axis.startswith("pp:"):
             ranks = [self.ranks("pp")[int(place)] for place in axis[3:].split(",")]

@@ -59,8 +59,8 @@ def normal(key: int, index: Tensor) -> Tensor:
 def uniform(key: int, index: Tensor) -> Tensor:
     """Draw uniform float64 numbers in the open interval (0, 1), one per int64 index.
 
-    Uses the top 53 bits of SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of ``key + index *
-    golden``.
+    Uses the top 53 bits of SplitMix64's output function (Steele, Lea & Flood 2014, figure 16) of
+    ``key + index * golden``.
     """
     z = index * _signed(0x9E3779B97F4A7C15) + key
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -147,7 +147,7 @@ class TokenShares(TokenPlaces):
 
 
 class DistributedExperts(GroupedExperts):
-    """This rank's experts, or its slice of their inner width; exchanges tokens with the ranks of other experts.
+    """This rank's part of the experts, which exchanges tokens with the ranks of other experts.
 
     Args:
         whole: all experts, unsharded.

@@ -129,6 +129,6 @@ def apply_mixture_of_depths(
 
 
 def by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:
-    """Return the token positions of every rank; tensor-parallel ranks split those of a context-parallel rank evenly."""
+    """Return the token positions of each rank; tensor-parallel ranks evenly split a context-parallel rank's tokens."""
     ranks = range(each.ring * each.ulysses)
     return [part for rank in ranks for part in places_of(each.chunks(rank), device).chunk(parts)]

@@ -34,7 +34,7 @@ SMALL = 32 * 2**10  # bytes up to which more than two ranks sum everything thems
 BLOCK = 2**18  # elements of common memory summed at once
 PAIR_CAPACITY = 8 * 2**20  # bytes that a sender can be ahead of the receiver
 
-# Counters of each rank, followed by those of each ordered pair.
+# Counters of each rank, followed by the counters of each ordered pair.
 WRITTEN, CONSUMED, REDUCED, LEFT, PROCESS = range(5)
 PER_RANK = 5
 SENT, TAKEN = range(2)
@@ -270,7 +270,7 @@ class SharedGroup:
             yield self._count_consumed(length)
 
     def _take_all(self, x: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
-        """Reduce pieces of all ranks; for a large piece each rank reduces an equal part into its ring, then all copy."""
+        """Reduce all ranks' pieces; of a large piece each rank reduces an equal part into its ring, then all copy."""
         for start, count in pieces:
             length = count * x.element_size()
             yield from self._arrived(length)
@@ -338,8 +338,7 @@ class SharedGroup:
     def _sum_everywhere(self, rows: Tensor) -> Steps:
         """Sum an equal part per rank and write it to all rows, which are in the cache after reading.
 
-        The direction alternates between sums: for rows as large as the cache, the end of the previous sum is still
-            cached.
+        The direction alternates: for rows as large as the cache, the end of the previous sum is still cached.
         """
         yield from self._arrived(LINE)
         each = -(-rows.shape[1] // self.size // LINE) * LINE

@@ -1,4 +1,4 @@
-"""Attention of one block of scores with its log-sum-exp, and its backward given those of the full row.
+"""Attention of one block of scores with its log-sum-exp, and its backward from the results of the full row.
 
 With the output o_i and the log-sum-exp l_i of every block of a row, the row's are
 

@@ -1,8 +1,7 @@
 """ZeRO-3 hooks: gather parameters before use and free them afterwards (Rajbhandari et al. 2020, section 7.2.2).
 
-A unit is gathered at once: the embedding, a layer, or the final norm and head. Parameters are gathered one or more
-    units
-ahead of forward and backward, so the collective overlaps with the computation of the previous unit.
+A unit (the embedding, a layer, or the final norm and head) is gathered in one operation, one or more units ahead of
+forward and backward, so the collective overlaps with the computation of the previous unit.
 """
 
 from __future__ import annotations
