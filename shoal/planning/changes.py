@@ -1,4 +1,4 @@
-"""Single changes of a layout that make a run faster, or make it fit."""
+"""Single layout changes that make a run faster, or make it fit in memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from shoal.planning.estimable import check_layout_on_cluster
 from shoal.planning.estimate import Estimate
 from shoal.spec.layout import Layout
 
-FASTER = 0.99  # of a step: less of a gain is none
+FASTER = 0.99  # maximum relative step time that counts as faster
 
 
 def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]]:
-    """Find the changes that help most, each with the estimate of the run with it.
+    """Find the most useful layout changes, each with the estimate of the changed run.
 
-    Those are the ones that fit and are faster; where the run does not fit, those that fit.
+    A change qualifies if the run then fits and is faster. If the run does not fit, any change that makes it fit
+    qualifies.
 
     Args:
-        estimate: of the run as it is.
-        most: changes to return, the fastest first.
+        estimate: estimate of the current run.
+        most: maximum number of changes to return, fastest first.
     """
     run, found = estimate.run, list[tuple[str, Estimate]]()
     for name, layout in _candidates(run.layout):
@@ -37,7 +38,7 @@ def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Layouts that differ in one choice, each with its name."""
+    """Yield layouts that differ in one choice, each with the name of the change."""
     for name, change in _single_changes(layout):
         changed = layout.model_copy(update=change)
         if changed.tp == 1:

@@ -1,4 +1,4 @@
-"""The run that names describe: a model and a cluster of the catalog, a batch, and what a run's config says."""
+"""Build a run from names: a model and a cluster of the catalog, a batch, and a run's config."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def estimate(
     sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
     optimizer: str | None = None, fill: bool | None = None,
 ) -> Estimate:  # fmt: skip
-    """Estimate what a training step needs: its time and what takes it, and the memory of every pipeline rank.
+    """Estimate the time of a training step with its breakdown, and the memory of every pipeline rank.
 
-    Nothing is run, and torch is not imported.
+    Runs nothing and does not import torch.
 
     Args:
-        layout: how the model is split.
-        model: a name of the catalog (default: the config's model, else llama-3-8b).
-        cluster: such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        config: a run, for what is not given here.
-        sequence_length: tokens of a sequence (default: the config's, else the longest that the model was trained for).
-        global_batch: sequences of a step (default: the config's, else about 4 M tokens).
-        precision: number formats, as ``train.precision`` names them (default: the config's, else bf16).
+        layout: parallel layout.
+        model: catalog name (default: the config's model, else llama-3-8b).
+        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
+        config: a run's config, the source of arguments that are not given.
+        sequence_length: tokens per sequence (default: the config's, else the model's maximum training length).
+        global_batch: sequences per step (default: the config's, else about 4 M tokens).
+        precision: precision, see ``train.precision`` (default: the config's, else bf16).
         optimizer: the update rule (default: the config's, else adamw).
-        fill: whether to take as many replicas as fill the cluster (default: if the layout does not set dp).
+        fill: fill the cluster with replicas (default: if the layout does not set dp).
 
     Returns:
         The estimate: ``step_seconds``, ``breakdown`` in seconds, ``mfu``, ``memory`` in bytes, ``fits``, ...
 
     Raises:
-        UsageError: a name that the catalog does not have, or a run that cannot be trained or estimated.
+        UsageError: a name is not in the catalog, or the run cannot be trained or estimated.
 
     >>> import shoal
     >>> found = shoal.estimate(shoal.Layout(tp=8, pp=4), model="llama-3-70b", cluster="64x8xH100")
@@ -66,7 +66,7 @@ def describe_run(
     sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
     optimizer: str | None = None, fill: bool | None = None,
 ) -> EstimatedRun:  # fmt: skip
-    """Return the run that these names describe, if it can be trained; arguments and errors are those of `estimate`."""
+    """Build a trainable run from names; the arguments and errors are those of `estimate`."""
     shape = _shape(model, config)
     s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     shape = with_positions(shape, s)
@@ -94,7 +94,7 @@ def describe_run(
 
 
 def with_positions(shape: ModelShape, sequence_length: int) -> ModelShape:
-    """A model with at least this many positions, where it learns them."""
+    """Return the model with at least this many positions, if it has learned positions."""
     if shape.family != "gpt":
         return shape
     return shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
@@ -110,7 +110,7 @@ def _shape(model: str | None, config: RunConfig | None) -> ModelShape:
 
 
 def _from_config(config: RunConfig | None) -> dict[str, Any]:
-    """What an estimate reads of a config besides sizes and names."""
+    """Return the config fields that affect an estimate, except sizes and names."""
     if config is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Which runs can be estimated: those that `shoal train` takes and that there are formulas for."""
+"""Checks that a run can be estimated: `shoal train` accepts it and cost formulas exist."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ PARTS = ("experts", "depths")
 
 
 def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None) -> None:
-    """Refuse a layout that would not be trained.
+    """Reject a layout that `shoal train` would reject.
 
     Args:
-        run: of which the layout is not looked at.
-        ranks: that the layout must have.
+        run: the run; its own layout is ignored.
+        ranks: required number of ranks.
 
     Raises:
-        UsageError: naming the field that cannot be, as `shoal train` does.
+        UsageError: the message names the invalid field, as in `shoal train`.
     """
     config = _config(run.precision, run.optimizer, run.global_batch, run.sequence_length)
     check_run(config.model_copy(update={"parallel": layout}), run.shape, ranks=ranks)
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
-    """Refuse a run whose layout would not be trained, or does not fill the cluster.
+    """Reject a run whose layout cannot be trained or does not fill the cluster.
 
     Raises:
-        UsageError: naming the field that cannot be.
+        UsageError: the message names the invalid field.
     """
     check_trained(run, run.layout, ranks=run.cluster.size)
 
 
 def check_estimable(run: EstimatedRun) -> None:
-    """Refuse a layout for whose step time there is no formula.
+    """Reject a layout without a formula for its step time.
 
     Raises:
-        UsageError: naming the field.
+        UsageError: the message names the field.
     """
     layout = run.layout
     if layout.sync != "all-reduce":
@@ -63,10 +63,10 @@ def check_estimable(run: EstimatedRun) -> None:
 
 
 def check_names(precision: str, optimizer: str) -> None:
-    """Refuse a precision or an update rule that does not exist.
+    """Reject an unknown precision or optimizer.
 
     Raises:
-        UsageError: naming the nearest that does.
+        UsageError: the message names the closest known one.
     """
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
@@ -74,10 +74,10 @@ def check_names(precision: str, optimizer: str) -> None:
 
 
 def check_device(run: EstimatedRun) -> None:
-    """Refuse number formats that the cluster's accelerators have no products of.
+    """Reject number formats in which the cluster's accelerators cannot multiply.
 
     Raises:
-        UsageError: naming the accelerator and what it has.
+        UsageError: the message names the accelerator and its formats.
     """
     machine = run.cluster.accelerator
     if run.products in machine.peak_flops:
@@ -92,7 +92,7 @@ def check_device(run: EstimatedRun) -> None:
 
 @cache
 def _config(precision: str, optimizer: str, global_batch: int, sequence_length: int) -> RunConfig:
-    """What decides an estimate; clipping does not."""
+    """Return a config with the fields that affect an estimate; gradient clipping does not."""
     return build_config({
         "data": {"sequence_length": sequence_length},
         "train": {"precision": precision, "global_batch": global_batch},
@@ -101,13 +101,13 @@ def _config(precision: str, optimizer: str, global_batch: int, sequence_length: 
 
 
 def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
-    """The section of a config that makes this model, where no catalog but shoal's own is read.
+    """Return the config section that creates this model from shoal's own catalog.
 
     Args:
-        name: in the catalog that was read.
+        name: name in the catalog that was read.
 
     Raises:
-        UsageError: a user's own model has something that no model of shoal's catalog has, and no field overrides.
+        UsageError: a user-defined model has a property that no model of shoal's catalog has and no field overrides.
     """
     if name not in tables.own("models"):
         given, known = shape.model_dump(), model_shape(name).model_dump()
@@ -123,7 +123,7 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
             made = config.shape(vocab=shape.vocab, sequence_length=sequence_length)
         except UsageError:
             continue
-        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama's has it
+        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama depends on it
         if made.model_copy(update={"max_sequence": length}) == shape:
             return section
     settled = ("norm_eps", "rope_theta") if shape.family == "llama" else ("norm_eps", "max_sequence")

@@ -1,7 +1,7 @@
-"""A step of training, priced before it is run: time by what takes it, memory of every pipeline rank by what holds it.
+"""Cost estimate of a training step: time by cause, and memory of every pipeline rank by use.
 
-Its stages are priced one by one (`shoal.planning.cost.time.stage`); the pipeline is the schedule's own program,
-simulated.
+The stages are priced one by one (`shoal.planning.cost.time.stage`); the pipeline is simulated with the schedule's own
+program.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from shoal.planning.run import EstimatedRun
 
 
 class Estimate(StagePrices):
-    """A run's step, priced.
+    """Estimated time and memory of a run's step.
 
     Args:
-        run: whose layout and schedule have been checked, and fill the cluster.
-        columns: of the layout's program, where they are there already; gathers of parameters that need none may stand
-            in them.
-        known: as `StagePrices` has it.
+        run: a run with a checked layout and schedule that fills the cluster.
+        columns: columns of the layout's program, if already built; they may contain superfluous parameter gathers.
+        known: see `StagePrices`.
     """
 
     def __init__(self, run: EstimatedRun, columns: Columns | None = None, known: dict | None = None):
@@ -42,27 +41,27 @@ class Estimate(StagePrices):
 
     @cached_property
     def stages(self) -> list[StageTimes]:
-        """The times of every stage."""
+        """Times of every stage."""
         return [self.stage_of(part) for part in self.parts]
 
     @cached_property
     def times(self) -> np.ndarray:
-        """[3, stages] seconds of a forward and of both halves of a backward."""
+        """[3, stages] Seconds of a forward and of both halves of a backward."""
         return np.array([stage.passes for stage in self.stages]).T
 
     @cached_property
     def finishing(self) -> np.ndarray:
-        """[stages, 3] seconds: reduction, optimizer, gather."""
+        """[stages, 3] Seconds of reduction, optimizer and gather."""
         return np.array([self.finish_of(part) for part in self.parts])
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one step: as it is played, or as long as a host launches it ahead of its accelerator."""
+        """Seconds of one step: the simulated time, or the host's launch time if that is longer."""
         return max(self._played_seconds, self._launched)
 
     @cached_property
     def _launched(self) -> float:
-        """Seconds that the slowest host needs for a step at least."""
+        """Return the minimum seconds in which the slowest host launches a step."""
         each = [
             len(self.program.microbatches_of(stage)) * times.launched + float(finish.sum())
             for stage, (times, finish) in enumerate(zip(self.stages, self.finishing, strict=True))
@@ -74,11 +73,11 @@ class Estimate(StagePrices):
         return self._seconds(self.timeline)
 
     def _seconds(self, timeline: Timeline) -> float:
-        """Of a step as it is played, each rank on a core of its own or all on those that there are.
+        """Return the seconds of a simulated step, with one core per rank or all ranks on the available cores.
 
-        On shared cores every moment lasts as much longer as more ranks compute in it than there are cores: who waits
-        leaves them to others. And whoever meets others in every layer or at the end waits for the last of them, which
-        is late by chance (`stragglers`, which `shoal calibrate` measures).
+        On shared cores, each interval is stretched by the ratio of computing ranks to cores; waiting ranks free their
+        cores. Ranks that synchronise in every layer or at the end wait for the last one, which is randomly late
+        (`stragglers`, measured by `shoal calibrate`).
         """
         cluster, layout = self.run.cluster, self.run.layout
         if cluster.at_once is None:
@@ -94,7 +93,9 @@ class Estimate(StagePrices):
 
     @cached_property
     def durations(self) -> ActionTimes:
-        """Seconds of all that the program does, but for messages (`link`). The slowest optimizer is everyone's."""
+        """Seconds of every action of the program except messages (`link`). The slowest rank's optimizer time applies to
+        all.
+        """
         reduce, update, gather = self.finishing.T
         step = max(update[self.program.stages_of(rank)].sum() for rank in range(self.program.ranks))
         forward, inputs, weights = self.times
@@ -102,23 +103,23 @@ class Estimate(StagePrices):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The program, played."""
+        """The simulated program."""
         return simulate(self.columns, self.durations, self.link)
 
-    # ---- what it is made of --------------------------------------------------------------------------------------
+    # ---- breakdown -----------------------------------------------------------------------------------------------
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Between what the time of a step is in four of five cases: as far as estimates of other software were off."""
+        """80 % interval of the step time, from the errors of estimates for other software."""
         factor = exp(spread(self.run.cluster))
         return self.step_seconds / factor, self.step_seconds * factor
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step on the busiest pipeline rank, by what takes them; they add up to the step.
+        """Seconds of a step on the busiest pipeline rank by cause; they add up to the step time.
 
-        Of its waiting, messages are what the step would be shorter by without them; the rest is the bubble. Launches
-        are what an infinitely fast host would save.
+        Within the waiting time, "messages" is how much shorter the step would be without them; the rest is the bubble.
+        Launches are the time that an infinitely fast host would save.
         """
         busiest = int(self.timeline.busy[0].argmax())
         stages = self.program.stages_of(busiest)
@@ -147,13 +148,13 @@ class Estimate(StagePrices):
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOPs over the dense peak of all accelerators and the step's time."""
+        """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time."""
         done = model_flops(self.run.shape, self.run.sequence_length, self.run.tokens)
         return done / (self.step_seconds * self.peak * self.run.layout.world_size)
 
     @cached_property
     def hfu(self) -> float:
-        """The same of hardware FLOPs."""
+        """Hardware FLOPs utilisation: like `mfu`, with hardware FLOPs."""
         layout = self.run.layout
         done = hardware_flops(self.run.shape, self.run.sequence_length, layout.recompute, self.run.tokens)
         return done / (self.step_seconds * self.peak * layout.world_size)
@@ -162,7 +163,7 @@ class Estimate(StagePrices):
 
     @cached_property
     def memory(self) -> list[PeakMemory]:
-        """Of every pipeline rank; of its tensor-parallel and data-parallel ranks the first."""
+        """Peak memory of every pipeline rank, for the first of its tensor-parallel and data-parallel ranks."""
         whole, half = ([float(of(part)) for part in self.parts] for of in (self.kept_of, self.between_of))
         before = before_backwards(self.columns, whole, half, self.message).T.tolist()
         versions = self.timeline.weight_versions.tolist()
@@ -174,18 +175,18 @@ class Estimate(StagePrices):
 
     @property
     def fullest(self) -> PeakMemory:
-        """Of the pipeline rank that needs most."""
+        """Memory of the pipeline rank that needs most."""
         return max(self.memory, key=lambda memory: memory.reserved)
 
     @property
     def memory_interval(self) -> tuple[float, float]:
-        """Between what the fullest rank's reserved bytes are in four of five cases."""
+        """80 % interval of the fullest rank's reserved bytes."""
         factor = exp(spread(self.run.cluster, "memory"))
         return self.fullest.reserved / factor, self.fullest.reserved * factor
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory is enough."""
+        """True if every rank fits in its device's memory."""
         return bool(self.fullest.reserved <= self.capacity)
 
 

@@ -1,4 +1,4 @@
-"""What is estimated: a model, how it is split, where, and on how much at a time."""
+"""Description of a run to estimate: model, layout, cluster and batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
 from shoal.spec.optimizers import ESTIMATES
 
-KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # of the accelerators' peaks
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # names of peak rates
 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """What is estimated.
+    """A run to estimate.
 
     Attributes:
-        attention: sdpa, torch's kernel, on accelerators a flash one; explicit, written out.
+        attention: sdpa, torch's kernel (FlashAttention on accelerators), or explicit, unfused operations.
         document_mask: attention stays inside documents: the kernel reads a mask, and skips no score.
-        hessian_every: steps from one estimate of sophia's to the next.
-        float8: how products in 8 bits are made; it counts in what they keep, not in their time.
+        hessian_every: steps between Sophia's Hessian estimates.
+        float8: how 8-bit products are computed; affects only the stored activations, not the time.
     """
 
     shape: ModelShape
@@ -40,30 +40,31 @@ class EstimatedRun:
 
     @property
     def policy(self) -> Formats:
-        """The number formats."""
+        """Number formats."""
         return FORMATS[self.precision]
 
     @property
     def eight_bits(self) -> bool:
-        """Whether the layers' products are made in 8 bits: those of MXFP8's blocks are made in the compute format."""
+        """True if the layers' products are computed in 8 bits; MXFP8 block products are computed in the compute format.
+        """
         return self.policy.products == "float8"
 
     @property
     def products(self) -> str:
-        """What the layers multiply, as accelerators name their peaks."""
+        """Format of the layers' products, as named in the accelerators' peaks."""
         return "fp8" if self.eight_bits else KINDS[self.policy.compute.name]
 
     @property
     def passes(self) -> float:
-        """Forwards and backwards of a step for one of its gradients: sophia's estimates have some of their own."""
+        """Forward-backward passes per step for one gradient; more than 1 with Sophia's Hessian estimates."""
         return 1 + ESTIMATES.get(self.optimizer, 0) / self.hessian_every
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per step."""
         return self.global_batch * self.sequence_length
 
     @property
     def microbatches(self) -> int:
-        """Of each replica."""
+        """Micro-batches of each replica."""
         return self.layout.microbatches(self.global_batch)

@@ -1,4 +1,4 @@
-"""Schedules played with the times of an estimate: of a model on a cluster, this machine too once it is calibrated."""
+"""Simulate schedules with estimated times of a model on a cluster (including this machine, once calibrated)."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def compare_schedules_on_cluster(
     stragglers: Mapping[int, float] | None = None, slow_links: Mapping[tuple[int, int], float] | None = None,
     jitter: float = 0.0, seed: int = 0,
 ) -> list[PlayedSchedule]:  # fmt: skip
-    """Play one step of several pipeline schedules with the times of `shoal.estimate`, in seconds.
+    """Simulate one step of several pipeline schedules with the times of `shoal.estimate`, in seconds.
 
     Args:
-        schedules: their names as in a layout; hyphens, underscores and capitals do not matter.
-        cluster: of pp x dp x tp accelerators.
-        model: a name of the catalog (default: llama-3-8b).
+        schedules: names as in a layout; hyphens, underscores and case are ignored.
+        cluster: cluster of pp x dp x tp accelerators.
+        model: catalog name (default: llama-3-8b).
         pp: pipeline ranks.
-        microbatches: of the step.
-        virtual_stages: stages on each rank, for the schedules that leave it open.
+        microbatches: micro-batches per step.
+        virtual_stages: stages per rank, for schedules that leave it open.
         dp: replicas of the pipeline.
         tp: tensor-parallel ranks of each pipeline rank.
-        micro_batch: sequences of a micro-batch.
-        sequence_length: tokens of a sequence (default: the longest that the model was trained for).
-        precision: number formats, as ``train.precision`` names them.
+        micro_batch: sequences per micro-batch.
+        sequence_length: tokens per sequence (default: the model's maximum training length).
+        precision: precision, see ``train.precision``.
         blocking, stragglers, slow_links, jitter, seed: as in `shoal.compare_schedules`.
 
     Raises:
-        UsageError: a schedule, model, cluster or precision that does not exist, or a layout that cannot be.
+        UsageError: an unknown schedule, model, cluster or precision, or an invalid layout.
 
     >>> import shoal
     >>> few, many = (

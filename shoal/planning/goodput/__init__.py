@@ -1,1 +1,1 @@
-"""The share of a long training that counts, with failures, checkpoints and spares."""
+"""Goodput of a long training run with failures, checkpoints and spare nodes."""

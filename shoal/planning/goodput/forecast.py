@@ -1,4 +1,4 @@
-"""The goodput of one job: how often to save, how many spares to keep, and how much of its time counts."""
+"""Goodput forecast of one job: checkpoint interval, spare nodes and productive share of time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shoal.planning.goodput import model
 from shoal.planning.goodput.model import DAY, HOUR, LLAMA_3, TrainingJob, device_mtbf, play, spares_for
 
 UNITS = TIME | {"min": 60.0, "h": HOUR, "d": DAY}
-MOST_FAILURES = 20  # that may come, on average, while a job restarts and saves
+MOST_FAILURES = 20  # maximum expected failures during one restart and save
 
 
 @dataclass(frozen=True)
 class GoodputForecast:
-    """What a job spends on steps that count.
+    """Forecast of the share of a job's time that is productive.
 
     Attributes:
-        job: with its spare nodes.
+        job: the job with its spare nodes.
         interval: seconds of work between saves.
-        young, daly: the best interval as their formulas have it.
-        effective: the part of the time that counts, where a restart never waits for a node.
+        young, daly: the best interval by Young's and Daly's formulas.
+        effective: productive share of the time, if a restart never waits for a node.
         simulated: the same, from a simulation.
-        available: the part of the time in which enough nodes are whole.
-        goodput: the part of the time that counts, of all.
+        available: share of the time in which enough nodes are healthy.
+        goodput: productive share of the total time.
     """
 
     job: TrainingJob
@@ -42,26 +42,26 @@ def goodput(
     restart: float | str = 300.0, interval: float | str | None = None, per_node: int = 8, spares: int | None = None,
     repair: float | str = DAY, availability: float = 0.99, failures: int = 20000, seed: int = 0,
 ) -> GoodputForecast:  # fmt: skip
-    """Forecast how much of a long training's time counts, when devices fail now and then.
+    """Forecast the productive share of a long training run's time under device failures.
 
-    Times are seconds, or text with a unit: "30s", "2min", "1h", "1d".
+    Times are in seconds, or text with a unit: "30s", "2min", "1h", "1d".
 
     Args:
-        devices: that the job needs, all of them.
-        mtbf: between failures of one device (default: 50,677 hours, as in 54 days of Llama 3).
-        checkpoint: that training stops for a save.
-        flush: that a save is then written for in the background; until it is, a failure loses the interval before too.
-        restart: from a failure until training goes on, without what is done again.
-        interval: of work between saves (default: the best).
-        per_node: devices that fall out together.
-        spares: nodes that stand by (default: as many as `availability` needs).
-        repair: until a failed node is back.
-        availability: of enough whole nodes, for which spares are counted.
-        failures: of the simulation.
-        seed: of the simulation.
+        devices: number of devices, all of which the job needs.
+        mtbf: mean time between failures of one device (default: 50,677 hours, as in 54 days of Llama 3).
+        checkpoint: time that training stops for a save.
+        flush: time of the background write of a save; a failure during it also loses the previous interval.
+        restart: time from a failure until training continues, without the repeated work.
+        interval: work time between saves (default: the best).
+        per_node: devices that fail together.
+        spares: standby nodes (default: as many as `availability` needs).
+        repair: time until a failed node returns.
+        availability: required share of time with enough healthy nodes, from which spares are computed.
+        failures: number of simulated failures.
+        seed: random seed of the simulation.
 
     Raises:
-        UsageError: a time that is none, saves that cost nothing or overlap, or a job that would never get on.
+        UsageError: an invalid time, saves that cost nothing or overlap, or a job that would make no progress.
 
     >>> import shoal
     >>> found = shoal.goodput(16384, checkpoint="30s", failures=500)

@@ -1,16 +1,16 @@
-"""Goodput: how much of its time a training that fails now and then spends on steps that count.
+"""Goodput model: the share of time that a training run with failures spends on productive steps.
 
-A job of N devices, each of which fails at a constant rate, fails on average every M = (device MTBF) / N seconds. Every
-tau seconds of work it saves for delta seconds; a failure costs what was done since the last save, and a restart. With
-exponential failures, also while it saves and restarts, a wall time of
+A job of N devices, each of which fails at a constant rate, fails on average every M = (device MTBF) / N seconds. After
+every tau seconds of work it stops for delta seconds to save. A failure costs the work since the last save, and a
+restart of R seconds. With exponential failures, also during saves and restarts, a wall time of
 
     M e^(R/M) (e^((tau + delta)/M) - 1) / tau     for a second of work         (Daly 2006, equation 20)
 
-is exact; Young's square root (1974) and Daly's series (2006, equation 37) approximate the tau at which it is least.
-What a save copies at once and then writes in the background counts only once it is written, phi seconds later: a
-failure until then costs the interval before as well. Of each life between two failures the first save is whole after
-R + tau + delta + phi, and each further one tau + delta later, so that R + phi stands in place of R.
-Spare nodes decide how often a restart must wait for a repair.
+is exact. Young's square root (1974) and Daly's series (2006, equation 37) approximate the tau that minimises it. A save
+that is copied at once and written in the background becomes valid phi seconds later, when it is written: a failure
+before that also costs the previous interval. After each failure, the first save is valid after R + tau + delta + phi,
+and each further one tau + delta later, so R + phi replaces R. The number of spare nodes determines how often a restart
+must wait for a repair.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 
 HOUR, DAY = 3600.0, 86400.0
 LLAMA_3 = {"devices": 16384, "days": 54, "interruptions": 419}
-"""Dubey et al. 2024, section 3.3.4: unexpected interruptions in a 54-day snapshot of pre-training."""
+"""Unexpected interruptions in a 54-day snapshot of pre-training (Dubey et al. 2024, section 3.3.4)."""
 
 
 def device_mtbf(devices: int, days: float, interruptions: float) -> float:
-    """Seconds between failures of one device, from those of all.
+    """Return the seconds between failures of one device, from the failures of all devices.
 
     >>> round(device_mtbf(**LLAMA_3) / HOUR)
     50677
@@ -37,18 +37,17 @@ def device_mtbf(devices: int, days: float, interruptions: float) -> float:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training that fails. Times are seconds.
+    """A training job with failures. Times are in seconds.
 
     Attributes:
-        devices: that it needs, all of them.
-        mtbf: between failures of one device.
-        checkpoint: that training stops for a save.
-        flush: that a save is then written for in the background, while training goes on; no longer than the work
-            between saves.
-        restart: from a failure until the first step, a save loaded and the step reached; not what is done again.
-        per_node: devices that fall out together.
-        spares: nodes that stand by.
-        repair: until a failed node is back.
+        devices: number of devices, all of which the job needs.
+        mtbf: mean time between failures of one device.
+        checkpoint: time that training stops for a save.
+        flush: time of the background write of a save; at most the work between saves.
+        restart: time from a failure to the first step, including loading a save but not the repeated work.
+        per_node: devices that fail together.
+        spares: standby nodes.
+        repair: time until a failed node returns.
     """
 
     devices: int
@@ -62,12 +61,12 @@ class TrainingJob:
 
     @property
     def spare_share(self) -> float:
-        """Devices that stand by, over those of the job."""
+        """Standby devices relative to the job's devices."""
         return (self.spares or 0) * self.per_node / self.devices
 
     @property
     def between(self) -> float:
-        """M, between failures of the job."""
+        """Mean time M between failures of the job."""
         return self.mtbf / self.devices
 
 
@@ -75,12 +74,14 @@ class TrainingJob:
 
 
 def young(job: TrainingJob) -> float:
-    """Seconds of work between saves: sqrt(2 delta M) (Young 1974)."""
+    """Return the seconds of work between saves by sqrt(2 delta M) (Young 1974)."""
     return math.sqrt(2 * job.checkpoint * job.between)
 
 
 def daly(job: TrainingJob) -> float:
-    """The same with two more terms of the series, M where a save takes 2 M or more (Daly 2006, equation 37)."""
+    """Return the seconds of work between saves by Daly's series; M if a save takes 2 M or more (Daly 2006, equation
+    37).
+    """
     delta, mean = job.checkpoint, job.between
     if delta >= 2 * mean:
         return mean
@@ -89,8 +90,10 @@ def daly(job: TrainingJob) -> float:
 
 
 def best_interval(job: TrainingJob) -> float:
-    """The same exactly: where the derivative of `effective` is zero, x + delta/M + log(1 - x) = 0 with x = tau / M; but
-    not before the last save is written."""
+    """Return the exact best seconds of work between saves, but at least the flush time.
+
+    Solves for the zero of the derivative of `effective`: x + delta/M + log(1 - x) = 0 with x = tau / M.
+    """
     delta = job.checkpoint / job.between
     low, high = 0.0, 1.0
     for _ in range(60):  # the left side falls from delta/M to minus infinity
@@ -100,7 +103,7 @@ def best_interval(job: TrainingJob) -> float:
 
 
 def effective(job: TrainingJob, interval: float) -> float:
-    """The part of the time that is spent on steps that count, where a restart never waits (Daly 2006, equation 20)."""
+    """Return the productive share of time if a restart never waits for a node (Daly 2006, equation 20)."""
     mean, before = job.between, job.restart + job.flush
     if (before + interval + job.checkpoint) / mean > 700:
         return 0.0
@@ -111,16 +114,16 @@ def effective(job: TrainingJob, interval: float) -> float:
 
 
 def available(job: TrainingJob) -> float:
-    """The part of the time in which enough nodes are whole; 1 where no spares are counted.
+    """Return the share of the time in which enough nodes are healthy; 1 if spares are not modelled.
 
-    Failures come while the job is up, and each is repaired by itself: the job is down with all spares used and one
-    node more, which is Erlang's loss formula for spares + 1 servers (Erlang 1917).
+    Failures occur while the job is up, and repairs are independent. The job is down when all spares are used and one
+    more node has failed: Erlang's loss formula for spares + 1 servers (Erlang 1917).
     """
     return 1.0 if job.spares is None else 1.0 - erlang_b(job.spares + 1, job.repair / job.between)
 
 
 def erlang_b(servers: int, load: float) -> float:
-    """The part of the time in which all of some servers are busy.
+    """Return the share of time in which all servers are busy (Erlang B).
 
     >>> round(erlang_b(2, 1.0), 3)
     0.2
@@ -132,7 +135,7 @@ def erlang_b(servers: int, load: float) -> float:
 
 
 def spares_for(job: TrainingJob, availability: float) -> int:
-    """The fewest spare nodes with which enough are whole for this part of the time."""
+    """Return the smallest number of spare nodes that gives this availability."""
     spares = 0
     while available(replace(job, spares=spares)) < availability:
         spares += 1
@@ -140,26 +143,26 @@ def spares_for(job: TrainingJob, availability: float) -> int:
 
 
 def goodput(job: TrainingJob, interval: float | None = None) -> float:
-    """All of it: the part of the time on steps that count, and that the nodes are there."""
+    """Return the productive share of the total time, including waits for nodes."""
     return available(job) * effective(job, best_interval(job) if interval is None else interval)
 
 
-# ---- played ----------------------------------------------------------------------------------------------------------
+# ---- simulation ------------------------------------------------------------------------------------------------------
 
 
 def play(job: TrainingJob, interval: float, *, failures: int = 2000, seed: int = 0) -> float:
-    """The same from a simulation of so many failures: of the job, its saves, its restarts, and of repairs.
+    """Simulate the goodput of a job over a number of failures, with saves, restarts and repairs.
 
-    Nodes fail while the job runs, saves or restarts; while it waits for a node nothing fails.
+    Nodes fail while the job runs, saves or restarts, but not while it waits for a node.
     """
     random = np.random.default_rng(seed)
     lives = random.exponential(job.between, failures)
     work = wall = 0.0
-    restart = 0.0  # still to do before work goes on
-    repaired: list[float] = []  # when each node that is out comes back
+    restart = 0.0  # remaining restart time before work continues
+    repaired: list[float] = []  # return times of the failed nodes
     cycle = interval + job.checkpoint
     for life in lives:
-        if life > restart + job.flush:  # the last save that is written by then
+        if life > restart + job.flush:  # the last save written by then
             work += math.floor((life - restart - job.flush) / cycle) * interval
         wall += life
         restart = job.restart

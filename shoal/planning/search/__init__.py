@@ -1,1 +1,1 @@
-"""The search for the fastest layout: its space, bounds, and branch and bound."""
+"""Branch-and-bound search for the fastest layout, with its space and bounds."""

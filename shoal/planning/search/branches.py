@@ -1,8 +1,7 @@
-"""What a search branches on: every work (degrees, a micro-batch, what is recomputed) by every pipeline, with the least
-time that a step of it can take.
+"""Branches of the search: each work item (degrees, micro-batch, recomputation) with each pipeline, and a lower bound.
 
-The bounds of all works of one pipeline are found together (`shoal.planning.search.outline`), so that thousands cost
-little more than one; the search then goes through them from the least on.
+The bounds of all work items of one pipeline are computed together (`shoal.planning.search.outline`), so thousands cost
+little more than one. The search then visits the branches in order of their bound.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.outline import Order, Outline
 from shoal.planning.search.space import Fields, LayoutSpace, depth_of, pipelines, splits
 
-SLACK = 1e-9  # relative: a bound and a time may differ by as much in rounding
+SLACK = 1e-9  # relative rounding error between a bound and a time
 
 
 class WorkItem(NamedTuple):
-    """What has the same FLOPs on each rank.
+    """Layouts with the same FLOPs on each rank.
 
     Attributes:
         degrees: dp, tp, cp, ulysses, ep, etp, pp.
-        way: the micro-batch, what of it is split and what is computed again.
-        microbatches: of each replica.
+        way: the micro-batch, how it is split and what is recomputed.
+        microbatches: micro-batches of each replica.
         plain: its stages, without ZeRO.
     """
 
@@ -40,13 +39,13 @@ class WorkItem(NamedTuple):
 
 
 class Pipe(NamedTuple):
-    """A pipeline.
+    """A pipeline schedule with a split of the layers.
 
     Attributes:
         fields: the schedule, and stages on each rank.
         split: layers of the stages.
-        outline: which all that place their stages alike share.
-        order: what bounds ask of its schedule.
+        outline: outline, shared by all pipelines with equal stage placement.
+        order: properties of the schedule that bounds need.
     """
 
     fields: Fields
@@ -56,11 +55,11 @@ class Pipe(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A work by a pipeline.
+    """A work item with a pipeline.
 
     Attributes:
-        least: seconds that a step takes at least, whatever ZeRO shards.
-        number: which of all branches; it decides between equal ones.
+        least: lower bound of the step time in seconds, for any ZeRO sharding.
+        number: index among all branches; breaks ties.
     """
 
     least: float
@@ -70,12 +69,12 @@ class Branch(NamedTuple):
 
     @property
     def program(self) -> tuple:
-        """What branches of the same program share."""
+        """Key that branches of the same program share."""
         return self.work.degrees["pp"], self.work.microbatches, *self.pipe.fields.values()
 
 
 def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -> tuple[int, Iterator[Branch]]:
-    """How many there are, and every one, the least time first; most are never looked at, and not made before."""
+    """Return the number of branches, and an iterator in order of their lower bound that builds them lazily."""
     of_depth: dict[int, dict[int, list[WorkItem]]] = {}
     for work in works:
         of_depth.setdefault(work.degrees["pp"], {}).setdefault(work.microbatches, []).append(work)
@@ -102,7 +101,7 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
 
 
 def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe) -> Iterator[Branch]:
-    """Branches of works by one pipeline, the least time first."""
+    """Yield the branches of one pipeline's work items in order of their lower bound."""
     for i in np.argsort(least, kind="stable").tolist():
         yield Branch(float(least[i]), begin + i, works[i], pipe)
 
@@ -110,7 +109,7 @@ def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pi
 def _pipes(
     run: EstimatedRun, pp: int, fields: Fields, space: LayoutSpace, known: dict[tuple, Outline]
 ) -> Iterator[Pipe]:
-    """A schedule's pipelines, by the layers of the stages; the outlines of those that place them alike are the same."""
+    """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
     for split in splits(run.shape, pp, depth_of(pp, fields), space):

@@ -1,8 +1,8 @@
-"""A pipeline without any order: where its stages are, what they hold, and what a step cannot take less than.
+"""Order-independent model of a pipeline: stage placement, contents, and lower bounds of the step time.
 
-A rank cannot begin before its first micro-batch has come down to it, must do all that its stages ask for, and the last
-gradient must still go up to the first stage. Each bound follows from the order of the passes of *one* micro-batch
-alone, so it holds for every order of many; and it is found for any number of layouts at once.
+A rank cannot begin before its first micro-batch has reached it, must do all work of its stages, and the last gradient
+must still travel to the first stage. Each bound follows from the order of the passes of *one* micro-batch, so it holds
+for every order of many. Bounds are computed for any number of layouts at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shoal.planning.cost.parameters import StagePart, stage_parts
 from shoal.spec.catalog import ModelShape
 
 WHOLE = frozenset({"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "naive"})
-"""Schedules with whole backwards: a gradient goes up only when those of the weights are made as well."""
+"""Schedules with full backwards: a gradient is sent only after the weight gradients are computed as well."""
 CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
-"""Of the micro-batches that are alive."""
+"""Change in the number of micro-batches alive."""
 Alike = tuple[list[StagePart], list[Alive]]
-"""Ranks that hold alike: their stages, and of each what is alive on one of them at most."""
+"""Ranks with equal contents: their stages, and for each stage the maximum alive on one of the ranks."""
 
 
 class Order(NamedTuple):
-    """All that bounds ask of a schedule.
+    """Properties of a schedule that bounds need.
 
     Attributes:
-        whole: backwards are.
-        limited: rank r of p keeps p - r micro-batches in flight, as 1F1B does.
+        whole: backwards are not split.
+        limited: rank r of p keeps p - r micro-batches in flight, as in 1F1B.
     """
 
     whole: bool
@@ -40,12 +40,12 @@ class Order(NamedTuple):
 
     @staticmethod
     def of(schedule: str) -> Order:
-        """By the schedule's name."""
+        """Return the properties of the named schedule."""
         return Order(schedule in WHOLE, schedule == "1f1b")
 
 
 class Ends(NamedTuple):
-    """Before when no rank can have done its last computation.
+    """Lower bounds of the end of the last computation.
 
     Attributes:
         ranks: [layouts, ranks] seconds, for each rank.
@@ -58,9 +58,9 @@ class Ends(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np.ndarray:
-    """What is alive on the first rank after each of its computations. [computations, its stages] micro-batches
+    """Return the micro-batches alive on the first rank after each computation. [computations, its stages]
 
-    Without the other ranks' orders, where it can be written down so; else of one forward.
+    Uses the first rank's order if the schedule defines it separately; otherwise counts one forward.
     """
     of = SCHEDULES[schedule]
     stages = [stage for stage, rank in enumerate(of.placement(ranks, virtual)) if rank == 0]
@@ -74,17 +74,17 @@ def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np
 
 
 class Outline:
-    """The stages of a program; those that are alike are of one kind.
+    """The stages of a program, grouped into kinds with equal costs.
 
     Args:
-        program: its placement and copies are read; its actions and micro-batches are not.
+        program: source of placement and copies; its actions and micro-batches are ignored.
 
     Attributes:
         kinds: one stage of each kind.
-        kind: [stages] the kind of each.
-        counts: [kinds, 5] of each kind what `StagePrices.linear` has the times of.
+        kind: [stages] the kind of each stage.
+        counts: [kinds, 5] multiplicities of the times in `StagePrices.linear`, for each kind.
         holder: [stages] the pipeline rank of each.
-        alike: of ranks that hold alike, (the numbers of each one's stages, and what these keep).
+        alike: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
     """
 
     def __init__(self, shape: ModelShape, program: Program):
@@ -105,13 +105,13 @@ class Outline:
         same_rank = np.append(False, self.holder[1:] == self.holder[:-1])
         begins = np.arange(len(parts)) % self.depth == 0
         self.beside = same_rank & ~begins
-        """[stages] whether the stage before is on the same rank: what passes between them is there once."""
+        """[stages] True if the previous stage is on the same rank, so that the tensor between them is stored once."""
         self.hops = np.cumsum((~same_rank & ~begins).reshape(self.copies, -1), axis=1).ravel()
-        """[stages] messages from the first stage of each one's copy."""
+        """[stages] Number of messages from the first stage of the same copy."""
 
     @property
     def first(self) -> list[StagePart]:
-        """The stages of the first rank."""
+        """Stages of the first rank."""
         return self.alike[0][1]
 
     @property
@@ -120,25 +120,25 @@ class Outline:
         return self.holder[:: self.depth]
 
     def each(self, price: Callable[[StagePart], Any]) -> np.ndarray:
-        """[..., stages] what a function says of every stage: a number, or several."""
+        """Evaluate a function for every stage; it returns one number or several. [..., stages]"""
         return np.array([price(part) for part in self.kinds], float).T[..., self.kind]
 
     def sum_by_rank(self, values: np.ndarray) -> np.ndarray:
-        """[..., ranks] the sum over each one's [..., stages]."""
+        """Sum [..., stages] over each rank's stages. [..., ranks]"""
         return np.add.reduceat(values[..., self._by_rank], self._starts, axis=-1)
 
     def least_by_rank(self, values: np.ndarray) -> np.ndarray:
-        """[..., ranks] the least of each one's [..., stages]."""
+        """Return the minimum of [..., stages] over each rank's stages. [..., ranks]"""
         return np.minimum.reduceat(values[..., self._by_rank], self._starts, axis=-1)
 
     def through(self, microbatches: np.ndarray | int) -> np.ndarray:
-        """[layouts, stages] of each layout's micro-batches, those through each stage."""
+        """Return the number of each layout's micro-batches that pass through each stage. [layouts, stages]"""
         ends = np.arange(self.copies + 1) * np.reshape(microbatches, (-1, 1)) // self.copies
         return np.repeat(np.diff(ends).astype(float), self.depth, axis=1)
 
     def alive(self, most: np.ndarray) -> list[Alike]:
-        """Of all ranks, with what is [times, stages] alive."""
-        there = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times
+        """Return all groups of equal ranks, with the given numbers alive. [times, stages]"""
+        there = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times occur
         times, most = [TIMES[i] for i in there], most[there]
         found = [(parts, most[:, np.array(same)].max(axis=1).T.tolist()) for same, parts in self.alike]
         return [(parts, [alive_at(stage, times) for stage in of_stages]) for parts, of_stages in found]
@@ -146,12 +146,12 @@ class Outline:
     # ---- bounds of time ------------------------------------------------------------------------------------------
 
     def bounds(self, linear: np.ndarray, hops: np.ndarray, microbatches: np.ndarray, order: Order) -> np.ndarray:
-        """[layouts] seconds that a step takes at least, by what its stages take without ZeRO's gathers.
+        """Return lower bounds of the step time in seconds, from stage times without ZeRO's gathers. [layouts]
 
         Args:
-            linear: [layouts, 4, 5], as `StagePrices.linear`.
+            linear: [layouts, 4, 5], see `StagePrices.linear`.
             hops: [layouts] seconds of a message.
-            microbatches: [layouts] of each replica.
+            microbatches: [layouts] micro-batches of each replica.
         """
         *passes, launches = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
         ends = self.ends(np.stack(passes), hops, microbatches, order)
@@ -159,24 +159,24 @@ class Outline:
         return np.maximum(np.maximum(ends.ranks, launched).max(axis=1), ends.step)
 
     def ends(self, times: np.ndarray, hop: np.ndarray | float, microbatches: np.ndarray | int, order: Order) -> Ends:
-        """Before when no rank, and no first stage, can have done its last computation.
+        """Return lower bounds of when each rank, and each first stage, finishes its last computation.
 
         Args:
             times: [3, layouts, stages] seconds of a forward and of the halves of a backward.
             hop: [layouts] seconds from the end of a computation until its result is on the next rank, or one number.
-            microbatches: [layouts] that flow through the pipeline, or one number.
+            microbatches: [layouts] micro-batches through the pipeline, or one number.
         """
         forward, inputs, weights = times
-        upward = inputs + weights if order.whole else inputs  # what the stage before waits for
+        upward = inputs + weights if order.whole else inputs  # the part that the previous stage waits for
         through, hop = self.through(microbatches), np.reshape(hop, (-1, 1))
         begins = self.least_by_rank(self._before(forward) + hop * self.hops)
         left = self.least_by_rank(self._before(upward) + hop * self.hops)
         busy = begins + self.sum_by_rank(through * (forward + inputs + weights))
-        # After a rank's last gradient, it goes through all stages before; the first still makes its weights' gradients.
+        # A rank's last gradient passes through all previous stages; the first still computes its weight gradients.
         drained = (begins + self.sum_by_rank(through * (forward + upward)) + left).max(axis=1)
         if not order.whole:
             drained = drained + weights[:, :: self.depth].min(axis=1)
-        if order.limited:  # on rank r of p, p - r micro-batches in flight: as many go through in each round trip
+        if order.limited:  # rank r of p has p - r micro-batches in flight, which is its throughput per round trip
             most = np.arange(len(self._starts), 0, -1)
             trip = np.cumsum((forward + upward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop * (most - 1)
             trips, rest = np.divmod(np.reshape(microbatches, (-1, 1)) - 1, most)
@@ -184,19 +184,19 @@ class Outline:
         return Ends(busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1)))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
-        """[layouts, stages] the sum over the stages before, of the same copy."""
+        """Sum over the previous stages of the same copy. [layouts, stages]"""
         table = values.reshape(len(values), self.copies, -1)
         return (np.cumsum(table, axis=2) - table).reshape(values.shape)
 
     def with_added(self, ends: Ends, added: np.ndarray, microbatches: int) -> np.ndarray:
-        """[layouts] seconds that a step takes at least, with what ZeRO adds to it.
+        """Return lower bounds of the step time in seconds, including ZeRO's additions. [layouts]
 
         Args:
-            ends: of all the layouts, or of one for all of them; without what is added.
-            added: [4, layouts, stages] seconds: for each micro-batch; and of a stage's reduction, update and gather.
+            ends: bounds of all the layouts, or one for all of them, without ZeRO's additions.
+            added: [4, layouts, stages] seconds: per micro-batch; and for a stage's reduction, update and gather.
         """
         passes, reduce, step, gather = self.sum_by_rank(added)
         after = reduce + step.max(axis=1, keepdims=True) + gather
-        through = microbatches // self.copies  # of the first stage
+        through = microbatches // self.copies  # through the first stage
         busy = (ends.ranks + through * passes + after).max(axis=1)
         return np.maximum(busy, ends.step + after[:, self.first_holders].min(axis=1))

@@ -1,4 +1,4 @@
-"""Search the layouts of a model on a cluster, by their names, and answer other questions about clusters."""
+"""Search for layouts by model and cluster name, and answer other questions about clusters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shoal.spec.layout import Layout
 from shoal.spec.layout.layout import MOST_RANKS
 
 HOUR = 3600.0
-MOST_NODES = 4096  # that `fewest` tries
+MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
 
 
 class BudgetAnswer(NamedTuple):
-    """What some money pays for.
+    """Fastest training within a budget.
 
     Attributes:
         budget: dollars.
-        price: dollars for a device and hour.
-        tokens, steps: of the whole training.
-        found: the fastest that the budget pays for; None if it pays for nothing.
+        price: dollars per device and hour.
+        tokens, steps: tokens and steps of the full training.
+        found: the fastest affordable plan; None if no plan is.
         plans: the best on 1, 2, 4, ... nodes, and the one found; fewest devices first.
     """
 
@@ -45,11 +45,11 @@ class BudgetAnswer(NamedTuple):
     plans: list[Plan]
 
     def seconds(self, plan: Plan) -> float:
-        """Of the whole training."""
+        """Return the seconds of the full training."""
         return plan.found.seconds * self.steps
 
     def dollars(self, plan: Plan) -> float:
-        """That the whole training costs."""
+        """Return the cost of the full training in dollars."""
         return dollars(self.seconds(plan), plan.run.cluster.size, self.price)
 
 
@@ -57,9 +57,9 @@ class LayoutPlanner:
     """Searches the layouts of one model on one cluster.
 
     Args:
-        model: a name of the catalog.
-        cluster: such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        global_batch: sequences of a step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
+        model: catalog name.
+        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
+        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
         sequence_length: tokens of a sequence.
         precision: number formats, as ``train.precision`` names them.
         optimizer: the update rule.
@@ -70,7 +70,7 @@ class LayoutPlanner:
         space: what is chosen from.
 
     Raises:
-        UsageError: a name that is not known, a batch that makes no sequence, or a field that is not searched.
+        UsageError: an unknown name, a batch smaller than one sequence, or a field that is not searched.
 
     >>> import shoal
     >>> planner = shoal.LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=8, fixed={"recompute": "none", "pp": 1})
@@ -93,15 +93,15 @@ class LayoutPlanner:
         self.fixed = fixed if isinstance(fixed, str) else ",".join(f"{name}={value}" for name, value in fixed.items())
         self.run = EstimatedRun(shape, Layout(), machine, sequence_length, sequences, precision, optimizer)
         check_device(self.run)
-        check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # what no layout could change
+        check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
         self.space = LayoutSpace(fixed=check_fixed(fixed))
 
     def plan(self, count: int = 10, progress: Progressing | None = None) -> Plan:
         """Find the fastest layouts that fit.
 
         Args:
-            count: how many to list.
-            progress: called with branches done, all branches, and what is found so far.
+            count: number of layouts to list.
+            progress: called with branches done, all branches, and the results so far.
 
         Raises:
             UsageError: no layout can split the model and the batch over the cluster.
@@ -117,7 +117,7 @@ class LayoutPlanner:
         return search(run, self.space, count=count, progress=progress)
 
     def best_on(self, cluster: Cluster, progress: Progressing | None = None, within: float = inf) -> Plan | None:
-        """Find the fastest layout on another cluster; None if none fits, or takes at most ``within`` seconds a step."""
+        """Find the fastest layout on another cluster; None if none fits within ``within`` seconds per step."""
         run = replace(self.run, cluster=cluster)
         plan = search(run, self.space, count=1, within=within, progress=progress)
         return plan if plan.best else None
@@ -126,7 +126,7 @@ class LayoutPlanner:
         """Return the same kind of cluster with another number of nodes, or a part of one.
 
         Raises:
-            UsageError: of a torus, which is a slice of a pod; or of several nodes, where nothing says what joins them.
+            UsageError: the cluster is a torus (a slice of a pod), or several nodes have no known interconnect.
         """
         machine = self.run.cluster
         if machine.torus:
@@ -143,18 +143,18 @@ class LayoutPlanner:
         return replace(machine, nodes=nodes, per_node=each, nics=nics, nic=machine.nic if nodes > 1 else None)
 
     def on_nodes(self, nodes: Sequence[int], progress: Progressing | None = None) -> list[Plan | None]:
-        """Find the best layout on each of some numbers of nodes; None where nothing fits.
+        """Find the best layout for each number of nodes; None if nothing fits.
 
         Raises:
-            UsageError: the cluster cannot have so many nodes.
+            UsageError: the cluster cannot have this number of nodes.
         """
         return [self.best_on(machine, progress) for machine in [self.sized(count) for count in nodes]]
 
     def fewest(self, progress: Progressing | None = None) -> Plan | None:
         """Find the fewest devices of the cluster's kind on which the model fits; None if it fits on none.
 
-        Tried are one device, one more of its node at a time, then one more node; but no fewer than the weights alone
-        need.
+        Tries one device, then one more of its node at a time, then one more node at a time, starting at the number that
+        the weights alone need.
         """
         run, machine = self.run, self.run.cluster
         sizes = [(1, each) for each in range(1, machine.per_node + 1)]
@@ -165,7 +165,7 @@ class LayoutPlanner:
         return next(filter(None, (self.best_on(cluster, progress) for cluster in enough)), None)
 
     def what_if(self, progress: Progressing | None = None) -> dict[str, Plan | None]:
-        """Find the best layout on the cluster as it is, and with one thing of it changed; None where nothing fits."""
+        """Find the best layout on the unchanged cluster and with each single change; None if nothing fits."""
         machine = self.run.cluster
         chip = machine.accelerator
 
@@ -190,15 +190,15 @@ class LayoutPlanner:
         self, budget: float, tokens: float | None = None, price: float | None = None,
         progress: Progressing | None = None,
     ) -> BudgetAnswer:  # fmt: skip
-        """Find the number of nodes, up to the cluster's, on which a whole training is fastest for some money.
+        """Find the number of nodes, up to the cluster's, on which a full training is fastest within a budget.
 
         Args:
             budget: dollars.
-            tokens: of the whole training (default: 20 for each parameter).
-            price: dollars for a device and hour (default: the catalog's list price).
+            tokens: tokens of the full training (default: 20 per parameter).
+            price: dollars per device and hour (default: the catalog's list price).
 
         Raises:
-            UsageError: neither the catalog nor the caller has a price.
+            UsageError: no price is given and the catalog has none.
         """
         run = self.run
         hourly = price or run.cluster.accelerator.dollars_per_hour
@@ -213,17 +213,18 @@ class LayoutPlanner:
         return BudgetAnswer(budget, hourly, tokens, steps, found, [of_size[size] for size in sorted(of_size)])
 
     def doubling(self, progress: Progressing | None = None) -> Iterator[Plan]:
-        """Find the best on 1, 2, 4, ... nodes up to the cluster's, where the run fits."""
+        """Find the best plan on 1, 2, 4, ... nodes up to the cluster's, where the run fits."""
         nodes = self.run.cluster.nodes
         counts = [1 << power for power in range((nodes - 1).bit_length())]
         return filter(None, self.on_nodes([*counts, nodes], progress))
 
     def affordable(self, device_seconds: float, progress: Progressing | None = None) -> Plan | None:
-        """Find the fastest on any number of nodes up to the cluster's whose step takes so many device-seconds at most.
+        """Find the fastest plan on any number of nodes up to the cluster's that costs at most these device-seconds per
+        step.
 
-        Neither time nor price need fall or rise evenly with the nodes: a batch divides into some replicas, and not
-        into others. So every number is asked for a layout that is cheap enough and faster than the best before, until
-        the products of the layers alone would take too long at the accelerators' peak.
+        Neither time nor price is monotonic in the number of nodes, because a batch divides only into some numbers of
+        replicas. So every number is searched for a layout that is cheap enough and faster than the best before, until
+        the matrix products alone would take too long at the accelerators' peak.
         """
         run, found = self.run, None
         layers = [layer_flops(run.shape, run.sequence_length, layer) for layer in range(run.shape.layers)]
@@ -245,21 +246,21 @@ def plan(
     """Find the fastest layouts of a model on a cluster that fit its memory.
 
     Args:
-        model: a name of the catalog.
-        cluster: such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        global_batch: sequences of a step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
-        sequence_length: tokens of a sequence.
-        precision: number formats, as ``train.precision`` names them.
-        optimizer: the update rule.
-        fixed: fields of the layout that are given, as a mapping or as text: "tp=8,recompute=full".
-        count: how many layouts to list.
+        model: catalog name.
+        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
+        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
+        sequence_length: tokens per sequence.
+        precision: precision, see ``train.precision``.
+        optimizer: optimizer name.
+        fixed: fixed fields of the layout, as a mapping or as text: "tp=8,recompute=full".
+        count: number of layouts to list.
 
     Returns:
         The plan; ``best`` has the layouts with their step time in seconds and their memory, the fastest first. It is
         empty if nothing fits.
 
     Raises:
-        UsageError: a name that is not known, or no layout can split the model and the batch over the cluster.
+        UsageError: an unknown name, or no layout can split the model and the batch over the cluster.
 
     >>> import shoal
     >>> best = shoal.plan("llama-3.2-1b", "2xH100", global_batch=8, sequence_length=1024, count=1).best[0]
@@ -274,7 +275,7 @@ def plan(
 
 
 def _sequences(given: int | str, sequence_length: int) -> int:
-    """The sequences of a step, from their number or from tokens."""
+    """Return the sequences per step, from a number of sequences or tokens."""
     text = str(given)
     unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 0)
     number = text[:-1] if unit else text

@@ -1,7 +1,7 @@
-"""The ways in which replicas share out their state, all at once: bounds of what each costs in time and memory.
+"""Lower bounds of time and memory for all ways to shard state over replicas, computed at once.
 
-Closed forms in arrays with one entry for each of `shoal.planning.search.space.shardings`. None is above what
-`StagePrices` says of the same layout (`stage_of`, `finish_of`, `memory_of`): padding is left out.
+Closed forms in arrays with one entry per sharding of `shoal.planning.search.space.shardings`. No entry exceeds the
+result of `StagePrices` for the same layout (`stage_of`, `finish_of`, `memory_of`), because padding is ignored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal.planning.search.space import Fields
 
 
 class ReplicaChoices:
-    """The ways of some degrees.
+    """The shardings available for some degrees.
 
     Args:
-        ways: as `shardings` has them.
-        stages: of each, with any micro-batch.
+        ways: the shardings, see `shardings`.
+        stages: stages of each sharding, with any micro-batch.
     """
 
     def __init__(self, ways: Sequence[Fields], stages: Sequence[StagePrices]):
@@ -42,14 +42,14 @@ class ReplicaChoices:
         self.held: dict[tuple, np.ndarray] = {}
 
     def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float) -> np.ndarray:
-        """[ways] bytes that a rank needs at least, with so many alive in activations."""
+        """Return lower bounds of a rank's bytes with ``alive`` bytes in activations. [ways]"""
         return self._held(plain, parts) + plain.unused + plain.with_holes(alive)
 
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
-        """[ways] bytes that a rank needs at least, by what is alive as each of its passes begins.
+        """Return lower bounds of a rank's peak bytes, from the activations alive at the start of each pass. [ways]
 
         Args:
-            alive: as `StagePrices.memory_of` has it.
+            alive: see `StagePrices.memory_of`.
         """
         worst = 0.0
         for part, there in zip(parts, alive, strict=True):
@@ -60,7 +60,7 @@ class ReplicaChoices:
         return self.reserved(plain, parts, worst)
 
     def _held(self, plain: StagePrices, parts: Sequence[StagePart]) -> np.ndarray:
-        """[ways] bytes that a rank holds between steps at least."""
+        """Return lower bounds of the bytes that a rank holds between steps. [ways]"""
         kinds = ((plain.kinds(part), part.first, part.last, part.shared) for part in parts)
         key = (plain.run.layout.sequence_parallel, *kinds)
         if key not in self.held:
@@ -75,12 +75,14 @@ class ReplicaChoices:
         return self.held[key]
 
     def adding(self, plain: StagePrices, parts: Sequence[StagePart], seconds: np.ndarray) -> np.ndarray:
-        """[4, ways, stages] seconds at least: what ZeRO-2 and 3 add to a micro-batch's passes; and a stage's reduction,
-        update and gather after its last backward.
+        """Return lower bounds of ZeRO's additions to the time, in seconds. [4, ways, stages]
+
+        The entries are the additions of ZeRO-2 and 3 to a micro-batch's passes; and a stage's reduction, update and
+        gather after its last backward.
 
         Args:
             parts: the stages.
-            seconds: [3, stages] of a forward and of both halves of a backward, without that.
+            seconds: [3, stages] of a forward and of both halves of a backward, without these additions.
         """
         layout, slower = plain.run.layout, plain.slower * plain.run.passes
         every, whole, filled = (
@@ -100,7 +102,7 @@ class ReplicaChoices:
             reductions += (over.ranks > 1) * over.all_reduce(elements * self.reduce / cut.ranks, messages)
             gathers += ((self.zero > 0) & (self.zero < 3)) * gather
         behind = gathered * self.reshard + (reduced if layout.overlap else 0.0)
-        # Of a forward's seconds not all hide what travels; a backward's are longer with ZeRO-2 and 3, and hide more.
+        # Not all of a forward can hide communication; backwards are longer with ZeRO-2 and 3, and hide more.
         passes = sum(exposed_sharding(gathered, behind, seconds[0] / slower, plain.constants))
         hides = np.where(self.zero < 2, seconds[1] + seconds[2], 1e30)
         sizes = every[: len(self.groups)].sum(axis=0) * self.reduce

@@ -1,11 +1,10 @@
-"""The best layouts of a cluster: branch and bound over `shoal.planning.search.space`, with the estimate's own times
-and bytes.
+"""Branch-and-bound search for the best layouts of a cluster, with the estimate's own times and bytes.
 
-Best first: each work by each pipeline (`shoal.planning.search.branches`) has a least time. In rising order each is
-looked at more closely, with the memory of its first rank and what ZeRO adds to its time, and gets a higher least time,
-by which it takes its turn again; then its layouts are played (`shoal.pipeline.simulator`), with others of the same
-program, until all that is left takes longer than the last of the list. No bound is above the estimate, so the answer
-is that of pricing every layout.
+The search is best-first over `shoal.planning.search.space`. Each work item with each pipeline is a branch with a lower
+bound (`shoal.planning.search.branches`). In order of this bound, a branch gets a tighter one, from the memory of its
+first rank and the time that ZeRO adds, and is queued again with it. Then its layouts are simulated
+(`shoal.pipeline.simulator`) together with others of the same program, until all remaining bounds exceed the last entry
+of the list. No bound exceeds the estimate, so the result equals that of pricing every layout.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ Progressing = Callable[[int, int, "Plan"], None]
 
 
 class PricedLayout(NamedTuple):
-    """A layout, priced.
+    """A layout with its estimated cost.
 
     Attributes:
-        seconds: of a step.
-        layout: complete.
-        memory: of its fullest rank.
+        seconds: step time.
+        layout: the complete layout.
+        memory: memory of the fullest rank.
     """
 
     seconds: float
@@ -59,16 +58,16 @@ class PricedLayout(NamedTuple):
 
 @dataclass
 class Plan:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        run: what it was for; its layout says nothing.
-        best: the fastest that fits of each mesh, pipeline, micro-batch and recomputation, the fastest first.
-        players: of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
-        known: what was counted of their stages, as `StagePrices` has it.
-        played: how many layouts were.
-        branches, pruned: works by pipelines, and how many of them were left out by their time.
-        seconds: that the search took.
+        run: the run that was searched for, without a layout.
+        best: the fastest layout that fits of each mesh, pipeline, micro-batch and recomputation, fastest first.
+        players: players of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
+        known: cached counts of their stages, see `StagePrices`.
+        played: number of simulated layouts.
+        branches, pruned: number of branches, and how many of them were excluded by their time.
+        seconds: duration of the search.
     """
 
     run: EstimatedRun
@@ -82,12 +81,12 @@ class Plan:
 
     @property
     def found(self) -> PricedLayout:
-        """The best layout, where something fits."""
+        """The best layout, if any fits."""
         return self.best[0]
 
 
 def family(layout: Layout) -> tuple:
-    """What tells two layouts of a list apart; in the rest each is the best of its kind."""
+    """Return the fields that distinguish layouts of a list; in all others each layout is the best of its kind."""
     return tuple(getattr(layout, name) for name in TOLD_APART)
 
 
@@ -95,16 +94,16 @@ def search(
     run: EstimatedRun, space: LayoutSpace | None = None, *, count: int = 10, within: float = np.inf,
     progress: Progressing | None = None,
 ) -> Plan:  # fmt: skip
-    """The fastest layouts that fit.
+    """Find the fastest layouts that fit.
 
     Args:
         run: its layout is ignored.
-        count: how many to list, each of another mesh, pipeline, micro-batch or recomputation.
-        within: seconds that a step may take; the less, the sooner it is known that nothing does.
-        progress: called with branches done, all branches, and what is found so far.
+        count: number of layouts to list, each with a different mesh, pipeline, micro-batch or recomputation.
+        within: maximum seconds of a step; a lower limit ends an unsuccessful search sooner.
+        progress: called with branches done, all branches, and the results so far.
 
     Raises:
-        UsageError: only some tokens pass through layers of the model.
+        UsageError: the model is a mixture of depths (only some tokens pass through a layer).
     """
     if run.shape.depths is not None:
         raise UsageError(
@@ -114,7 +113,7 @@ def search(
     begin = time.perf_counter()
     searching = Search(run, space or LayoutSpace(), count, within)
     collecting = gc.isenabled()
-    gc.disable()  # nothing becomes garbage, and the collector would go through all that is known again and again
+    gc.disable()  # no garbage is created here, and the collector would repeatedly scan all cached data
     try:
         searching.all(progress)
     finally:
@@ -126,10 +125,10 @@ def search(
 
 @dataclass(frozen=True, eq=False)
 class PlacedModel:
-    """A work on the stages of an outline, whatever the schedule.
+    """A work item on the stages of an outline, for any schedule.
 
     Attributes:
-        plain: the work's stages, without ZeRO.
+        plain: the work item's stages, without ZeRO.
         replicas: the ways to shard.
     """
 
@@ -139,43 +138,43 @@ class PlacedModel:
 
     @cached_property
     def kept(self) -> np.ndarray:
-        """[stages] bytes that a micro-batch keeps alive."""
+        """[stages] Bytes of activations that a micro-batch keeps alive."""
         return self.outline.each(self.plain.kept_of)
 
     @cached_property
     def kept_first(self) -> np.ndarray:
-        """[stages of the first rank] the same, with what passes between two of them there once."""
+        """[stages of the first rank] Like `kept`, with the tensor between two of them counted once."""
         return (self.kept - self.plain.message * self.outline.beside)[self.outline.holder == 0]
 
     @cached_property
     def empty(self) -> np.ndarray:
-        """[ways] bytes that the first rank needs at least, with nothing alive."""
+        """[ways] Lower bound of the first rank's bytes without activations."""
         return self.replicas.reserved(self.plain, self.outline.first, 0.0)
 
     @cached_property
     def working(self) -> int:
-        """Bytes that come and go in a backward on the first rank, at least."""
+        """Lower bound of the transient bytes in a backward on the first rank."""
         return self.plain.working(self.outline.first)
 
     @cached_property
     def times(self) -> np.ndarray:
-        """[3, stages] seconds, without what ZeRO adds, but for rounding."""
+        """[3, stages] Seconds without ZeRO's additions, up to rounding."""
         return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
 
     @cached_property
     def added(self) -> np.ndarray:
-        """[4, ways, stages] what each way to shard adds at least, as `Outline.with_added` takes it."""
+        """[4, ways, stages] Lower bounds of each sharding's additions, see `Outline.with_added`."""
         kinds = self.plain.linear[:3] @ self.outline.counts.T
         return self.replicas.adding(self.plain, self.outline.kinds, kinds)[..., self.outline.kind]
 
 
 class BoundedBranch(NamedTuple):
-    """A branch, looked at more closely.
+    """A branch with a tighter bound.
 
     Attributes:
-        least: seconds that a step of any of its layouts takes at least.
-        of_way: [ways] the same of each way to shard; infinite where it does not fit.
-        placed: its work.
+        least: lower bound of the step time in seconds for all its layouts.
+        of_way: [ways] the same for each way to shard; infinite if it does not fit.
+        placed: its work item, placed on stages.
     """
 
     least: float
@@ -189,10 +188,10 @@ class Candidate(NamedTuple):
 
     Attributes:
         levels: its fields.
-        stages: of its layout, priced.
-        seconds: [6, stages] as `Player.step_times` takes them.
-        launched: seconds that a host needs for a step at least.
-        alive: of its ranks (`Outline.alive`).
+        stages: its priced stages.
+        seconds: [6, stages] times, see `Player.step_times`.
+        launched: minimum seconds in which a host launches a step.
+        alive: activations alive on its ranks (`Outline.alive`).
     """
 
     levels: tuple[Fields, ...]
@@ -203,13 +202,13 @@ class Candidate(NamedTuple):
 
 
 class Search:
-    """A search under way.
+    """State of a search.
 
     Args:
         run: its layout is ignored.
-        space: what is chosen from.
-        count: how many to find.
-        within: seconds that a step may take.
+        space: the search space.
+        count: number of layouts to find.
+        within: maximum seconds of a step.
     """
 
     def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float = np.inf):
@@ -223,17 +222,17 @@ class Search:
         self.room = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:
-        """Go through everything, the most promising first."""
+        """Visit all branches, in order of their lower bound."""
         self.plan.branches, every = branches(self.run, self.space, self._works())
         waiting: list[tuple[float, int, tuple]] = []
-        of_program: dict[tuple, dict[int, BoundedBranch]] = {}  # those that wait
+        of_program: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
 
         def look(until: float) -> None:
-            """Play what waits and may take less."""
+            """Simulate the waiting branches whose bound is below ``until``."""
             while waiting and waiting[0][0] < until and waiting[0][0] <= self.limit:
                 _, number, program = heappop(waiting)
                 if number in (same := of_program[program]):
-                    # Once there is a limit, whatever else the same program may be wanted for is played at once.
+                    # Once a limit exists, simulate all other wanted branches of the same program as well.
                     now = [n for n in sorted(same) if n == number or same[n].least <= self.limit < np.inf]
                     self._play([same.pop(n) for n in now])
                     if progress:
@@ -252,7 +251,7 @@ class Search:
         self.plan.pruned = self.plan.branches - looked
 
     def _works(self) -> Iterator[WorkItem]:
-        """Those of which some rank could hold its share of the layers."""
+        """Yield the work items for which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
             full: set[tuple] = set()
             for way in works(self.run, degrees, self.space):
@@ -261,13 +260,13 @@ class Search:
                     plain = self._priced(degrees, way, {"zero": 0})
                     yield WorkItem(degrees, way, plain.run.microbatches, plain)
                 else:
-                    full.add(kind)  # nor do more sequences, which come later
+                    full.add(kind)  # larger micro-batches, which come later, do not fit either
 
     def _may_fit(self, degrees: Fields, way: Fields) -> bool:
-        """Whether a rank's share of the layers could be held, and what one micro-batch keeps of it: some rank has it,
-        and all of that is alive before the first backward there.
+        """Return whether some rank could hold its share of the layers, and its part of one micro-batch's activations.
 
-        Where some layers have experts and others not, nobody knows which layers these are, and all may.
+        All of these activations are alive before the first backward on that rank. If only some layers have experts, the
+        layers of the share are unknown, and all of them may have experts.
         """
         shape = self.run.shape
         if shape.experts and len({shape.sparse(layer) for layer in range(shape.layers)}) > 1:
@@ -278,7 +277,7 @@ class Search:
         return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.room).any())
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
-        """The ways to shard of a mesh, whatever the micro-batch."""
+        """Return the ways to shard on a mesh, for any micro-batch."""
         key = tuple(degrees.values())
         if key not in self.replicas:
             every = shardings(degrees, self.space)
@@ -286,7 +285,7 @@ class Search:
         return self.replicas[key]
 
     def _priced(self, degrees: Fields, way: Fields, shards: Fields) -> StagePrices:
-        """For every schedule and every split."""
+        """Return the stage prices for every schedule and every split."""
         key = (*degrees.values(), *way.values(), *shards.values())
         if key not in self.priced:
             layout = layout_of(self.space, degrees, way, shards)
@@ -296,7 +295,7 @@ class Search:
     # ---- one program ---------------------------------------------------------------------------------------------
 
     def _bound(self, branch: Branch) -> BoundedBranch | None:
-        """None where it does not fit, or takes too long."""
+        """Return the tighter bound, or None if the branch does not fit or is too slow."""
         (degrees, way, microbatches, plain), (fields, _, outline, order) = branch.work, branch.pipe
         if (key := (plain, outline)) not in self.placed:
             self.placed[key] = PlacedModel(plain, outline, self._replicas(degrees, way))
@@ -306,17 +305,17 @@ class Search:
         room = self.room * (1 + SLACK) - placed.empty
         if not (plain.with_holes(alive) <= room).any():
             return None
-        fits = plain.with_holes(alive + placed.working) <= room  # which takes longer to know
+        fits = plain.with_holes(alive + placed.working) <= room  # slower to evaluate
         if not fits.any():
             return None
         ends = outline.ends(placed.times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
-        of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # which the host may decide
+        of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
         least = float(of_way.min())
         return BoundedBranch(least, branch, of_way, placed) if least <= self.limit else None
 
     def _play(self, together: Sequence[BoundedBranch]) -> None:
-        """Play the layouts of some branches of one program, and keep the best of those that fit."""
+        """Simulate the layouts of some branches of one program, and keep the best that fit."""
         player = self._player(together[0].branch)
         found = [candidate for bounded in together for candidate in self._candidates(bounded, player.columns)]
         if not found:
@@ -328,21 +327,21 @@ class Search:
         steps = [self._step(candidate, float(least)) for least, candidate in zip(seconds, found, strict=True)]
         for i in np.argsort(steps, kind="stable"):
             layout = layout_of(self.space, *found[i].levels)
-            if self._wanted(layout, steps[i]):  # else nobody asks how much memory it needs, which takes long to say
+            if self._wanted(layout, steps[i]):  # otherwise skip the memory, which is slow to compute
                 each = (found[i].stages.memory_of(*of) for of in found[i].alive)
                 memory = max(each, key=lambda memory: memory.reserved)
                 if memory.reserved <= self.room:
                     self._keep(PricedLayout(steps[i], layout, memory))
 
     def _step(self, candidate: Candidate, least: float) -> float:
-        """Seconds of a step, where devices may be fewer cores than there are ranks."""
+        """Return the seconds of a step, including the case of fewer cores than ranks."""
         if self.run.cluster.at_once is None or least > self.limit:
             return least
         run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
     def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
-        """Layouts of a branch that no bound excludes."""
+        """Yield the layouts of a branch that no bound excludes."""
         (_, branch, of_way, placed), (degrees, way, microbatches, plain) = bounded, bounded.branch.work
         ways = np.flatnonzero(of_way <= self.limit).tolist()
         if not ways:
@@ -363,7 +362,7 @@ class Search:
             yield Candidate(levels, stages, seconds, float(launched), alive)
 
     def _player(self, branch: Branch) -> Player:
-        """The branch's program, written down once."""
+        """Return the player of the branch's program, built once."""
         if branch.program not in self.plan.players:
             pp, microbatches, schedule, virtual = branch.program
             program = build_program(
@@ -373,7 +372,7 @@ class Search:
         return self.plan.players[branch.program]
 
     def _wanted(self, layout: Layout, seconds: float) -> bool:
-        """Whether a layout that takes so long would be listed, if it fits."""
+        """Return whether a layout with this step time would be listed, if it fits."""
         known = self.families.get(family(layout))
         return seconds <= self.limit and (known is None or seconds * (1 - SLACK) <= known.seconds)
 
@@ -390,6 +389,6 @@ class Search:
 
 
 def order(found: PricedLayout) -> tuple:
-    """Equally fast ones by the memory that they need, then by name."""
+    """Sort key: by time, then memory, then name."""
     names = tuple(str(getattr(found.layout, name)) for name in LEVELS)
     return (float(f"{found.seconds:.9g}"), float(f"{found.memory.reserved:.9g}"), names)

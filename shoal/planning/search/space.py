@@ -1,9 +1,9 @@
-"""What a search chooses from: every layout of a cluster that a run could take, level by level.
+"""Search space: every layout of a cluster that a run could use, level by level.
 
-`layouts` is all of them, one by one; the search goes through the same levels and leaves out what cannot be among the
-best. Left to the user: the asynchronous schedules and relaxed synchronisation, which compute something else; zb-auto,
-terapipe and schedules from files; offloading; grids of tensor-parallel ranks (tp_x); the order of the ring's tokens
-(cp_order); what is overlapped (tp_overlap, overlap); bucket_mb and prefetch, by which times hardly differ.
+`layouts` enumerates all of them; the search visits the same levels and prunes layouts that cannot be among the best.
+Excluded choices, left to the user: asynchronous schedules and relaxed synchronisation, which change the computation;
+zb-auto, terapipe and schedules from files; offloading; 2D tensor parallelism (tp_x); the token order of the ring
+(cp_order); overlap (tp_overlap, overlap); bucket_mb and prefetch, which hardly affect the time.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ SEARCHED = (
     "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
     "dualpipe", "dualpipev",
 )  # fmt: skip
-Fields = dict[str, Any]  # some of a layout's
+Fields = dict[str, Any]  # some fields of a layout
 PLAIN = Layout()
 
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """Which choices there are.
+    """Choices of the search.
 
     Attributes:
-        schedules: of pipelines; a single stage accumulates gradients, by the first of them.
-        most_virtual: stages on each rank, where a schedule leaves that open.
-        least_tokens: of a sequence that a context-parallel rank has at least; more ranks than that are not tried.
-        uneven: whether stages may have other layers than the even ones, as `splits` says.
-        fixed: fields of the layout that are given.
+        schedules: pipeline schedules; a single stage accumulates gradients with the first of them.
+        most_virtual: maximum stages on each rank, for schedules that leave it open.
+        least_tokens: minimum tokens of a sequence per context-parallel rank; limits the number of these ranks.
+        uneven: stages may have uneven layers, see `splits`.
+        fixed: fixed fields of the layout.
     """
 
     schedules: tuple[str, ...] = SEARCHED
@@ -51,10 +51,10 @@ class LayoutSpace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def allows(self, name: str, value: Any, default: Any = None) -> bool:
-        """Whether a field may have a value.
+        """Return whether a field may have a value.
 
         Args:
-            default: what none at all means.
+            default: the meaning of None.
         """
         if name not in self.fixed:
             return True
@@ -62,13 +62,13 @@ class LayoutSpace:
         return (default if given is None else given) == (default if value is None else value)
 
     def among(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Values of a field that are tried, with the one that is given."""
+        """Return the values of a field to try, including the fixed one."""
         given = self.fixed.get(name)
         return list(values) if given is None or given in values else [*values, given]
 
 
 def layouts(run: EstimatedRun, space: LayoutSpace) -> Iterator[Layout]:
-    """Every layout of the space that the run's model, batch and cluster allow."""
+    """Yield every layout of the space that the run's model, batch and cluster allow."""
     for degrees in meshes(run, space):
         for work in works(run, degrees, space):
             microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
@@ -79,11 +79,11 @@ def layouts(run: EstimatedRun, space: LayoutSpace) -> Iterator[Layout]:
 
 
 def layout_of(space: LayoutSpace, *levels: Fields) -> Layout:
-    """The layout of a choice on each level; fields of no level are as they are given, or by default."""
+    """Build a layout from a choice on each level; other fields are fixed or have their default."""
     values = {name: value for name, value in space.fixed.items() if name in OTHERS}
     for level in levels:
         values |= level
-    return PLAIN.model_copy(update=values)  # several times faster than to construct one, unchecked as well
+    return PLAIN.model_copy(update=values)  # several times faster than constructing one; skips validation
 
 
 LEVELS = (
@@ -97,7 +97,7 @@ OTHERS = tuple(name for name in Layout.model_fields if name not in LEVELS)
 
 
 def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
-    """Degrees that fill the cluster."""
+    """Yield the parallel degrees that fill the cluster."""
     ranks = run.cluster.size
     most_cp = max(1, run.sequence_length // space.least_tokens, space.fixed.get("cp", 1))
     for tp, pp, cp in product(divisors(ranks), divisors(ranks), [n for n in divisors(ranks) if n <= most_cp]):
@@ -113,8 +113,10 @@ def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
 
 
 def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, int | None]]:
-    """Ranks that experts are spread over, and ranks that split each: as many as split the other matrices (None), or
-    one."""
+    """Return choices of (ranks that experts are spread over, ranks that split each expert).
+
+    The second is None for the same split as other matrices, or 1.
+    """
     if shape.experts is None:
         return [(1, None)]
     split = [etp for etp in space.among("etp", (None, 1)) if etp != tp]
@@ -122,7 +124,7 @@ def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, 
 
 
 def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fields]:
-    """What one micro-batch is, and what of it is computed again."""
+    """Yield the micro-batches, and what is recomputed in each."""
     split = [
         value for value in ((False, True) if degrees["tp"] > 1 else (False,))
         if fits(run, Layout(**degrees, sequence_parallel=value))
@@ -137,16 +139,16 @@ def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fi
 
 
 def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> Iterator[Fields]:
-    """Schedules, and stages on each rank where these leave that open (one is another schedule's).
+    """Yield the schedules, with stages per rank for schedules that leave it open (one stage is another schedule's).
 
     Args:
-        microbatches: of each replica.
-        layers: of the model, which is no less than its stages.
+        microbatches: micro-batches of each replica.
+        layers: layers of the model, at least the number of stages.
     """
     names = [name for name in space.schedules if space.allows("schedule", name)]
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]
-        choices: list[tuple[int | None, int]]  # of the layout's field, and what it means
+        choices: list[tuple[int | None, int]]  # (layout field, stages per rank)
         if schedule.virtual is None:
             choices = [(each, each) for each in space.among("virtual_stages", range(2, space.most_virtual + 1))]
         else:
@@ -160,13 +162,14 @@ def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> It
 
 
 def splits(shape: ModelShape, pp: int, depth: int, space: LayoutSpace) -> tuple[Fields, ...]:
-    """Layers of each stage: even; and shared out as if the last stage did the work of some layers besides, alone or
-    with the first: from none to what the matrix of the head, and of the embedding, is in layers, rounded up.
+    """Return the splits of layers into stages: even, and with fewer layers on the last or on the first and last stage.
 
-    In time the head weighs that much, or less where layers have more to do than their products (what is computed again,
-    attention, what travels); and in memory, where the first stage also keeps most micro-batches alive, both do.
+    The reduction ranges from none to the size of the head's (and the embedding's) matrix in layers, rounded up. In
+    time, the head weighs that much, or less if layers do more than their products (recomputation, attention,
+    communication). In memory both the head and the embedding weigh that much, and the first stage also keeps most
+    micro-batches alive.
 
-    Where a rank has several stages, these have few layers each, and are left even.
+    If a rank has several stages, these have few layers each, and stay even.
     """
     if given := space.fixed.get("stage_layers"):
         return ({"stage_layers": given},) if (len(given), sum(given)) == (depth, shape.layers) else ()
@@ -184,9 +187,9 @@ def _splits(even: tuple[int, ...], most: int) -> tuple[Fields, ...]:
 
 
 def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
-    """Layers of each stage, where the first and the last do other work besides, as much as so many layers'.
+    """Balance layers over stages if the first and the last also have work worth ``first`` and ``last`` layers.
 
-    Each does as much as any other, or a layer more: the later ones, which keep fewer micro-batches alive.
+    Stages have equal work, up to one layer more on later ones, which keep fewer micro-batches alive.
 
     >>> _balanced(32, 4, 0, 3)
     (8, 9, 9, 6)
@@ -201,9 +204,10 @@ def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...
 
 
 def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
-    """What replicas, and the context-parallel ranks of each, share out: ZeRO's stages, over all of them or fewer."""
+    """Return the state shardings over replicas and their context-parallel ranks: ZeRO stages over all or fewer ranks.
+    """
     dp = degrees["dp"]
-    # What says over how many, or how often, says that there is something to share.
+    # A field that sets the number of shards, or when to reshard, implies sharding.
     shared = space.fixed.get("zero_shard") or not space.fixed.get("reshard_after_forward", True)
     found: list[Fields] = [] if shared else [{"zero": 0}]
     for zero, shard in product((1, 2, 3), [n for n in divisors(dp) if n * degrees["cp"] > 1]):
@@ -215,13 +219,13 @@ def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
 
 
 def depth_of(pp: int, pipe: Fields) -> int:
-    """Stages that a micro-batch passes through."""
+    """Return the number of stages that a micro-batch passes through."""
     schedule = SCHEDULES[pipe["schedule"]]
     return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.model_copies
 
 
 def fits(run: EstimatedRun, layout: Layout) -> bool:
-    """Whether `shoal train` takes a layout."""
+    """Return whether `shoal train` accepts a layout."""
     try:
         check_trained(run, layout)
     except UsageError:
@@ -229,17 +233,17 @@ def fits(run: EstimatedRun, layout: Layout) -> bool:
     return True
 
 
-# ---- fields that are given -------------------------------------------------------------------------------------------
+# ---- fixed fields ----------------------------------------------------------------------------------------------------
 
 
 def check_fixed(fields: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with their types.
 
     Args:
-        fields: names and values, or the same as text: ``tp=8,recompute=full``.
+        fields: names and values, or text such as ``tp=8,recompute=full``.
 
     Raises:
-        UsageError: a field that layouts do not have or that is not searched, or a value that it does not take.
+        UsageError: an unknown field, a field that is not searched, or an invalid value.
 
     >>> check_fixed("tp=8,sequence-parallel=true,stage_layers=7/9")
     {'tp': 8, 'sequence_parallel': True, 'stage_layers': (7, 9)}
@@ -255,7 +259,7 @@ def check_fixed(fields: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Names and values from text."""
+    """Parse names and values from text."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if bad := [name for name, equals, value in pairs if not equals or not value]:
         raise UsageError(f"--fix {text}: write fields and values, as tp=8; {bad[0]} has none")
@@ -263,7 +267,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> int | bool | str | list[int]:
-    """A number, numbers between slashes, or a truth value, where it reads like one."""
+    """Parse a number, numbers between slashes, or a truth value; otherwise return the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     parts = text.split("/")
